@@ -105,7 +105,7 @@ def test_the_adapter_loads_in_peft_with_equal_logits(model, talks, tmp_path, mas
 
 
 @OTHER_SLOW
-@pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
+@pytest.mark.parametrize("how", [pytest.param("lora", marks=pytest.mark.slow), "lora_fp8", "full"])
 def test_a_merged_folder_loads_in_transformers_with_equal_logits(model, talks, how, tmp_path, capsys):
     assert finetune(model, talks, how, arguments(tmp_path)) == 0
     folder, out = tmp_path / "runs" / "tuned", tmp_path / "merged"

@@ -149,8 +149,17 @@ def hf_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("checkpoint", [{}, {"activation_checkpoint": "full", "checkpoint_inputs": "fp8"}])
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp8_tile"])
+INPUTS_IN_8_BITS = {"activation_checkpoint": "full", "checkpoint_inputs": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "checkpoint"),
+    [
+        ("fp32", {}), ("bf16_mixed", INPUTS_IN_8_BITS), ("fp8_tile", {}),
+        *(pytest.param(*case, marks=pytest.mark.slow)
+          for case in (("fp32", INPUTS_IN_8_BITS), ("bf16_mixed", {}), ("fp8_tile", INPUTS_IN_8_BITS))),
+    ],
+)  # fmt: skip
 def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
     recipe = make_recipe(
         model={"kind": "hf", "path": str(hf_folder)},

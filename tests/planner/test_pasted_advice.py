@@ -141,7 +141,7 @@ def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, comma
     assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.slow), True])
 @EACH
 @ON
 def test_the_smallest_budget_is_one(where, command, disk):

@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 MACHINE = make_machine()
 AMD = replace(MACHINE, cpu_features=frozenset({"avx512_bf16"}))
 ROWS, LENGTH = 2, 64
+LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "swin")]
 
 
 def recipe_of(family: Family, folder, **sections):
@@ -104,7 +105,7 @@ def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_pa
     assert sum(experts.values()) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "bert", "vit", "swin"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "bert", "vit", *LONGER])
 def test_classes_and_what_stands_around_them_add_up_to_the_whole_model(name, tmp_path):
     """The skeleton's layers, each times its number, and the rest are what all layers together are."""
     recipe = recipe_of(FAMILIES[name], tmp_path)

@@ -160,7 +160,7 @@ def process(*arguments, **environ):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_server_takes_the_next_port_and_ends_cleanly(model, number):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -186,7 +186,7 @@ SETTINGS = {
 step that is poisoned."""
 
 
-QUICK = ("precision.controller.granularity", "precision.controller.retry_steps")
+QUICK = ("precision.controller.granularity",)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,14 @@ def _plain_loss(net, frozen, batches, beta):
     return torch.stack(losses).mean(), margins
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-@pytest.mark.parametrize("kind", ["hf", "decoder"])
+@pytest.mark.parametrize(
+    ("kind", "beta"),
+    [
+        ("hf", 0.1),
+        ("decoder", 0.5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hf", 0.5), ("decoder", 0.1))),
+    ],
+)
 @pytest.mark.support("pairs", "one")
 def test_losses_and_margins_are_those_of_a_plain_loop(kind, beta, model, pairs, tmp_path):
     _, parts = _started(dpo(pairs, model, tmp_path, model__kind=kind, train__dpo_beta=beta))
@@ -189,7 +195,7 @@ def _rank(rank, model, pairs, runs, changes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mesh", ["copies", "shards"])
+@pytest.mark.parametrize("mesh", [pytest.param("copies", marks=pytest.mark.slow), "shards"])
 @pytest.mark.support("pairs", "copies", "shards")
 def test_ranks_have_the_losses_of_one_process(mesh, model, pairs, tmp_path):
     changes = {"model__kind": "decoder", "optim__lr": 3e-3, "train__log_interval": 1, "precision__mode": "fp32"}

@@ -30,7 +30,7 @@ def tilewright(command, home, endpoint, values):
     return subprocess.run(line, env=environ, capture_output=True, text=True, check=False, cwd=home)
 
 
-@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_keeps_the_revision_that_it_began_with(lora, data, tmp_path):
     folder = decoder_folder(tmp_path / "model")
     save_tokenizer(folder)

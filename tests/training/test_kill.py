@@ -78,11 +78,12 @@ def test_killed_twice_at_random_moments(data, tmp_path, straight):
     _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
 
 
-def test_killed_three_times_with_checkpoints_by_time(data, tmp_path, straight):
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_with_checkpoints_by_time(data, tmp_path, straight, kills):
     """The moments of the checkpoints differ from run to run; the weights do not."""
     seed = int.from_bytes(os.urandom(4))
     minutes = {"checkpoint__interval": 0, "checkpoint__interval_minutes": 0.001}
-    _kill_and_compare(data, tmp_path, straight, kills=3, seed=seed, **minutes)
+    _kill_and_compare(data, tmp_path, straight, kills=kills, seed=seed, **minutes)
 
 
 @pytest.mark.slow

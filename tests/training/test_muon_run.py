@@ -23,7 +23,7 @@ def losses(run_dir):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"optim__moments": "8bit"},
         pytest.param({"model__num_experts": 4, "model__num_dense_layers": 1}, marks=pytest.mark.slow),
     ],
@@ -49,9 +49,12 @@ def test_states_off_the_device_change_nothing(data, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        FP32,
+        pytest.param(FP32, marks=pytest.mark.slow),
         {"precision__mode": "fp8_tile"},
-        {"optim__moments": "bf16", "optim__master_weights": "stochastic", "ops__adam": "ref"},
+        pytest.param(
+            {"optim__moments": "bf16", "optim__master_weights": "stochastic", "ops__adam": "ref"},
+            marks=pytest.mark.slow,
+        ),
         {"optim__moments": "8bit", "optim__master_weights": "split24", "optim__clip": "delayed"} | LAYERS,
     ],
     ids=["fp32", "fp8", "stochastic", "layer_major_split24"],

@@ -64,9 +64,12 @@ def make_model(name, mode="fp32"):
     return model, made
 
 
+LONGER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", "fp32"), ("gpt2", "bf16_mixed"))]
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("gqa", "fp32"), ("gqa", "fp8_tile"), ("deepseek", "bf16_mixed"), ("llama", "fp32"), ("gpt2", "bf16_mixed")],
+    [("gqa", "fp32"), ("gqa", "fp8_tile"), ("deepseek", "bf16_mixed"), *LONGER],
 )
 def test_any_mix_changes_no_number(name, mode):
     """gpt2 drops out. Dense layers and experts; all nine mixes of two layers."""

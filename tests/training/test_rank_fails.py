@@ -108,7 +108,7 @@ def rank_main(rank, data, runs, changes, place, error):
     [
         ("shards", "forward", "memory"), ("shards", "backward", "memory"), ("shards", "update", "memory"),
         ("shards", "round", "memory"), ("shards", "backward", "bug"), ("copies", "update", "memory"),
-        ("copies", "forward", "bug"),
+        pytest.param("copies", "forward", "bug", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.support("alone", "copies", "shards")

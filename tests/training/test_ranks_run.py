@@ -154,8 +154,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("what", WHAT)
+LONGER = {("shards", "integers"), ("hsdp", "integers"), ("copies", "muon")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "what"),
+    [
+        pytest.param(mesh, what, marks=[pytest.mark.slow] * ((mesh, what) in LONGER), id=f"{what}-{mesh}")
+        for mesh in MESHES
+        for what in WHAT
+    ],
+)
 @pytest.mark.support("run", "shards", "hsdp")
 @pytest.mark.support("evaluation", "hsdp")
 @pytest.mark.support("integers", "copies", "hsdp")

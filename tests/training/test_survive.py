@@ -72,7 +72,7 @@ def test_sigint_saves_and_exits_with_0(data, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-@pytest.mark.parametrize("minutes", [0, 0.001])
+@pytest.mark.parametrize("minutes", [pytest.param(0, marks=pytest.mark.slow), 0.001])
 def test_a_run_folder_that_goes_away_is_an_error_in_four_parts(data, tmp_path, how, minutes):
     process = _start(data, tmp_path, **LONG | {"checkpoint__interval_minutes": minutes})
     _wait_for_step(process, tmp_path, 3)
@@ -92,7 +92,9 @@ def test_a_run_folder_that_goes_away_is_an_error_in_four_parts(data, tmp_path, h
     assert how == "replaced" or not folder.exists(), "it came back"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "events.jsonl", pytest.param("samples.jsonl", marks=pytest.mark.slow)]
+)
 def test_a_file_that_is_deleted_begins_again(data, tmp_path, name):
     process = _start(data, tmp_path, **LONG)
     _wait_for_step(process, tmp_path, 5)
