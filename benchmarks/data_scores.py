@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import Context
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.build.plan import stage_named
 from tilewright.data.build.run import build_dataset
 from tilewright.data.build.stages.scores.corruptions import KINDS

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import Context
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.build.plan import STAGES
 
 QUALITY = {

@@ -1,5 +1,6 @@
 """`tilewright data`: a build as a user runs it, its words, its page, what inspect shows, and bad input."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.contracts.observe import fixed_ceilings
 from tests.data.build.corpora import digest, write_corpus, write_media
 from tilewright.cli.app import run
+from tilewright.cli.open_model import open_model
 from tilewright.core import env
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import DataError
@@ -50,12 +53,13 @@ def test_build_then_inspect(here, capsys):
     assert "rule: min_words" in shown
     assert "value: 2" in shown
     assert "threshold: 20" in shown
-    assert run(["data", "inspect", "data", "--record", "prose/07", "--json"]) == 0
+    assert run(["data", "inspect", "data", "--record", "prose/07.txt", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert (here / "in" / record["path"]).read_bytes()[record["start"] : record["stop"]].decode().strip() == record[
         "text"
     ]
     assert run(["data", "inspect", "data", "--reject", record["id"]]) == 2
+    assert f"data inspect data --record {record['id']}" in capsys.readouterr().err
     page = (here / "data" / "report.html").read_text()
     for words in (
         "near-copy",
@@ -107,6 +111,22 @@ def test_from_a_step_to_its_files(here, capsys):
         assert document["text"].strip("\ufffd") in text
     assert run(["data", "inspect", "--run", "a", "--step", "3"]) == 2
     assert "1 to 2" in capsys.readouterr().err
+
+
+def test_a_plan_has_the_vocabulary_of_a_built_dataset(here, capsys, monkeypatch):
+    """The parameters that are planned are those of the model that is trained: its embedding has the build's tokens."""
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    settings = [argument for name, value in SMALL.items() for argument in (f"--{name}", value)]
+    settings += ["--data.source", "data", "--data.cache_dir", "cache"]
+    capsys.readouterr()
+    assert run(["plan", "default", *settings, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["num_parameters"]
+    assert run(["train", "default", *settings, "--run.name", "a", "-q"]) == 0
+    model = open_model("a", device="cpu").model
+    trained = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    assert planned == sum(trained.values())
+    assert load_tokenizer(Path("data/tokens/tokenizer")).vocab_size in {p.shape[0] for p in model.parameters()}
 
 
 def test_an_image_model_trains_on_a_built_folder(tmp_path, monkeypatch, capsys):
@@ -164,6 +184,38 @@ def test_a_local_build_under_torchrun_is_refused(here, capsys, monkeypatch):
     assert "data build --executor rank" in told
 
 
+def test_what_inspect_matches(here, capsys):
+    """Names of files, stages and rules as they are or by a glob, never a part of one; else it says what there is."""
+    assert run(["data", "build", "--processes", "1"]) == 0
+    capsys.readouterr()
+
+    def paths(option: str, wanted: str) -> set[str]:
+        assert run(["data", "inspect", "data", option, wanted, "--most", "99", "--json"]) == 0
+        return {row["path"] for row in json.loads(capsys.readouterr().out)}
+
+    assert paths("--reject", "min_words") == paths("--reject", "rules") == {"prose/short.txt"}
+    assert (
+        paths("--reject", "exact dup*") == paths("--reject", "exact duplicate") == {"prose/copy.txt", "rows/more.txt"}
+    )
+    assert paths("--reject", "copy.txt") == paths("--reject", "prose/c*") == {"prose/copy.txt"}
+    assert paths("--record", "1?.txt") == {f"prose/{i}.txt" for i in range(10, 20)}
+    for option, wanted, words in (
+        (
+            "--reject",
+            "min_wrods",
+            ["No reject matches 'min_wrods'", "min_words (1)", "exact duplicate (2)", "--reject min_words"],
+        ),
+        ("--reject", "words", ["No reject matches 'words'", "--reject min_words"]),
+        ("--record", "prose/0", ["No record matches 'prose/0'", "--record '*prose/0*'"]),
+        ("--record", "short.txt", ["No record matches", "data inspect data --reject short.txt"]),
+    ):
+        assert run(["data", "inspect", "data", option, wanted]) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert all(word in told for word in words), told
+    assert run(["data", "inspect", "data", "--record", "prose/*", "--most", "2"]) == 0
+    assert "more: --most" in capsys.readouterr().out
+
+
 @pytest.mark.dist
 def test_two_ranks_build_what_one_process_builds(here):
     assert run(["data", "build", "--processes", "1", "--out", "one"]) == 0
@@ -172,6 +224,22 @@ def test_two_ranks_build_what_one_process_builds(here):
     ranks = [subprocess.Popen(command, env=env.importing(ROOT / "src") | place) for place in places]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert digest(here / "two") == digest(here / "one")
+
+
+def test_ray_that_is_not_there(here, capsys, monkeypatch):
+    """The missing extra, and a cluster that does not answer: each in four parts, before a unit runs."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert run(["data", "build", "--executor", "ray", "--processes", "2"]) == 2
+    assert "the Ray cluster 127.0.0.1:1 has its own number" in " ".join(capsys.readouterr().err.split())
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
+    assert run(["data", "build", "--executor", "ray"]) == 5
+    told = capsys.readouterr().err
+    for words in ("needs the package ray", "the extra `ray`", "pip install 'tilewright[ray]'"):
+        assert words in told
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["data", "build", "--executor", "ray"]) == 5
+    assert "data build --executor ray runs in one process" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,12 @@ VARIABLES = (
     ),
     Variable("SLURM_ARRAY_TASK_MIN", "", "an integer", "first task of the array, set by Slurm"),
     Variable("SLURM_ARRAY_TASK_COUNT", "", "an integer", "number of tasks of the array, set by Slurm"),
+    Variable(
+        "RAY_ADDRESS",
+        "",
+        "host:port, or auto",
+        "Ray cluster of `data build --executor ray`; where it is unset, Ray is started on this machine",
+    ),
     Variable("LOCAL_WORLD_SIZE", "", "an integer", "number of processes on this machine, set by torchrun"),
     Variable("MASTER_ADDR", "", "a host", "where the processes meet, set by torchrun"),
     Variable("MASTER_PORT", "", "an integer", "port of that host, set by torchrun"),
@@ -281,11 +287,29 @@ def job_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     return ranks({"RANK": f"{int(task) - int(first)}", "WORLD_SIZE": count})
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""What makes a process compute with one thread."""
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Processes that are started inside compute with one thread each: several of them share the cores."""
     with unchanged():
-        os.environ |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ |= ONE_THREAD
+        yield
+
+
+def ray_address(environ: Mapping[str, str] | None = None) -> str:
+    """Address of the Ray cluster that the user names; empty where none is."""
+    return (os.environ if environ is None else environ).get("RAY_ADDRESS", "").strip()
+
+
+@contextmanager
+def starting_ray() -> Iterator[None]:
+    """A Ray that is imported and started inside sends no usage statistics, and takes the modules of this process, not
+    a copy of the working folder (what it does under `uv run`)."""
+    with one_thread():
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
         yield
 
 

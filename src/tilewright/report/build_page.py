@@ -9,7 +9,13 @@ from typing import Any
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.data.build.finished.account import BuildAccount, MeasureHistogram, StageCount
+from tilewright.data.build.finished.account import (
+    MODALITIES,
+    NO_DOMAIN,
+    BuildAccount,
+    MeasureHistogram,
+    StageCount,
+)
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
 from tilewright.report.svg.charts import Mark, Series, line_chart
@@ -35,7 +41,7 @@ def render_build(account: BuildAccount) -> str:
         title=f"{format_count(account.summary['tokens'])} tokens from {account.summary['source']}",
         cards=_cards(account.summary),
         stages=[_stage_row(stage) for stage in account.stages],
-        domains=[_domain_row(name, counts) for name, counts in account.summary["domains"].items()],
+        domains=[_domain_row(name, account.summary) for name in account.summary["records"]],
         reasons=shown,
         num_more=len(account.reasons) - len(shown),
         size=format_bytes,
@@ -67,9 +73,16 @@ def _stage_row(stage: StageCount) -> list[str]:
     return [*row, ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items())]
 
 
-def _domain_row(name: str, counts: dict[str, Any]) -> list[str]:
-    held = f"{counts['holdout_docs']:,}, {format_count(counts['holdout_tokens'])} tokens"
-    return [name, f"{counts['docs']:,}", format_bytes(counts["bytes"]), format_count(counts["tokens"]), held]
+def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
+    """Records of each modality; text, tokens and what is held out, where there are any; and what was dropped."""
+    records, counts = summary["records"][name], summary["domains"].get(name)
+    row = [name or NO_DOMAIN, *(f"{records.get(one, 0):,}" for one in MODALITIES)]
+    if counts is None:
+        row += ["", "", ""]
+    else:
+        held = f"{counts['holdout_docs']:,}, {format_count(counts['holdout_tokens'])} tokens"
+        row += [format_bytes(counts["bytes"]), format_count(counts["tokens"]), held]
+    return [*row, f"{records['dropped']:,}"]
 
 
 def _figure(one: MeasureHistogram) -> Figure:

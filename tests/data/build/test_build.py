@@ -10,7 +10,7 @@ import pytest
 from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import load_data_toml
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.common.tokenizer import load_tokenizer
 
 RULES = {"rules": {"min_words": 20}}

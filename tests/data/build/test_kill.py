@@ -17,7 +17,7 @@ from tests.data.build.corpora import build, digest, settings, write_corpus
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.data.build.context import Context
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.build.plan import stage_named
 from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.tables import rows
@@ -26,12 +26,12 @@ from tilewright.data.build.units import RECEIPT
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start(source: Path, out: Path, processes: int, sections: str = "") -> subprocess.Popen:
+def start(source: Path, out: Path, processes: int, sections: str = "", executor: str = "local") -> subprocess.Popen:
     """A build in a process of its own, in its own group so that a kill can take its workers too."""
     toml = out.with_name("data.toml")
     toml.write_text(f'[read]\nsource = "{source}"\nshard_bytes = 65536\n[tokenizer]\nvocab_size = 400\n{sections}')
     command = [sys.executable, "-m", "tilewright", "data", "build", str(toml), "--out", str(out)]
-    command += ["--processes", str(processes)]
+    command += ["--processes", str(processes), "--executor", executor]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=env.importing(ROOT / "src"), start_new_session=True, **quiet)
 
@@ -42,13 +42,15 @@ def kill_and_finish(tmp_path: Path, processes: int, kills: int, seed: int) -> No
     kill_until_whole(source, tmp_path, processes, kills, seed)
 
 
-def kill_until_whole(source: Path, tmp_path: Path, processes: int, kills: int, seed: int, sections: str = "") -> None:
+def kill_until_whole(
+    source: Path, tmp_path: Path, processes: int, kills: int, seed: int, sections: str = "", executor: str = "local"
+) -> None:
     """Kill a build again and again, finish it, and compare it with the one in `tmp_path`/whole."""
     rng, out = random.Random(seed), tmp_path / "killed" / "out"
     out.parent.mkdir()
     delays = []
     for _ in range(kills):
-        child = start(source, out, processes, sections)
+        child = start(source, out, processes, sections, executor)
         receipts = {}
         deadline = time.monotonic() + 60
         known = set(out.rglob(RECEIPT))
@@ -58,15 +60,17 @@ def kill_until_whole(source: Path, tmp_path: Path, processes: int, kills: int, s
         delays.append(rng.random() * 0.02)
         time.sleep(delays[-1])
         receipts = {p: p.stat().st_mtime_ns for p in out.rglob(RECEIPT)}
-        if rng.random() < 0.5:
+        ended = child.poll() is not None  # the whole build was quicker than the draw
+        if not ended and rng.random() < 0.5:
             os.killpg(child.pid, signal.SIGKILL)  # all processes
-        else:
+        elif not ended:
             child.kill()  # the first one alone: its workers find out
-        child.communicate()
+        _, errors = child.communicate()
+        assert child.returncode in (-signal.SIGKILL, 0), errors.decode()
         time.sleep(0.3)
         again = {p: p.stat().st_mtime_ns for p in receipts if p.exists()}
         assert all(again[p] == receipts[p] for p in again)
-    child = start(source, out, processes, sections)
+    child = start(source, out, processes, sections, executor)
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors.decode()
     made = {p: p.stat().st_mtime_ns for p in out.rglob(RECEIPT)}
@@ -183,16 +187,16 @@ def test_files_that_kill_their_process_are_set_aside(tmp_path):
     killer.start()
     tried = LocalExecutor(2)
     items = context.listing.shards[0]
-    real, seen = tried._processes_of, []
+    real, seen = tried.pool_of, []
 
-    def processes_of(num: int):
+    def pool_of(num: int | None):
         seen.append(num)
-        if seen == [2, 1, 1, 1]:  # the pool, the unit alone, its first file alone: now its second file
+        if seen == [None, 1, 1, 1]:  # the pool, the unit alone, its first file alone: now its second file
             killer.stop = True
             killer.join()
         return real(num)
 
-    tried._processes_of = processes_of
+    tried.pool_of = pool_of
     with tried:
         tried.run(context, stage, units, lambda n: None)
     reasons = {

@@ -9,11 +9,13 @@ import pytest
 from tests.data.build.corpora import build, digest, prose, settings, write_media
 from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.finished.account import build_account
 from tilewright.data.build.finished.images import ShardedPixels
 from tilewright.data.prepare import prepare
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
+from tilewright.report.build_page import render_build
 
 PIL = pytest.importorskip("PIL.Image")
 NEAR = {"image_distance": 12}  # a smaller JPEG of these images of few points differs in up to ten bits, another in 20
@@ -116,16 +118,35 @@ def test_two_images_of_one_caption_both_stay(source, tmp_path):
 
 
 def test_too_little_text_of_a_domain_takes_no_images_along(tmp_path):
+    """A captioned image stays with its caption, without tokens; a text of that domain goes. Both are told."""
     write_media(tmp_path / "in")
     (tmp_path / "in" / "ant" / "3.txt").write_text("one caption, too short to be held out in part")
+    (tmp_path / "in" / "wasp").mkdir()
+    (tmp_path / "in" / "wasp" / "a.txt").write_text("one text, too short to be held out in part")
     (tmp_path / "in" / "text").mkdir()
     for i in range(9):
         (tmp_path / "in" / "text" / f"{i}.txt").write_text(prose(i))
-    content = build(settings(tmp_path / "in", media={"image_size": 8}), tmp_path / "out")
-    counts = content["summary"]["tensors"]["pixels"]
-    assert (counts["train"], counts["holdout"]) == (15, 2)  # of 18 images, two of which are near-copies
+    summary = build(settings(tmp_path / "in", media={"image_size": 8}), tmp_path / "out")["summary"]
+    counts = summary["tensors"]["pixels"]
+    assert (counts["train"], counts["holdout"]) == (16, 2)  # 18 images, of which no two are near by default
     dropped = [row for row in pq.read_table(tmp_path / "out" / "rejects").to_pylist() if row["stage"] == "split"]
-    assert [row["path"] for row in dropped] == ["ant/3.png"]
+    assert [row["path"] for row in dropped] == ["wasp/a.txt"]
+    (captioned,) = [row for row in table(tmp_path / "out", "pixels") if row["path"] == "ant/3.png"]
+    assert captioned["text"] == "one caption, too short to be held out in part"
+    (record,) = [row for row in pq.read_table(tmp_path / "out" / "records").to_pylist() if row["path"] == "ant/3.png"]
+    assert record["text"] == captioned["text"]
+    assert record["tokens"] is None
+    assert [note.partition(" stay")[0] for note in summary["notes"]] == ["ant: 1 captioned images or sounds"]
+    assert summary["records"] == {
+        "ant": {"audio": 1, "image": 9, "dropped": 1},  # the file of the caption
+        "bee": {"image": 9, "dropped": 0},
+        "text": {"text": 9, "dropped": 0},
+        "wasp": {"dropped": 1},
+    }
+    assert list(summary["domains"]) == ["text"]
+    page = render_build(build_account(tmp_path / "out"))
+    for domain, row in (("bee", '0</td><td class="no">9</td><td class="no">0'), ("wasp", '0</td><td class="no">0')):
+        assert f'<td>{domain}</td><td class="no">{row}' in page
 
 
 @pytest.mark.dist

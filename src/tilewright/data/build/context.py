@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Context:
         self.build, self.out = build, out
         self._installed, self._num_shards = installed, num_shards
         self.units = Units(out / WORK)
+        self.build_id = uuid4().hex
+        """Another one for each context, for what may be remembered as long as this one lives."""
         self._digests: dict[str, str] = {}
 
     @cached_property

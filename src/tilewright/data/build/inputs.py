@@ -125,7 +125,9 @@ def _files(source: str, domain: str, shard_bytes: int, listing: Listing, prefix:
     root = existing(Path(source).expanduser(), source)
     saved = root.is_dir() and is_saved_dataset(root)
     found = find_files(root)
-    listing.rejects += [_refused(reject, domain, prefix) for reject in found.rejects]
+    for reject in found.rejects:
+        folder, _, rest = printable(reject.where).partition("/")
+        listing.rejects.append(_refused(reject, domain or (folder if rest else ""), prefix))
     for name, path, status in found.files:
         where = domain or (name.split("/")[0] if "/" in name else "text")
         if not stat.S_ISREG(status.st_mode):

@@ -266,12 +266,12 @@ STAGES = (
     ),
     *SAMPLE,
     BuildStage(
-        *("split", "holding out", 3, _one),
+        *("split", "holding out", 4, _one),
         lambda c, i: [c.every(last_kept(c)), c.one("near"), c.build.split.model_dump()],
         _split,
     ),
     BuildStage(
-        *("media", "gathering pixels and sounds", 1, _media_shards),
+        *("media", "gathering pixels and sounds", 2, _media_shards),
         lambda c, i: [
             *(c.told_one("read", i), c.one("repair", i), c.one(last_kept(c), i), c.one("split")),
             c.build.media.model_dump(),
@@ -287,7 +287,7 @@ STAGES = (
         _tokenizer,
     ),
     BuildStage(
-        *("encode", "encoding", 2, _shards),
+        *("encode", "encoding", 3, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one(last_kept(c), i), c.one("split"), c.one("tokenizer"), c.one("near")),
             *(c.build.chunk.model_dump(), tokenizers.__version__),
@@ -295,7 +295,7 @@ STAGES = (
         _encode,
     ),
     BuildStage(
-        *("dataset", "joining the dataset", 2, _one),
+        *("dataset", "joining the dataset", 3, _one),
         lambda c, i: [
             *(c.one("tokenizer"), c.one("split"), source_label(c), c.totals("repair", "changed")),
             *(c.every("encode"), *(c.told(stage) for stage in rejecting(c)), c.every("media", _media_shards(c))),

@@ -15,7 +15,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK, Context
-from tilewright.data.build.executors import UnitExecutor
+from tilewright.data.build.executors.base import UnitExecutor
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.units import cannot_write, fingerprint_of, link_or_copy

@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from tests.data.build.scores.texts import story
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import NoiseSection
-from tilewright.data.build.stages.scores.contrast import area, contrasts, joined, train_contrast, verified
+from tilewright.data.build.stages.scores.contrast import (
+    LEAST_FOR_LOSS,
+    area,
+    contrasts,
+    joined,
+    train_contrast,
+    verified,
+)
 from tilewright.data.build.stages.scores.corruptions import KINDS
 from tilewright.data.build.stages.scores.references import Piece
 
-CLEAN = [story(seed) for seed in range(240)]
+CLEAN = [story(seed) for seed in range(300)]
 
 
 def pieces(texts: list[str]) -> list[Piece]:
@@ -33,7 +40,7 @@ def test_planted_noise_is_found(trained):
     account = verified(found, NoiseSection(clean="x", clean_loss=0.05))
     fresh = [story(seed) for seed in range(1000, 1200)]
     lost = (contrasts(models, [text.encode() for text in fresh]) > account["threshold"]).mean()
-    assert lost <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 48), "the threshold rests on about 48 texts"
+    assert lost <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 60), "the threshold rests on about 60 texts"
     recalls = {}
     for kind, make in KINDS.items():
         noise = [make(text, number).encode() for number, text in enumerate(fresh)]
@@ -94,6 +101,29 @@ def test_few_texts_are_refused(num):
         assert train_contrast(pieces(CLEAN[:num]), [], NoiseSection(clean="x", allow_weak=True))
     with pytest.raises(DataError, match="Too few texts"):
         train_contrast(pieces(CLEAN[:60]), pieces(["one"]), NoiseSection(clean="x", noisy="y"))
+
+
+def test_few_texts_give_no_threshold(trained):
+    """The share of clean text above the greatest of m contrasts: 1 - 0.05^(1/m) in one of 20 cases."""
+    _, found = trained
+    few = found | {"texts": LEAST_FOR_LOSS - 1}
+    with pytest.raises(DataError, match="Too few clean texts for the threshold") as caught:
+        verified(few, NoiseSection(clean="x"))
+    own = verified(found, NoiseSection(clean="x"))["threshold"]
+    for words in (
+        f"{LEAST_FOR_LOSS - 1} clean texts",
+        f"need   {LEAST_FOR_LOSS}",
+        f"these give {own:.2f}",
+        "allow_weak = true",
+    ):
+        assert words in str(caught.value), words
+    assert verified(few, NoiseSection(clean="x", threshold=0.5))["threshold"] == 0.5
+    assert verified(few, NoiseSection(clean="x", allow_weak=True))["threshold"] == own
+    rng = np.random.default_rng(0)
+    for texts, most in ((50, 0.26), (LEAST_FOR_LOSS, 0.05)):
+        lost = 1 - rng.random((20_000, texts // 5)).max(1)  # the distribution function makes any contrast uniform
+        assert np.quantile(lost, 0.95) == pytest.approx(1 - 0.05 ** (5 / texts), rel=0.05)
+        assert np.quantile(lost, 0.95) < most * 1.02
 
 
 def test_several_pairs_are_one_account(trained):

@@ -55,5 +55,5 @@ def write_scored_corpus(root: Path) -> Path:
 def all_three(corpus: Path, **more: dict) -> dict:
     quality = {"good": str(corpus / "good"), "bad": str(corpus / "bad"), "threshold": 0.5}
     sample = {"reference": "corpus", "weights": (1.0, 0.5), "order": 4}
-    sections = {"quality": quality, "noise": {"clean": "corpus", "order": 4}, "sample": sample}
+    sections = {"quality": quality, "noise": {"clean": "corpus", "order": 4, "allow_weak": True}, "sample": sample}
     return {name: values | more.get(name, {}) for name, values in sections.items()}

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,10 +18,11 @@ from tilewright.core.units import format_bytes, format_count
 @click.option("--processes", type=click.IntRange(1), help="Processes of this machine. Default: one per core.")
 @click.option(
     "--executor",
-    type=click.Choice(["local", "rank"]),
+    type=click.Choice(["local", "rank", "ray"]),
     default="local",
     show_default=True,
-    help="`rank`: this process is one of those that torchrun or a Slurm array started.",
+    help="`rank`: this process is one of those that torchrun or a Slurm array started. `ray`: tasks of Ray, on the "
+    "cluster that RAY_ADDRESS names, else on this machine.",
 )
 @json_option
 @verbosity
@@ -33,22 +35,15 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     """
     from tilewright.cli.app import check_one_process
     from tilewright.data.build.config import load_data_toml
-    from tilewright.data.build.executors import LocalExecutor, RankExecutor
     from tilewright.data.build.run import build_dataset
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.corpus.account import account_line
 
-    if executor == "local":
-        check_one_process("data build --executor local")
+    if executor != "rank":
+        check_one_process(f"data build --executor {executor}")
     loaded = load_data_toml(settings)
     folder = out or settings.with_suffix("")
-    if executor == "rank":
-        if processes is not None:
-            raise click.UsageError("--processes is for --executor local; a rank is one process.")
-        ranks = env.job_ranks()
-        chosen = RankExecutor(ranks.rank, ranks.world)
-    else:
-        chosen = LocalExecutor(processes or len(os.sched_getaffinity(0)))
+    chosen = _executor(executor, processes)
     with ProgressBar("data build") as progress, chosen as running:
         content = build_dataset(loaded, folder, running, progress)
     if not chosen.is_first:
@@ -63,11 +58,32 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         return
     summary, units = content["summary"], content["units"]
     say(account_line(summary))
+    domains = sum(any(n for kind, n in one.items() if kind != "dropped") for one in summary["records"].values())
     say(
         f"{summary['duplicates']:,} exact duplicates and {summary['near_duplicates']:,} near-copies dropped | "
-        f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {len(summary['domains'])} domains"
+        f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {domains} domains"
     )
     for model in account.models:
         say(model.line)
     say(f"{units['made']} units made, {units['finished before']} finished before | {page}")
     click.echo(f"tilewright train --data.source {folder}")
+
+
+def _executor(name: str, processes: int | None) -> Any:
+    """The `UnitExecutor` of that name, a context manager."""
+    from tilewright.data.build.executors.local import LocalExecutor
+    from tilewright.data.build.executors.on_ray import RayExecutor
+    from tilewright.data.build.executors.rank import RankExecutor
+
+    if name == "rank":
+        if processes is not None:
+            raise click.UsageError("--processes is for --executor local and ray; a rank is one process.")
+        ranks = env.job_ranks()
+        return RankExecutor(ranks.rank, ranks.world)
+    here = processes or len(os.sched_getaffinity(0))
+    if name == "local":
+        return LocalExecutor(here)
+    cluster = env.ray_address()
+    if cluster and processes is not None:
+        raise click.UsageError(f"--processes is for this machine; the Ray cluster {cluster} has its own number.")
+    return RayExecutor(cluster, here)

@@ -1,5 +1,8 @@
 """`tilewright data inspect`: a record, a reject, the diff of two builds, or the samples of a training step."""
 
+import difflib
+import shlex
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ _MOST = 5
 
 @click.command("inspect")
 @click.argument("folder", required=False, metavar="[DIR]", type=click.Path(path_type=Path))
-@click.option("--record", metavar="ID|PATH", help="Show records of this id, its beginning, or part of a file's name.")
-@click.option("--reject", metavar="ID|PATH|RULE", help="Show what was dropped: by id, file or rule.")
+@click.option("--record", metavar="ID|PATH", help="Show records by id, its beginning, or file; a glob too.")
+@click.option("--reject", metavar="ID|PATH|RULE", help="Show what was dropped, by id, file, rule or stage; a glob too.")
 @click.option("--diff", "other", metavar="DIR", type=click.Path(path_type=Path), help="Compare with another build.")
 @click.option("--run", metavar="RUN", help="Show the samples of a step of this run; DIR is not needed.")
 @click.option("--step", type=click.IntRange(1), help="The step of --run.")
@@ -46,35 +49,55 @@ def inspect_data(
         return
     if folder is None:
         raise click.UsageError("DIR, the folder of a built dataset, or --run RUN --step N.", ctx)
-    from tilewright.data.build.finished.open_built import find_records, read_dataset
+    from tilewright.data.build.finished.open_built import read_dataset
 
     content = read_dataset(folder)
     if other is not None:
         _diff(content, read_dataset(other), as_json)
     elif record is not None:
-        _rows(list(find_records(folder, "records", record, most)), f"record {record!r}", as_json)
+        _rows(folder, "records", record, most, as_json)
     elif reject is not None:
-        _rows(list(find_records(folder, "rejects", reject, most)), f"reject {reject!r}", as_json)
+        _rows(folder, "rejects", reject, most, as_json)
     elif as_json:
         print_json(content)
     else:
-        _overview(content["summary"])
+        _overview(folder, content["summary"])
 
 
-def _overview(summary: dict[str, Any]) -> None:
+def _overview(folder: Path, summary: dict[str, Any]) -> None:
+    from tilewright.data.build.finished.account import MODALITIES, NO_DOMAIN, reasons_of
     from tilewright.data.corpus.account import account_line
 
     echo(account_line(summary))
-    rows = [
-        (name, f"{d['docs']:,}", format_bytes(d["bytes"]), f"{d['tokens']:,}", f"{d['holdout_docs']:,}")
-        for name, d in summary["domains"].items()
-    ]
-    show_table(("domain", "records", "text", "tokens", "held out"), rows)
+    rows = []
+    for name, records in summary["records"].items():
+        text = summary["domains"].get(name)
+        of_text = ["", "", ""]
+        if text is not None:
+            of_text = [format_bytes(text["bytes"]), *_numbers(text, "tokens", "holdout_docs")]
+        rows.append((name or NO_DOMAIN, *_numbers(records, *MODALITIES), *of_text, f"{records['dropped']:,}"))
+    show_table(("domain", "texts", "images", "sounds", "text", "tokens", "held out", "dropped"), rows)
+    for note in summary["notes"]:
+        echo(note)
+    reasons: dict[tuple[str, str], int] = {}
+    for one in reasons_of(folder):
+        reasons[one.stage, one.rule] = reasons.get((one.stage, one.rule), 0) + one.count
+    if reasons:
+        echo()
+        show_table(("stage", "reason", "dropped"), [(*names, f"{count:,}") for names, count in reasons.items()])
 
 
-def _rows(found: list[dict[str, Any]], what: str, as_json: bool) -> None:
+def _numbers(counts: dict[str, int], *names: str) -> list[str]:
+    return [f"{counts.get(name, 0):,}" for name in names]
+
+
+def _rows(folder: Path, kind: str, wanted: str, most: int, as_json: bool) -> None:
+    from tilewright.data.build.finished.open_built import find_records
+
+    matching = find_records(folder, kind, wanted)
+    found = list(islice(matching, most))
     if not found:
-        raise DataError(f"No such {what}", need="an id, its beginning, or part of a file's name", got="nothing found")
+        raise _none(folder, kind, wanted)
     if as_json:
         print_json(found)
         return
@@ -84,6 +107,38 @@ def _rows(found: list[dict[str, Any]], what: str, as_json: bool) -> None:
                 text = str(value)
                 echo(f"{name}: {text[:_SHOWN_CHARS]}{' ...' if len(text) > _SHOWN_CHARS else ''}")
         echo()
+    more = sum(1 for _ in matching)
+    if more:
+        echo(f"{more:,} more: --most {len(found) + more}")
+
+
+def _none(folder: Path, kind: str, wanted: str) -> DataError:
+    """Nothing matches: the reasons that there are, and the one that was meant."""
+    from tilewright.data.build.finished.account import reasons_of
+    from tilewright.data.build.finished.open_built import find_records
+
+    option, other = ("--reject", "--record") if kind == "rejects" else ("--record", "--reject")
+    need = "an id or its beginning, or the name or path of a file; * stands for anything"
+    names: dict[str, int] = {}
+    if kind == "rejects":
+        for reason in reasons_of(folder):
+            for name in dict.fromkeys((reason.stage, reason.rule)):
+                names[name] = names.get(name, 0) + reason.count
+        listed = "\n".join(f"{name} ({count:,})" for name, count in names.items())
+        need += "; or a stage or rule that dropped something:\n" + listed if names else "; nothing was dropped"
+    near = difflib.get_close_matches(wanted, names, n=1) or [name for name in names if wanted.lower() in name.lower()]
+    if next(find_records(folder, "records" if kind == "rejects" else "rejects", wanted), None) is not None:
+        option, meant = other, wanted
+    else:
+        meant = near[0] if near else f"*{wanted}*"
+    what = "reject" if kind == "rejects" else "record"
+    return DataError(
+        f"No {what} matches {wanted!r}",
+        where=str(folder),
+        got="nothing found",
+        need=need,
+        try_=f"tilewright data inspect {folder} {option} {shlex.quote(meant)}",
+    )
 
 
 def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:

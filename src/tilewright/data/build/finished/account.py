@@ -20,6 +20,9 @@ from tilewright.data.build.stages.rules import bin_starts, thresholds
 from tilewright.data.build.tables import rows
 from tilewright.data.build.units import Units
 
+MODALITIES = ("text", "image", "audio")
+NO_DOMAIN = "(in no domain)"
+"""What was refused where a folder begins belongs to none."""
 _EXAMPLES = 3
 
 
@@ -86,7 +89,7 @@ def build_account(folder: Path) -> BuildAccount:
         content["summary"],
         settings,
         [stage for stage in stages if stage.units],
-        _reasons(folder),
+        reasons_of(folder),
         [*_histograms(units, settings), *_score_histograms(units, settings)],
         score_models(units),
     )
@@ -110,8 +113,8 @@ def _stage(units: Units, name: str, says: str) -> StageCount:
     return found
 
 
-def _reasons(folder: Path) -> list[Reason]:
-    """Rejects by stage, rule and domain, the most bytes first."""
+def reasons_of(folder: Path) -> list[Reason]:
+    """Rejects of a finished build by stage, rule and domain, the most bytes first."""
     found: dict[tuple[str, str, str], Reason] = {}
     for file in sorted((folder / "rejects").glob("*.parquet")):
         for row in rows(file):

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tilewright.data.common.tokenizer import load_tokenizer
 
 DATASET = "dataset.json"
 """The file that makes a folder a built dataset: written last, removed first."""
-FORMAT = 2
+FORMAT = 3
 
 
 def built_at(source: str) -> Path | None:
@@ -63,16 +64,30 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     return content
 
 
-def find_records(folder: Path, kind: str, wanted: str, most: int) -> Iterator[dict[str, Any]]:
-    """Rows of `records` or `rejects` (`kind`) whose id begins with `wanted`, whose path holds it, or which that rule
-    dropped; `most` of them."""
+def find_records(folder: Path, kind: str, wanted: str) -> Iterator[dict[str, Any]]:
+    """Rows of `records` or `rejects` (`kind`) that `matches` finds."""
     for file in sorted((folder / kind).glob("*.parquet")):
-        for row in rows(file):
-            if row["id"].startswith(wanted) or wanted in row["path"] or row.get("rule") == wanted:
-                yield row
-                most -= 1
-                if not most:
-                    return
+        yield from (row for row in rows(file) if matches(row, wanted))
+
+
+def matches(row: Mapping[str, Any], wanted: str) -> bool:
+    """Whether `wanted` is the beginning of a row's id, the name of its file or the end of its path, or the stage or
+    rule that dropped it. Of names it may be a glob: * stands for anything.
+
+    Example:
+        >>> row = {"id": "0a1b", "path": "notes/torn.png", "stage": "read", "rule": "damaged image"}
+        >>> [matches(row, text) for text in ("0a", "torn.png", "notes/torn.png", "damaged*", "read")]
+        [True, True, True, True, True]
+        >>> [matches(row, text) for text in ("torn", "image", "orn.png")]
+        [False, False, False]
+    """
+    path = row["path"]
+    if (row["id"] and row["id"].startswith(wanted)) or path == wanted or path.endswith("/" + wanted):
+        return True
+    if fnmatchcase(path, wanted) or fnmatchcase(path, "*/" + wanted):
+        return True
+    names = row.get("stage"), row.get("rule")
+    return any(name is not None and (name == wanted or fnmatchcase(name, wanted)) for name in names)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from tilewright.data.build.config import DataBuild, load_data_toml
-from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.build.finished.open_built import DATASET
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.run import PARTS, build_dataset

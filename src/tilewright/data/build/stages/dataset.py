@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.data.build.inputs import Listing
+from tilewright.data.build.stages.copies.exact import shard_of
 from tilewright.data.build.stages.encode import RUNS, SPLIT_NAMES
 from tilewright.data.build.stages.media import publish_media
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
@@ -117,6 +118,7 @@ class _Refused:
     reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
     types: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Files and bytes of each type that is not read."""
+    by_domain: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Mapping[str, Any]) -> None:
         suffix = file_type(row["rule"]) or (row["value"] if row["rule"] == TYPES else "")
@@ -124,6 +126,7 @@ class _Refused:
             of_type = self.types.setdefault(suffix, {"files": 0, "file_bytes": 0})
             of_type["files"] += row["count"]
             of_type["file_bytes"] += row["num_bytes"]
+        self.by_domain[row["domain"]] += row["count"]
         entry = self.entry(TYPES if suffix else row["rule"])
         kind = ("files", "file_bytes") if row["stage"] == "list" else ("documents", "text_bytes")
         entry[kind[0]] += row["count"]
@@ -165,23 +168,35 @@ def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
-    """Counts over the dataset and by domain, with the keys that every kind of prepared text has."""
+    """Counts over the dataset and by domain, with the keys that every kind of prepared text has.
+
+    `domains` has those with tokens, which training tells apart; `records` has all: records by modality, and how many
+    `dropped`.
+    """
     by_domain: dict[str, Counter[str]] = {}
+    kinds: dict[str, Counter[str]] = {}
     used: set[int] = set()
     held: dict[str, bytearray] = {}
+    columns = ("id", "domain", "modality", "path", "chunk", "bytes", "tokens", "text")
+    split_notes = json.loads((done.split / "split.json").read_bytes())
+    cut = {int(shard_of(np.array([int(doc)], np.uint64))[0]) for doc in split_notes["cut"]}
     for split in SPLIT_NAMES.values():
-        for one in done.encoded:
-            for _, batch in batches(one / f"{split}.parquet", ("domain", "path", "chunk", "bytes", "tokens", "text")):
+        for shard, one in enumerate(done.encoded):
+            twice = set()  # records whose end is held out
+            if split == "holdout" and shard in cut:
+                twice = {row["id"] for row in rows(one / "train.parquet", ("id",))}
+            for _, batch in batches(one / f"{split}.parquet", columns):
                 _count(by_domain, split, batch)
+                _count_kinds(kinds, batch, twice)
                 used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
                 if split == "holdout":
                     _take(held, batch)
     media = 0
     for one in done.encoded:
-        for _, batch in batches(one / "media.parquet", ("path",)):
+        for _, batch in batches(one / "media.parquet", ("id", "domain", "modality", "path", "chunk")):
             media += len(batch["path"])
+            _count_kinds(kinds, batch, set())
             used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
-    split_notes = json.loads((done.split / "split.json").read_bytes())
     total = sum(by_domain.values(), Counter())
     files = {item.name: 0 for items in done.listing.shards for item in items}
     for item in (item for items in done.listing.shards for item in items):
@@ -203,6 +218,8 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
     sizes = {name: (-reason["file_bytes"] - reason["text_bytes"], name) for name, reason in refused.reasons.items()}
     reasons = sorted(refused.reasons, key=lambda name: sizes[name])
+    every = {items[0].domain for items in done.listing.shards} | set(refused.by_domain)
+    records = {n: dict(sorted(kinds.get(n, {}).items())) | {"dropped": refused.by_domain[n]} for n in sorted(every)}
     domains: dict[str, Any] = {}
     for name, counts in sorted(by_domain.items()):
         domains[name] = {k: counts[k] for k in ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens")}
@@ -224,6 +241,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "changed": dict(done.changed),
         "notes": split_notes["notes"],
         "domains": domains,
+        "records": records,
     }
 
 
@@ -235,6 +253,12 @@ def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, l
         counts.update({"docs": 1, "records": chunk == 0, "bytes": size, "tokens": tokens})
         if split == "holdout":
             counts.update({"holdout_docs": 1, "holdout_tokens": tokens})
+
+
+def _count_kinds(kinds: dict[str, Counter[str]], batch: Mapping[str, list[Any]], known: set[str]) -> None:
+    """Records of each modality by domain; windows of a record are one, and those of the ids `known` were counted."""
+    for name, domain, modality, chunk in zip(*(batch[n] for n in ("id", "domain", "modality", "chunk")), strict=True):
+        kinds.setdefault(domain, Counter())[modality] += chunk == 0 and name not in known
 
 
 def _take(held: dict[str, bytearray], batch: Mapping[str, list[Any]]) -> None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from tilewright.data.build.config import ChunkSection, TokenizerSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.rules import SCORES
-from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, TRAIN
+from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.cache import file_digest
@@ -142,7 +142,7 @@ def encode_shard(
 ) -> Mapping[str, Any]:
     """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
 
-    Images and sounds without a text have no tokens and are in `media.parquet`.
+    Images and sounds without a text, or in a domain of too little text, have no tokens and are in `media.parquet`.
     """
     tokenizer = _loaded(tokenizer_folder, tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder)))
     with ExitStack() as files:
@@ -157,7 +157,7 @@ def encode_shard(
             for text in batch:
                 if text.part in _UNUSED:
                     rejects.append(reject_row(_unused(text)))
-                elif not text.data:
+                elif not text.data or text.part in (SHOWN, SHOWN_HELD):
                     media.append(text.record)
             for part, into in parts.items():
                 mine = [text for text in batch if text.part == part and text.data]

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from tilewright.data.build.config import MediaSection
-from tilewright.data.build.stages.split import HELD, TRAIN
+from tilewright.data.build.stages.split import HELD, SHOWN, SHOWN_HELD, TRAIN
 from tilewright.data.build.tables import TableWriter, batches, rows
 from tilewright.data.build.units import link_or_copy
 from tilewright.data.corpus.encode import NpyWriter
@@ -33,7 +33,7 @@ MEDIA = pa.schema(
     ]
 )
 """A row per tensor of the dataset; `file` is where it is, in the folder `media`."""
-_SPLITS = {TRAIN: "train", HELD: "holdout"}
+_SPLITS = {TRAIN: "train", SHOWN: "train", HELD: "holdout", SHOWN_HELD: "holdout"}
 
 
 class ArrayWriter:

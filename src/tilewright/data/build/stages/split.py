@@ -1,7 +1,8 @@
 """Which records are held out: whole clusters of near-copies, some of every domain (`corpus.holdout`).
 
 Before that, a limit on the text: small domains give everything, large ones share the rest equally, and which records of
-a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number.
+a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number; so are those of
+a domain of which all text is too little to hold a part out: its text goes, its images stay, with their captions.
 """
 
 import json
@@ -19,7 +20,8 @@ from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64
 from tilewright.data.corpus.holdout import choose_holdout
 
-TRAIN, HELD, DROPPED, LEFT = 0, 1, 2, 3
+TRAIN, HELD, DROPPED, LEFT, SHOWN, SHOWN_HELD = range(6)
+"""Where a record goes: both splits; out, for its domain or the limit; both splits, without tokens of its caption."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,13 @@ class _Documents:
     docs: np.ndarray
     domain_of: np.ndarray
     lengths: np.ndarray
+    is_media: np.ndarray
     repaired: list[Path]
+
+    def where(self, stays: np.ndarray) -> "_Documents":
+        """Those that stay (bool)."""
+        columns = (column[stays] for column in (self.docs, self.domain_of, self.lengths, self.is_media))
+        return _Documents(self.domains, *columns, self.repaired)
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -60,47 +68,70 @@ def split_records(
         DataError: too little text for both parts.
     """
     domains = tuple(sorted(set(domain_of_shard)))
-    docs, domain_of, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-    for shard, one in enumerate(kept):
-        for _, batch in batches(one / "kept.parquet", ("row", "bytes")):
-            docs.append(doc_of(shard, np.array(batch["row"], np.int64)))
-            lengths.append(np.array(batch["bytes"], np.int64))
-            domain_of.append(np.full(len(batch["row"]), domains.index(domain_of_shard[shard]), np.int32))
-    every = np.concatenate(docs)
-    found = _Documents(domains, every, np.concatenate(domain_of), np.concatenate(lengths), repaired)
-    if not len(found):
+    every = _all_kept(kept, repaired, domains, domain_of_shard)
+    if not len(every):
         raise _too_little(0)
-    stays = within(found.domain_of, found.lengths, every, settings)
-    found = _Documents(domains, every[stays], found.domain_of[stays], found.lengths[stays], repaired)
+    stays = within(every.domain_of, every.lengths, every.docs, settings)
+    found = every.where(stays)
     if not len(found):
         raise _too_little(0)
     split = choose_holdout(found, _clusters(found.docs, clusters), settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
+    dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
-    part[np.isin(found.domain_of, split.dropped) & (found.lengths > 0)] = DROPPED  # its text; images need none
-    part[_held_media(found, settings)] = HELD
+    part[dropped] = np.where(found.is_media[dropped], SHOWN, DROPPED)
+    held = _held_media(found, (found.lengths == 0) | (part == SHOWN), settings)
+    part[held] = np.where(part[held] == SHOWN, SHOWN_HELD, HELD)
     where[stays] = part
-    if not (where == TRAIN).any() or not ((where == HELD).any() or split.cut):
+    if not np.isin(where, (TRAIN, SHOWN)).any() or not (np.isin(where, (HELD, SHOWN_HELD)).any() or split.cut):
         raise _too_little(len(found))
-    shards = shard_of(every)
+    shards = shard_of(every.docs)
     for shard in range(len(kept)):
         first, stop = np.searchsorted(shards, [shard, shard + 1])
         np.save(folder / f"{shard:05}.npy", where[first:stop])
     notes = {
         "cut": {str(int(found.docs[i])): at for i, at in sorted(split.cut.items())},
         "dropped": sorted(domains[i] for i in split.dropped),
-        "notes": split.notes,
+        "notes": [*split.notes, *_shown(found, part)],
     }
     (folder / "split.json").write_text(json.dumps(notes, indent=1, sort_keys=True))
     counts = {name: int((where == code).sum()) for name, code in (("train", TRAIN), ("holdout", HELD), ("left", LEFT))}
     return counts | {"holdout": counts["holdout"] + len(split.cut)}
 
 
-def _held_media(found: _Documents, settings: SplitSection) -> np.ndarray:
-    """Images and sounds without a text that are held out: of two of a domain one at least, and never all."""
+def _all_kept(
+    kept: list[Path], repaired: list[Path], domains: tuple[str, ...], domain_of_shard: list[str]
+) -> _Documents:
+    """All records that the stages before have kept."""
+    docs, domain_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
+    lengths, is_media = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+    for shard, (one, records) in enumerate(zip(kept, repaired, strict=True)):
+        media = [np.zeros(0, bool)]
+        for _, batch in batches(records / "records.parquet", ("modality",)):
+            media.append(np.array([modality != "text" for modality in batch["modality"]], bool))
+        of_shard = np.concatenate(media)
+        for _, batch in batches(one / "kept.parquet", ("row", "bytes")):
+            row = np.array(batch["row"], np.int64)
+            docs.append(doc_of(shard, row))
+            lengths.append(np.array(batch["bytes"], np.int64))
+            domain_of.append(np.full(len(row), domains.index(domain_of_shard[shard]), np.int32))
+            is_media.append(of_shard[row])
+    return _Documents(domains, *map(np.concatenate, (docs, domain_of, lengths, is_media)), repaired)
+
+
+def _shown(found: _Documents, part: np.ndarray) -> list[str]:
+    """What to say of images and sounds whose captions are not trained on."""
+    shown = np.isin(part, (SHOWN, SHOWN_HELD))
+    counts = np.bincount(found.domain_of[shown], minlength=len(found.domains)).tolist()
+    why = "captioned images or sounds stay without tokens: the text of the domain is too little to hold a part out"
+    return [f"{name}: {count} {why}" for name, count in zip(found.domains, counts, strict=True) if count]
+
+
+def _held_media(found: _Documents, silent: np.ndarray, settings: SplitSection) -> np.ndarray:
+    """Images and sounds without tokens (`silent`) that are held out: of two of a domain one at least, and never all."""
     held = [np.zeros(0, np.int64)]
     order = np.argsort(hash64(settings.seed, found.docs), kind="stable")
-    order = order[found.lengths[order] == 0]
+    order = order[silent[order]]
     for domain in range(len(found.domains)):
         mine = order[found.domain_of[order] == domain]
         held.append(mine[: min(len(mine) - 1, max(1, round(settings.holdout * len(mine))))] if len(mine) else mine)

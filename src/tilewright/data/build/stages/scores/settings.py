@@ -58,7 +58,8 @@ class NoiseSection(Section):
     """Score records of these domains; others stay. Empty: all."""
     clean_loss: float = Field(default=0.01, gt=0, lt=0.5)
     """Share of clean text that may be lost: the threshold is the contrast that this share of held-out text exceeds. Of
-    "corpus", which holds noise itself, what a normal distribution of its median and lower quartile would."""
+    "corpus", which holds noise itself, what a normal distribution of its median and lower quartile would. Needs 300
+    clean texts."""
     threshold: float | None = None
     """Drop records with a greater contrast, in bits per byte, in place of `clean_loss`."""
     order: int = Field(default=5, ge=2, le=8)
@@ -66,7 +67,7 @@ class NoiseSection(Section):
     reference_bytes: Bytes = Field(default=4 << 20, ge=1 << 12)
     """Most clean text to learn from; of more, a sample by hash."""
     allow_weak: bool = False
-    """Use the filter although it tells held-out noise from clean text hardly better than chance."""
+    """Use the filter although it tells held-out noise from clean text hardly better than chance, or has few texts."""
 
     @property
     def is_on(self) -> bool:

@@ -95,18 +95,20 @@ def _sample_model(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     return models.make_reference(c.build, c.references, halves, folder)
 
 
-def _score(
-    section: str, before: Callable[[Context], str], model: str, load: Callable[[Path], choose.Scorer]
-) -> Callable[[Context, int, Path], Mapping[str, Any]]:
-    """Scores of a shard's records by the model of the stage `model`."""
+def _scores(
+    section: str, says: str, before: Callable[[Context], str], load: Callable[[Path], choose.Scorer], model: str
+) -> BuildStage:
+    """The stage that scores the records which stay after the stage `before`, by the model of the stage `model`."""
+
+    def reads(c: Context, i: int) -> list[Any]:
+        domains = getattr(c.build, section).domains
+        return [c.one("repair", i), c.one(before(c), i), c.one(model), domains]
 
     def run(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-        domains = getattr(c.build, section).domains
-        return choose.score_records(
-            c.folder("repair", i), c.folder(before(c), i), load(c.folder(model)), domains, folder
-        )
+        where = c.folder("repair", i), c.folder(before(c), i)
+        return choose.score_records(*where, load(c.folder(model)), getattr(c.build, section).domains, folder)
 
-    return run
+    return BuildStage(f"{section}_scores", says, 1, _units(section, _shards), reads, run)
 
 
 def _count(scores: str) -> Callable[[Context, int, Path], Mapping[str, Any]]:
@@ -140,13 +142,7 @@ QUALITY_AND_NOISE = (
         ],
         _quality_model,
     ),
-    BuildStage(
-        *("quality_scores", "scoring quality", 1, _units("quality", _shards)),
-        lambda c, i: [
-            *(c.one("repair", i), c.one("rules", i), c.one("quality_model"), c.build.quality.domains),
-        ],
-        _score("quality", lambda c: "rules", "quality_model", models.quality_scorer),
-    ),
+    _scores("quality", "scoring quality", lambda c: "rules", models.quality_scorer, "quality_model"),
     BuildStage(
         *("quality_counts", "counting quality scores", 1, _counted),
         lambda c, i: c.every("quality_scores"),
@@ -161,7 +157,7 @@ QUALITY_AND_NOISE = (
         _choose(choose.QUALITY, lambda c: "rules", "quality_scores", _quality_judge),
     ),
     BuildStage(
-        *("noise_models", "training the noise filter", 1, _units("noise", _one)),
+        *("noise_models", "training the noise filter", 2, _units("noise", _one)),
         lambda c, i: [
             *(_keys(c, "noise.clean", "noise.noisy"), _corpus(c, c.build.noise.clean, _before_noise(c))),
             c.build.noise.model_dump(include={"kinds", "order", "reference_bytes", "allow_weak"}),
@@ -170,20 +166,14 @@ QUALITY_AND_NOISE = (
         _noise_models,
     ),
     BuildStage(
-        *("noise_threshold", "measuring the noise filter", 1, _units("noise", _one)),
+        *("noise_threshold", "measuring the noise filter", 2, _units("noise", _one)),
         lambda c, i: [
             *(c.one("noise_models"), c.build.noise.clean == CORPUS),
             c.build.noise.model_dump(include={"clean_loss", "threshold", "allow_weak"}),
         ],
         lambda c, i, folder: models.verify_noise(c.build, c.folder("noise_models"), folder),
     ),
-    BuildStage(
-        *("noise_scores", "scoring noise", 1, _units("noise", _shards)),
-        lambda c, i: [
-            *(c.one("repair", i), c.one(_before_noise(c), i), c.one("noise_models"), c.build.noise.domains),
-        ],
-        _score("noise", _before_noise, "noise_models", models.contrast_scorer),
-    ),
+    _scores("noise", "scoring noise", _before_noise, models.contrast_scorer, "noise_models"),
     BuildStage(
         *("noise", "dropping noise", 1, _units("noise", _shards)),
         lambda c, i: [
@@ -208,13 +198,7 @@ SAMPLE = (
         ],
         _sample_model,
     ),
-    BuildStage(
-        *("sample_scores", "measuring bits per byte", 1, _units("sample", _shards)),
-        lambda c, i: [
-            *(c.one("repair", i), c.one("unique", i), c.one("sample_model"), c.build.sample.domains),
-        ],
-        _score("sample", lambda c: "unique", "sample_model", models.bits_scorer),
-    ),
+    _scores("sample", "measuring bits per byte", lambda c: "unique", models.bits_scorer, "sample_model"),
     BuildStage(
         *("sample_counts", "counting bits per byte", 1, _units("sample", _one)),
         lambda c, i: c.every("sample_scores"),

@@ -1,0 +1,133 @@
+"""Units in worker processes that may be killed, for memory above all, and what becomes of the units of those.
+
+A unit whose process was killed is tried alone, after all others. If it is killed again, the files that do it are found
+one by one and set aside where the stage reads files; of any other stage that is an error.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, as_completed
+from types import TracebackType
+from typing import Self
+
+from tilewright.core import env
+from tilewright.core.errors import HardwareError
+from tilewright.core.log import get_logger
+from tilewright.data.build.context import BuildStage, Context
+from tilewright.data.build.executors.base import Done, Unit
+from tilewright.data.build.executors.workers import make_unit, try_item
+from tilewright.data.build.stages.read import STAGE as READ
+from tilewright.data.build.stages.read import read_shard
+
+log = get_logger(__name__)
+
+
+class PooledExecutor(ABC):
+    """Runs units in a pool of processes. A context manager."""
+
+    is_first, mark = True, "*"
+
+    def __init__(self) -> None:
+        self._pool: Executor | None = None
+
+    @property
+    @abstractmethod
+    def killed(self) -> tuple[type[BaseException], ...]:
+        """Errors of a job whose process was killed."""
+
+    @abstractmethod
+    def pool_of(self, num: int | None) -> Executor:
+        """A pool of `num` processes; None: of all there are."""
+
+    def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
+        """See `UnitExecutor`.
+
+        Raises:
+            HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
+        """
+        lost = self._submit(context, stage, todo, advance, None)
+        if lost:
+            self.close()
+            log.warning("a process that was %s was killed; %d units run again, one at a time", stage.says, len(lost))
+        for unit in lost:
+            self._alone(context, stage, unit, advance)
+        if lost:
+            context.units.clean(self.mark)
+
+    def _alone(self, context: Context, stage: BuildStage, unit: Unit, advance: Done) -> None:
+        """After a process was killed: a unit that has the memory of all."""
+        context.units.forget(stage.name, unit[0])
+        if context.units.is_done(stage.name, *unit):
+            advance(1)
+            return
+        try:
+            if self._submit(context, stage, [unit], advance, 1):
+                if stage.name != READ:
+                    raise _killed(context, stage, unit[0])
+                self._set_aside(context, unit)
+                advance(1)
+        finally:
+            self.close()
+
+    def _set_aside(self, context: Context, unit: Unit) -> None:
+        """Make a unit of the first stage without the files that kill the process that reads them."""
+        items = context.listing.shards[unit[0]]
+        setting, bad = context.build.model_dump_json(), []
+        self.close()
+        for item in items:
+            try:
+                with env.one_thread(), self.pool_of(1) as alone:
+                    alone.submit(try_item, setting, item).result()
+            except self.killed:
+                log.warning("%s is set aside: the process that read it was killed", item.name)
+                bad.append(item)
+        good = [item for item in items if item not in bad]
+        context.units.make(READ, *unit, lambda folder: read_shard(good, context.build, folder, killed=bad))
+
+    def _submit(
+        self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done, num: int | None
+    ) -> list[Unit]:
+        """Make units in a pool of `num` processes; returns those whose process was killed."""
+        out = str(context.out.absolute())
+        build = context.build.model_dump_json(), out, context.num_shards, context.build_id, stage.name
+        jobs: dict[Future, Unit] = {}
+        lost: list[Unit] = []
+        with env.one_thread():  # around submitting, too: that is when processes start
+            self._pool = self._pool or self.pool_of(num)
+            for unit in todo:
+                items = context.listing.shards[unit[0]] if stage.name == READ else None
+                try:
+                    jobs[self._pool.submit(make_unit, *build, *unit, items)] = unit
+                except self.killed:  # the pool knows already
+                    lost.append(unit)
+        for job in as_completed(jobs):
+            try:
+                job.result()
+            except self.killed:
+                lost.append(jobs[job])
+                continue
+            context.units.forget(stage.name, jobs[job][0])
+            advance(1)
+        return sorted(lost)
+
+    def close(self) -> None:
+        """End the pool, if there is one, without the jobs that have not begun."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+
+def _killed(context: Context, stage: BuildStage, index: int) -> HardwareError:
+    return HardwareError(
+        "Process of a data build was killed, and again when it ran alone",
+        got=f"unit {index} of the stage {stage.name}",
+        need="enough memory for it: Linux kills processes when there is none left",
+        try_="a smaller read.shard_bytes; units of earlier stages that do not change stay",
+        where=str(context.folder(stage.name, index)),
+    )
