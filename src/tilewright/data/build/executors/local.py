@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.executors.base import Done, Unit
 from tilewright.data.build.executors.pooled import PooledExecutor
+from tilewright.data.build.plan import STAGES
 
 _POLL_S = 0.1
 
@@ -34,6 +35,8 @@ class LocalExecutor(PooledExecutor):
         if self._processes > 1 and len(todo) > 1:
             super().run(context, stage, todo, advance)
             return
+        if stage is STAGES[-1]:
+            self.close()  # nothing is left for the workers, and each holds the memory of its tokenizer
         for index, fingerprint in todo:
             context.units.make(stage.name, index, fingerprint, lambda f, i=index: stage.run(context, i, f))
             advance(1)
