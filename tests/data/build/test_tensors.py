@@ -118,7 +118,7 @@ def test_two_images_of_one_caption_both_stay(source, tmp_path):
 
 
 def test_too_little_text_of_a_domain_takes_no_images_along(tmp_path):
-    """A captioned image stays with its caption, without tokens; a text of that domain goes. Both are told."""
+    """A captioned image stays with its caption, without tokens; a text of that domain goes. The notes name both."""
     write_media(tmp_path / "in")
     (tmp_path / "in" / "ant" / "3.txt").write_text("one caption, too short to be held out in part")
     (tmp_path / "in" / "wasp").mkdir()

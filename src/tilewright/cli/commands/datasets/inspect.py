@@ -14,6 +14,7 @@ from tilewright.core.units import format_bytes
 
 _SHOWN_CHARS = 400
 _MOST = 5
+_MOST_REASONS = 12  # in an error, which is at most a screen
 
 
 @click.command("inspect")
@@ -124,7 +125,9 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
         for reason in reasons_of(folder):
             for name in dict.fromkeys((reason.stage, reason.rule)):
                 names[name] = names.get(name, 0) + reason.count
-        listed = "\n".join(f"{name} ({count:,})" for name, count in names.items())
+        listed = "\n".join(f"{name} ({count:,})" for name, count in islice(names.items(), _MOST_REASONS))
+        if len(names) > _MOST_REASONS:
+            listed += f"\n{len(names) - _MOST_REASONS} others: tilewright data inspect {shlex.quote(str(folder))}"
         need += "; or a stage or rule that dropped something:\n" + listed if names else "; nothing was dropped"
     near = difflib.get_close_matches(wanted, names, n=1) or [name for name in names if wanted.lower() in name.lower()]
     if next(find_records(folder, "records" if kind == "rejects" else "rejects", wanted), None) is not None:
@@ -137,7 +140,7 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
         where=str(folder),
         got="nothing found",
         need=need,
-        try_=f"tilewright data inspect {folder} {option} {shlex.quote(meant)}",
+        try_=f"tilewright data inspect {shlex.quote(str(folder))} {option} {shlex.quote(meant)}",
     )
 
 

@@ -233,7 +233,7 @@ def check_nodes(answers: Mapping[str, Mapping[str, Any]], token: str, out: Path)
 
 
 def _knock(address: str) -> None:
-    """Whether somebody listens at host:port; Ray itself says only after minutes that nobody does."""
+    """Whether a server listens at host:port; Ray itself reports only after minutes that none does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
