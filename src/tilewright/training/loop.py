@@ -17,7 +17,7 @@ from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
-from tilewright.parallel.liveness.heartbeat import take_lost
+from tilewright.parallel.liveness.heartbeat import RankRecord, take_lost
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, set_up
@@ -75,22 +75,37 @@ def _open_and_train(
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
-        loaded = in_turn(world, lambda: pinned(loaded, folder.path))
-        loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
-        if found.step >= recipe.train.steps:
-            say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to continue.")
-            return RunResult(folder.path, found.step)
-        found = replace(found, lost=on_first(world, partial(take_lost, folder.path)))
+        lost = on_first(world, partial(take_lost, folder.path))
         if world.size == 1:
-            return _train_through(loaded, run_plan, folder, store, found, began, None, on_setup)
-        with RankWatch(folder.path, world).running() as watch:
+            return _find_and_train(loaded, folder, store, lost, began, None, on_setup)
+        with RankWatch(folder.path, world).running() as watch:  # from here on a rank that is gone is named
             try:
-                return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
+                return _find_and_train(loaded, folder, store, lost, began, watch, on_setup)
             finally:
                 store.wait()  # the others can finish what is being written until they hear that this rank has failed
     finally:
         store.close()
         folder.close()
+
+
+def _find_and_train(
+    loaded: Loaded,
+    folder: RunFolder,
+    store: CheckpointStore,
+    lost: tuple[RankRecord, ...],
+    began: float,
+    watch: RankWatch | None,
+    on_setup: Callable[[RunContext], None] | None,
+) -> RunResult:
+    """Train from the newest checkpoint of the folder, where steps are left."""
+    world, steps = World.alone() if watch is None else watch.world, loaded.recipe.train.steps
+    loaded = in_turn(world, lambda: pinned(loaded, folder.path))
+    loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
+    if found.step >= steps:
+        say(f"{folder.path} has reached step {found.step} of {steps}; raise train.steps to continue.")
+        return RunResult(folder.path, found.step)
+    found = replace(found, lost=lost)
+    return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
 
 
 def _newest(loaded: Loaded, folder: RunFolder, store: CheckpointStore) -> tuple[Loaded, PlanFile | None, ResumePoint]:

@@ -9,7 +9,6 @@ decision) needs none of this: each of them says how it ends, and none waits for 
 """
 
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import psutil
 
 from tilewright.core.errors import HardwareError
 from tilewright.parallel.liveness.heartbeat import BEAT_S, RankRecord, records
+from tilewright.parallel.liveness.repeat import Repeat
 
 GONE_S = 2.0
 """Without a beat for so long, a record whose process is not there is that of a killed one. A broken connection is proof
@@ -143,24 +143,18 @@ def ending_with_others(
         every_s: between two looks.
         forced_s: since a rank was seen to have failed.
     """
-    stop = threading.Event()
+    since: float | None = None
 
     def look() -> None:
-        since = None
-        while not stop.wait(every_s):
-            now = time.monotonic()
-            found = blame.look(now)
-            since = None if found is None else now if since is None else since
-            if found is not None and now - since >= forced_s:
-                end(found)
+        nonlocal since
+        now = time.monotonic()
+        found = blame.look(now)
+        since = None if found is None else now if since is None else since
+        if found is not None and since is not None and now - since >= forced_s:
+            end(found)
 
-    thread = threading.Thread(target=look, name="failures", daemon=True)
-    thread.start()
-    try:
+    with Repeat(look, every_s, "failures"):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _is_there(record: RankRecord) -> bool:

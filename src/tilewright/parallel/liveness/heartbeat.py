@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tilewright.parallel.liveness.repeat import Repeat
+
 FOLDER = "ranks"
 ENDED = "ended"
 """How a rank's record ends that came to its end."""
@@ -88,9 +90,7 @@ class Heartbeat:
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._write()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, args=(beat_s,), name="heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = Repeat(self._beat, beat_s, "heartbeat")
 
     def at(self, step: int, phase: str) -> None:
         """This rank begins a phase of a step (counted from 1)."""
@@ -118,8 +118,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Say that it ended, and stop counting."""
-        self._stop.set()
-        self._thread.join()
+        self._thread.stop()
         with self._lock:
             self._end = self._end or ENDED
             self._write()
@@ -134,12 +133,11 @@ class Heartbeat:
             self.fail(error)
         self.close()
 
-    def _beat(self, beat_s: float) -> None:
-        while not self._stop.wait(beat_s):
-            with self._lock:
-                self._beats += 1
-                self._write()
-                self._map.flush()  # to a disk that other machines see
+    def _beat(self) -> None:
+        with self._lock:
+            self._beats += 1
+            self._write()
+            self._map.flush()  # to a disk that other machines see
 
     def _write(self) -> None:
         record = RankRecord(
@@ -258,17 +256,10 @@ def watching(watch: Watch, tell: Callable[[str], None], every_s: float = BEAT_S)
         tell: called in that thread.
         every_s: between two looks.
     """
-    stop = threading.Event()
 
     def look() -> None:
-        while not stop.wait(every_s):
-            for line in watch.look(time.monotonic()):
-                tell(line)
+        for line in watch.look(time.monotonic()):
+            tell(line)
 
-    thread = threading.Thread(target=look, name="watch", daemon=True)
-    thread.start()
-    try:
+    with Repeat(look, every_s, "watch"):
         yield
-    finally:
-        stop.set()
-        thread.join()
