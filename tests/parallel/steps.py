@@ -47,7 +47,7 @@ class Case:
 
 
 def hf_config(kind):
-    """A tiny transformers config: llama, qwen3 or bert; no dropout, whose draws ranks do not share."""
+    """A tiny transformers config: llama, qwen3, mixtral or bert; no dropout, whose draws ranks do not share."""
     import transformers as hf
 
     grouped = {**HF_SIZES, "num_key_value_heads": 2}
@@ -55,6 +55,8 @@ def hf_config(kind):
         return hf.LlamaConfig(**grouped, tie_word_embeddings=True)
     if kind == "qwen3":
         return hf.Qwen3Config(**grouped, head_dim=8)
+    if kind == "mixtral":
+        return hf.MixtralConfig(**grouped, num_local_experts=5)
     return hf.BertConfig(**HF_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 

@@ -1,7 +1,8 @@
-"""A model from the meta device onto shards: each rank makes one whole parameter at a time and keeps its part.
+"""A model from the meta device onto shards: each rank draws or reads the rows of its parts, and no others.
 
-So the first weights are bitwise those of one process, and a rank never holds more than its parts and the largest
-parameter.
+The first weights are bitwise those of one process. A rank holds its parts and a block of some megabytes; what it reads
+and draws beyond its rows, and where a whole parameter passes by, is `InitialValues`' matter (`models.decoder.init`,
+`models.layerwise.lazy_init`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ def shard_from_meta(
     Args:
         model: converted, on the meta device.
         layers, mesh, sharding: see `shard`.
-        values: initial values; asked for one parameter at a time.
+        values: initial values; asked for this rank's rows of one parameter at a time, on the host.
         device: of the model.
         fresh: False leaves parameters unfilled, for a checkpoint. Buffers, which it may not hold, are filled.
 
@@ -46,10 +47,10 @@ def shard_from_meta(
     for name, param in model.named_parameters():
         shape = (len_of_part(len(param), mesh), *param.shape[1:])
         part = parts[name] = torch.empty(shape, dtype=param.dtype, device=home)
-        if fresh:
-            whole = torch.empty(param.shape, dtype=param.dtype)
-            values({name: whole})
-            part.copy_(whole[first_of_part(len(param), mesh) :][: len(part)])
+        if fresh and len(part):
+            on_host = part if part.device.type == "cpu" else torch.empty(shape, dtype=param.dtype)
+            values({name: on_host}, {name: first_of_part(len(param), mesh)})
+            part.copy_(on_host)
     _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
     shard(model, layers, mesh, sharding)
     _renew(model, lambda name, param: _with_local(param, parts.pop(name)))

@@ -8,6 +8,7 @@ once, so uneven micro-batches give exactly the gradient of the whole batch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +34,21 @@ class LossOutput:
     aux: dict[str, Tensor] = field(default_factory=dict)
 
 
-InitialValues = Callable[[Mapping[str, Tensor]], None]
-"""Writes the initial values of parameters and buffers into host tensors, under their fully qualified names. In whatever
-pieces a model is asked for, each tensor gets the same values."""
+ALL_WHOLE: Mapping[str, int] = MappingProxyType({})
+"""No tensor is asked for in part."""
+
+
+class InitialValues(Protocol):
+    """Initial values of a model. In whatever pieces it is asked for, each element gets the same value."""
+
+    def __call__(self, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
+        """Write the values of parameters and buffers.
+
+        Args:
+            tensors: on the host, contiguous, under their fully qualified names; each whole, or some of its rows.
+            first_rows: of tensors that are not whole, where their first row is in the whole.
+        """
+        ...
 
 
 class KeyValueCache(Protocol):

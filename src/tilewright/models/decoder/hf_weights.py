@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
-from tilewright.models.base.protocols import InitialValues
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.hf_config import read_config, to_hf_config
 from tilewright.models.folder.fp8_weights import (
     StoredWeight,
@@ -109,18 +109,29 @@ def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[
 
 @torch.no_grad()
 def copy_stored(
-    stored: Mapping[str, StoredTensor], coded: Mapping[str, StoredWeight], tensors: Mapping[str, Tensor]
+    stored: Mapping[str, StoredTensor],
+    coded: Mapping[str, StoredWeight],
+    tensors: Mapping[str, Tensor],
+    first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
     """Copy stored weights into the tensors of the same names, decoding FP8 where the tensor is not FP8 itself.
+
+    Of a tensor that comes in part only its rows are read; of an FP8 weight whole rows of blocks.
+
+    Args:
+        stored, coded: all tensors of a folder, and those in FP8.
+        tensors, first_rows: see `InitialValues`. One that is FP8 itself is whole.
 
     Raises:
         CheckpointError: a file is corrupt, or FP8 weights hold NaN.
     """
     scales = {name: tensor for name, tensor in tensors.items() if _is_scale_of_codes(name, tensors)}
+    if any(name.removesuffix(SCALE_SUFFIX) in first_rows for name in scales):
+        raise AssertionError("weights that stay in FP8 are not read in part")
     targets = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in targets.keys() & coded.keys():
-        copy_weight(coded[name], targets[name], scales.get(name + SCALE_SUFFIX))
-    _copy_files({name: targets[name] for name in targets if name not in coded}, stored, scales)
+        copy_weight(coded[name], targets[name], scales.get(name + SCALE_SUFFIX), first_row=first_rows.get(name, 0))
+    _copy_files({name: targets[name] for name in targets if name not in coded}, stored, scales, first_rows)
 
 
 def _is_scale_of_codes(name: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -129,7 +140,10 @@ def _is_scale_of_codes(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _copy_files(
-    targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], scales: Mapping[str, Tensor]
+    targets: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    scales: Mapping[str, Tensor],
+    first_rows: Mapping[str, int],
 ) -> None:
     """Copy the tensors that are not in FP8, opening each file once."""
     by_file: dict[Path, list[str]] = {}
@@ -143,7 +157,7 @@ def _copy_files(
                     targets[name].view(torch.uint8).copy_(qdata.view(torch.uint8))
                     scales[name + SCALE_SUFFIX].copy_(scale_inv)
                 else:
-                    _copy_slices(reader, name, targets[name])
+                    _copy_slices(reader, name, targets[name], first_rows.get(name, 0))
 
 
 def save_decoder(
@@ -282,15 +296,16 @@ def _may_ignore(name: str, model: nn.Module, folder: Path | str) -> bool:
     return int(layer[1]) < model.config.num_layers + (read_json(folder).get("num_nextn_predict_layers") or 0)
 
 
-def _copy_slices(reader: Any, name: str, target: Tensor) -> None:
-    """Copy a stored tensor into `target`, at most SLICE_BYTES of it at a time."""
+def _copy_slices(reader: Any, name: str, target: Tensor, first_row: int) -> None:
+    """Copy a stored tensor, from a row on, into `target`, at most SLICE_BYTES of it at a time."""
     if target.dim() == 0:
         target.copy_(reader.get_tensor(name))
         return
     view = reader.get_slice(name)
     rows = max(1, SLICE_BYTES // max(1, target[0].numel() * target.element_size())) if len(target) else 1
     for start in range(0, len(target), rows):
-        target[start : start + rows].copy_(view[start : start + rows])
+        stop = min(start + rows, len(target))
+        target[start:stop].copy_(view[first_row + start : first_row + stop])
 
 
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -2,19 +2,19 @@
 
 Each parameter draws from a CPU generator of its own, seeded by its name (a large one from several, one for each 16Mi
 elements), so neither the device, nor the number of threads, nor the order of construction, nor which other parameters
-exist changes a value.
+exist changes a value. Numbers are drawn block by block into small buffers. A generator cannot skip: for some rows of a
+parameter it draws from the start of its 16Mi elements, and keeps what was asked for; the other 16Mi are not drawn.
 """
 
 import functools
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import InitialValues
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.layers import RMSNorm
 from tilewright.models.decoder.moe import Router
@@ -22,6 +22,9 @@ from tilewright.models.decoder.moe import Router
 _INTO_RESIDUAL = ("o_proj", "down_proj")
 _PIECE = 2**24
 """Elements from one generator."""
+_BLOCK = 2**18
+"""Elements drawn at a time. torch turns 16 uniform numbers at a time into normal ones, so blocks of a multiple of 16
+continue as one draw would."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -38,7 +41,7 @@ def name_seed(seed: int, name: str) -> int:
 def init_decoder(model: Decoder, seed: int) -> None:
     """Give all parameters and buffers the values of `decoder_values`, in place."""
     own, rules = model.state_dict(keep_vars=True), dict(_rules(model))
-    _apply(rules, seed, {name: own[name] for name in rules})
+    _apply(rules, {}, seed, {name: own[name] for name in rules})
 
 
 def decoder_values(model: Decoder, seed: int) -> InitialValues:
@@ -51,7 +54,8 @@ def decoder_values(model: Decoder, seed: int) -> InitialValues:
         model: only its shape is read.
         seed: of the run.
     """
-    return functools.partial(_apply, dict(_rules(model)), seed)
+    numels = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    return functools.partial(_apply, dict(_rules(model)), numels, seed)
 
 
 _Rule = float | Callable[[Tensor], object]
@@ -74,30 +78,58 @@ def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
             yield f"{name}.weight", into_residual if name.rpartition(".")[2] in _INTO_RESIDUAL else std
 
 
-@torch.no_grad()
-def _apply(rules: Mapping[str, _Rule], seed: int, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors. Draws run in threads, a few ahead; a core draws some 100 million numbers per second."""
-    draws: deque[tuple[Tensor, Future[Tensor]]] = deque()
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="init") as pool:
+def _apply(
+    rules: Mapping[str, _Rule],
+    numels: Mapping[str, int],
+    seed: int,
+    tensors: Mapping[str, Tensor],
+    first_rows: Mapping[str, int] = ALL_WHOLE,
+) -> None:
+    """Fill tensors, or rows of them. Threads draw; a core draws some 100 million numbers per second.
+
+    Args:
+        rules, numels: by name; of each tensor that comes in part the elements of the whole.
+        seed: of the run.
+        tensors, first_rows: see `InitialValues`.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="init") as pool, torch.no_grad():
+        draws = []
         for name, tensor in tensors.items():
             rule = rules[name]
             if callable(rule):
                 rule(tensor)
                 continue
-            for index, piece in enumerate(tensor.view(-1).split(_PIECE)):
+            out = tensor.view(-1)
+            first = first_rows[name] * tensor[:1].numel() if name in first_rows else 0
+            end = numels[name] if name in first_rows else len(out)
+            for index in range(first // _PIECE, -(-(first + len(out)) // _PIECE)):
+                start = index * _PIECE
                 own_seed = name_seed(seed, f"{name}[{index}]" if index else name)
-                draws.append((piece, pool.submit(_normal, len(piece), rule, own_seed)))
-                if len(draws) > 2 * num_threads:
-                    _copy_next(draws)
-        while draws:
-            _copy_next(draws)
+                draws.append(pool.submit(fill_normal, out, first - start, min(_PIECE, end - start), rule, own_seed))
+        for draw in draws:
+            draw.result()
 
 
-def _copy_next(draws: deque[tuple[Tensor, Future[Tensor]]]) -> None:
-    piece, drawn = draws.popleft()
-    piece.copy_(drawn.result())
+@torch.no_grad()
+def fill_normal(out: Tensor, offset: int, count: int, std: float, seed: int) -> None:
+    """Draw `torch.empty(count).normal_(0, std)` from a generator of its own, into `out` what belongs there.
 
-
-def _normal(count: int, std: float, seed: int) -> Tensor:
-    return torch.empty(count, dtype=torch.float32).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+    Args:
+        out: one-dimensional.
+        offset: number that its first element takes; negative where elements before it take others.
+        count: numbers in all.
+        std: their deviation.
+        seed: of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    # A block of fewer than 16 numbers would be drawn in another way: the last block takes the rest.
+    starts = range(0, max(1, count // _BLOCK) * _BLOCK, _BLOCK)
+    buffer = torch.empty(min(count, 2 * _BLOCK))
+    for start in starts:
+        if start >= offset + len(out):
+            return
+        stop = count if start == starts[-1] else start + _BLOCK
+        block = buffer[: stop - start].normal_(0.0, std, generator=generator)
+        begin, end = max(start, offset), min(stop, offset + len(out))
+        if begin < end:
+            out[begin - offset : end - offset].copy_(block[begin - start : end - start])

@@ -159,19 +159,27 @@ def read_scale(weight: StoredWeight) -> Tensor:
     return scale
 
 
-def read_block_rows(weight: StoredWeight) -> Iterator[tuple[int, TiledTensor]]:
+def read_block_rows(
+    weight: StoredWeight, first_row: int = 0, num_rows: int | None = None
+) -> Iterator[tuple[int, TiledTensor]]:
     """A weight from top to bottom: (first row, matrix of these rows), in whole block rows of some megabytes.
+
+    Args:
+        weight: what to read.
+        first_row: asked for; what is given begins with the block row that it is in.
+        num_rows: from there; None reads all that is left.
 
     Raises:
         CheckpointError: a code is NaN.
     """
     scale = read_scale(weight)
-    (num_rows, width), step = weight.qdata.shape, weight.tile.rows
+    (height, width), step = weight.qdata.shape, weight.tile.rows
+    last = height if num_rows is None else first_row + num_rows
     rows = max(1, _SLICE_BYTES // max(1, width * step)) * step
     with open_file(weight.qdata.file) as reader:
         view = reader.get_slice(weight.name)
-        for start in range(0, num_rows, rows):
-            stop = min(start + rows, num_rows)
+        for start in range(first_row // step * step, last, rows):
+            stop = min(start + rows, last)
             qdata = view[start:stop]
             if has_nan(qdata):
                 raise _nan_error(weight, qdata, start)
@@ -190,13 +198,16 @@ def _nan_error(weight: StoredWeight, qdata: Tensor, start: int) -> CheckpointErr
 
 
 @torch.no_grad()
-def copy_weight(weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | None = None) -> None:
-    """Copy a stored weight into a tensor: its values, or codes and scales as they are.
+def copy_weight(
+    weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | None = None, *, first_row: int = 0
+) -> None:
+    """Copy a stored weight, or some rows, into a tensor: its values, or codes and scales as they are.
 
     Args:
         weight: what to read.
         target_NK: of a floating-point dtype; float8_e4m3fn where there is a `target_scale`.
-        target_scale: FP32 [GN, GK], takes the scales.
+        target_scale: FP32 [GN, GK], takes the scales. The weight is whole then.
+        first_row: of the weight, for the target's first row.
 
     Raises:
         CheckpointError: NaN among codes or scales, or a target of codes and blocks that are not 128x128.
@@ -209,10 +220,11 @@ def copy_weight(weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | 
             try_='base = "keep", or a model without adapters, which decode the weights',
             where=str(weight.qdata.file),
         )
-    for start, tiled in read_block_rows(weight):
+    for start, tiled in read_block_rows(weight, first_row, len(target_NK)):
         rows = slice(start, start + len(tiled.qdata))
         if target_scale is None:
-            target_NK[rows].copy_(tiled.dequantize())
+            begin = max(start, first_row)  # the first block row may begin before it
+            target_NK[begin - first_row : rows.stop - first_row].copy_(tiled.dequantize()[begin - start :])
         else:
             target_NK[rows].view(torch.uint8).copy_(tiled.qdata)
             first = start // weight.tile.rows

@@ -5,7 +5,9 @@ with.
     values({"model.layers.3.mlp.up_proj.weight": tensor, ...})
 
 Each tensor gets the same values as the whole model does by `build.init_weights` or by loading the folder, whatever
-other tensors are asked for with it. Called where a recipe keeps parameters off the device.
+other tensors are asked for with it. Called where a recipe keeps parameters off the device, or in shards. Of a tensor
+that is asked for in part, only its rows are read or, of our decoder, drawn; a Hugging Face model's own initialisation
+draws whole modules: its parameters pass by whole, in FP32, one at a time.
 """
 
 import functools
@@ -15,12 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import copy_stored, decoder_weights
 from tilewright.models.decoder.init import decoder_values
 from tilewright.models.folder.fp8_weights import find_weights
 from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
+from tilewright.models.hf.conversion import converted_values
 from tilewright.models.hf.load import draw_module, load_hf, weight_owners
 from tilewright.models.hf.model import HFModel
 
@@ -40,8 +43,9 @@ def random_values(model: Model, seed: int) -> InitialValues:
 def stored_values(model: Model, folder: Path | str) -> InitialValues:
     """The weights of a Hugging Face folder. The model may be on the meta device.
 
-    Where a folder's names are not those of the model, transformers has to load and convert it whole: then a copy of the
-    model in host memory, in FP32, stays as long as what is returned. The model's `notes` say so.
+    Where a folder does not hold all that the model has under the names that transformers looks for, transformers has to
+    load it whole: then a copy of the model in host memory, in FP32, stays as long as what is returned. The model's
+    `notes` say so.
 
     Raises:
         CheckpointError: the folder is not whole, or not of this model.
@@ -50,12 +54,29 @@ def stored_values(model: Model, folder: Path | str) -> InitialValues:
         return decoder_weights(model, folder)
     if not isinstance(model, HFModel):
         raise TypeError(f"stored_values knows Decoder and HFModel, not {type(model).__name__}")
-    direct = direct_values(model, folder)
-    if direct is not None:
-        return direct
+    values = direct_values(model, folder) or _converted_values(model, folder)
+    if values is not None:
+        return values
     model.notes.append("The folder's weights have other names than the model's: they are loaded whole before use.")
     loaded = load_hf(folder, model.task, "load", kernels=model.kernels).net.state_dict()
-    return functools.partial(_copy_stored, model.net, _kept_names(model.net), lambda part: _copy_from(loaded, part))
+    return functools.partial(_copy_stored, model.net, _kept_names(model.net), functools.partial(_copy_from, loaded))
+
+
+def _converted_values(model: HFModel, folder: Path | str) -> InitialValues | None:
+    """The weights of a folder whose names transformers converts, read one by one; None where some are not there."""
+    if not _has_safetensors(folder):
+        return None
+    stored = scan_folder(folder)
+    coded = find_weights(folder, stored)
+    weights = {name: tensor for name, tensor in stored.items() if name not in {w.scale_name for w in coded.values()}}
+    values = converted_values(model.net, weights, functools.partial(copy_stored, stored, coded))
+    if values is None:
+        return None
+    return functools.partial(_copy_stored, model.net, _kept_names(model.net), values)
+
+
+def _has_safetensors(folder: Path | str) -> bool:
+    return any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
 
 
 def direct_values(model: HFModel, folder: Path | str, without: Collection[str] = ()) -> InitialValues | None:
@@ -71,15 +92,13 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.net.named_parameters()}
     own |= {name: tuple(tensor.shape) for name, tensor in _persistent_buffers(model.net).items()}
-    if not any((Path(folder) / name).is_file() for name in (SINGLE, INDEX)):
+    if not _has_safetensors(folder):
         return None
     stored = scan_folder(folder)
     if not all(n in without or (n in stored and stored[n].shape == shape) for n, shape in own.items()):
         return None
-    coded = find_weights(folder, stored)
-    return functools.partial(
-        _copy_stored, model.net, _kept_names(model.net), lambda part: copy_stored(stored, coded, part)
-    )
+    values = functools.partial(copy_stored, stored, find_weights(folder, stored))
+    return functools.partial(_copy_stored, model.net, _kept_names(model.net), values)
 
 
 def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
@@ -88,9 +107,15 @@ def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy_from(source: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def _copy_from(
+    source: Mapping[str, Tensor], tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE
+) -> None:
     for name, tensor in tensors.items():
-        tensor.copy_(source[name])
+        tensor.copy_(_rows_like(tensor, source[name], first_rows.get(name, 0)))
+
+
+def _rows_like(tensor: Tensor, whole: Tensor, first_row: int) -> Tensor:
+    return whole[first_row : first_row + len(tensor)] if tensor.ndim else whole
 
 
 def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
@@ -99,7 +124,11 @@ def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
 
 
 def _copy_stored(
-    net: nn.Module, kept_names: Callable[[], frozenset[str]], copy: InitialValues, tensors: Mapping[str, Tensor]
+    net: nn.Module,
+    kept_names: Callable[[], frozenset[str]],
+    copy: InitialValues,
+    tensors: Mapping[str, Tensor],
+    first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
     """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
     kept = kept_names()
@@ -107,11 +136,12 @@ def _copy_stored(
     computed = {_NET + name: tensor for name, tensor in named.items() if name not in kept}
     if computed:
         _draw(net, 0, computed)
-    copy({name: tensor for name, tensor in named.items() if name in kept})
+    first = {name.removeprefix(_NET): row for name, row in first_rows.items()}
+    copy({name: tensor for name, tensor in named.items() if name in kept}, first)
 
 
 @torch.no_grad()
-def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor]) -> None:
+def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
     """transformers' own initialisation of some parameters, while the others are on one scratch buffer.
 
     Modules are initialised as in `load.init_hf`: some draw for all that is below them, so each module runs that has
@@ -135,7 +165,8 @@ def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor]) -> None:
             param.data = before[name]
     buffers = dict(net.named_buffers())
     for name, tensor in wanted.items():
-        tensor.copy_(fresh[name] if name in fresh else buffers[name])
+        whole = fresh[name] if name in fresh else buffers[name]
+        tensor.copy_(_rows_like(tensor, whole, first_rows.get(_NET + name, 0)))
 
 
 def _is_inside(tensor: str, module: str) -> bool:
