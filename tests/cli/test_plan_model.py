@@ -125,6 +125,35 @@ def test_what_the_plan_changes_is_named(model, talks, tmp_path, capsys):
         assert way["plan"]["settings"][name] == value
 
 
+def test_what_makes_ranks_fit_is_a_command(model, talks, tmp_path, capsys):
+    """Gradients that are whole from one micro-batch to the next: the plan may not decide them, so they are offered."""
+    raw = json.loads((model / "config.json").read_text())
+    model = shutil.copytree(model, tmp_path / "larger")
+    (model / "model.safetensors").unlink()  # a plan needs none
+    (model / "config.json").write_text(json.dumps(raw | {"hidden_size": 512, "intermediate_size": 2048}))
+    changes = {"train__global_batch_size": 16, "train__micro_batch_size": 1, "parallel__dp_shard": 2}
+    typed = [*settings_of(tmp_path, talks, **changes), "--on", "4090"]
+    reduced = [*typed, "--parallel.reduce_each", "true"]
+    none, other = (planned(capsys, model, *each, "--device-memory", "100MiB", code=3) for each in (typed, reduced))
+    need, enough = (parse_bytes(one["ways"][-1]["need"].split(" on the device")[0]) for one in (none, other))
+    assert none["ways"][-1]["remedy"] is None
+    assert enough < need
+    small = ["--device-memory", str(int(enough))]
+    capsys.readouterr()
+    code = run(["plan", str(model), *map(str, typed), *small, "--json"])
+    way = json.loads(capsys.readouterr().out)["ways"][-1]
+    assert way["state"] == "does not fit"
+    assert not way["command"]
+    assert way["remedy"]["settings"] == {"parallel.reduce_each": True}
+    pasted = planned(capsys, model, *reduced, *small, code=code)["ways"][-1]
+    assert pasted["plan"] == way["remedy"]["plan"]
+    assert pasted["command"] == way["remedy"]["command"]
+    run(["plan", str(model), *map(str, typed), *small])
+    shown = capsys.readouterr()
+    assert "fits with parallel.reduce_each = true" in shown.out
+    assert f"  {way['remedy']['command']}" in shown.out.splitlines()
+
+
 def test_what_is_missing_for_the_commands_is_said(model, talks, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()

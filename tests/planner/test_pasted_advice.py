@@ -47,6 +47,7 @@ COMMANDS = {
     "tiny_moe": ("tiny_moe",),
     "slice_cpu": ("slice_cpu",),
     "slice_cpu, exact": ("slice_cpu", "--optim.clip", "two_pass"),
+    "zero_cpu, 2 shards": ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "1"),
 }
 CASES = pytest.mark.parametrize(
     "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, 1.0, pytest.param(4.0, marks=pytest.mark.slow)]
@@ -270,6 +271,39 @@ def test_an_executor_that_is_typed_says_nothing_of_what_layers_keep(where):
     found = planner_for(load(command), where).plan(budget_of(command, where, 4.0))
     assert found.setting.executor == "layer_major"
     assert {row.choice.activations for row in found.rows if row.indices} == {"keep"}
+
+
+SHARDED = ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "1")
+
+
+@ON
+@pytest.mark.parametrize("more", [(), ("--parallel.reshard_after_forward", "false")])
+def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, tmp_path):
+    """By a plan that decides, by a recipe as it stands and by `train`: gradients that are whole from one micro-batch to
+    the next are what does not fit."""
+    command = SHARDED + more
+    loaded = load(command)
+    planner, reduced = (planner_for(load(command, *each), where) for each in ((), ("--parallel.reduce_each", "true")))
+    wide = Budget(1e12, HOST, MACHINES[where][2])
+    least, enough = (one.smallest(wide).least_device for one in (planner, reduced))
+    assert enough < 0.99 * least
+    budget = Budget((least + enough) / 2, HOST, MACHINES[where][2])
+    assert planner.plan(budget) is None
+    offered = cheapest_changes(loaded.recipe, budget, None, replan_with(planner))
+    (change,) = [one for one in offered if one.settings == {"parallel.reduce_each": True}]
+    assert change.keeps_result
+    assert pasted(str(change)) == ["--parallel.reduce_each", "True"]
+
+    stands = load(command, "--memory.plan", "", device_budget=budget.device)
+    fixes = fixes_of(stands.recipe, site_of(stands, where, tmp_path))
+    assert all("parallel.reduce_each" in fix.settings for fix in fixes if fix.fits and fix.keeps_result)
+
+    tight = load(command, device_budget=budget.device)
+    with pytest.raises(FitError, match=r"--parallel\.reduce_each True") as refused:
+        plan_run(tight, site_of(tight, where, tmp_path))
+    (line,) = [line for line in str(refused.value).splitlines() if "--parallel.reduce_each True:" in line]
+    run = plan_run(load(command, *pasted(line), device_budget=budget.device), site_of(tight, where, tmp_path))
+    assert run.plan.fits
 
 
 def test_compiling_the_layers_of_a_foreign_model_is_offered(tmp_path):

@@ -255,5 +255,21 @@ def test_more_ranks_than_samples_are_no_plan(capsys):
     assert "--train.global_batch_size 64" in said
 
 
+def test_as_many_shards_as_there_are_processes_is_no_number(capsys):
+    """Typed, it is a mistake; in a recipe it is said that the plan is of one process."""
+    assert command_line(["plan", "zero_cpu", "--parallel.dp_shard", "-1"]) == 2
+    said = capsys.readouterr().err
+    assert "Number of processes is not known to a plan" in said
+    assert "--parallel.dp_shard 4" in said
+    _, found = planned(capsys)
+    (note,) = [note for note in found["notes"] if "torchrun" in note]
+    assert "the plan of one process" in note
+    assert "--parallel.dp_shard N" in note
+    _, found = planned(capsys, "--parallel.dp_shard", "2")
+    assert not any("torchrun" in note for note in found["notes"])
+    assert command_line(["plan", "default", "--json"]) == 0
+    assert "torchrun" not in capsys.readouterr().out
+
+
 def memory_here():
     return detect_machine("cpu").device_memory_bytes

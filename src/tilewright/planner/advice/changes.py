@@ -13,7 +13,7 @@ from tilewright.core.config.edit import accepted
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.ops.base.compile import compiles_layers
-from tilewright.planner.advice.fixes import words
+from tilewright.planner.advice.fixes import of_shards, words
 from tilewright.planner.auto import typed
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget, Plan
@@ -52,6 +52,8 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[tuple[dict[str, A
 
     What only one executor does is tried together with it where the recipe has the other.
     """
+    if found is None:  # what it costs is communication, which is in no plan's seconds
+        yield from of_shards(recipe, 1)
     if recipe.train.checkpoint_inputs == "exact":
         yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
         yield _in_slices(recipe) | {"train.checkpoint_inputs": "fp8"}, False

@@ -70,7 +70,8 @@ def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     for size in _halves(min(recipe.train.micro_batch_size, recipe.train.global_batch_size), 1):
         yield {"train.micro_batch_size": size}, True
-    yield from _of_shards(recipe)
+        yield from ((found | {"train.micro_batch_size": size}, keeps) for found, keeps in of_shards(recipe, size))
+    yield from of_shards(recipe, recipe.train.micro_batch_size)
     modes = list(KIND_OF)
     for mode in modes[modes.index(recipe.train.activation_checkpoint) + 1 :]:
         yield {"train.activation_checkpoint": mode}, True
@@ -100,13 +101,23 @@ def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
         yield from _smaller_models(recipe)
 
 
-def _of_shards(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
-    """What a rank of a sharded run need not hold whole, at the price of communication."""
+def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[tuple[dict[str, Any], bool]]:
+    """What a rank of a sharded run need not hold whole, at the price of communication: layers that stay gathered from
+    forward to backward, and gradients from one micro-batch to the next.
+
+    Args:
+        recipe: with the number of shards.
+        micro_batch_size: with fewer rows per step than that there is one micro-batch.
+    """
     shards = Shards.of(recipe)
+    found: dict[str, Any] = {}
     if shards.cut and not shards.reshard:
-        yield {"parallel.reshard_after_forward": True}, True
-    if shards.cut and not shards.reduce_each and shards.rows(recipe) > recipe.train.micro_batch_size:
+        found["parallel.reshard_after_forward"] = True
+        yield dict(found), True
+    if shards.cut and not shards.reduce_each and shards.rows(recipe) > micro_batch_size:
         yield {"parallel.reduce_each": True}, True
+        if found:
+            yield found | {"parallel.reduce_each": True}, True
 
 
 _SPARING = {"train.activation_checkpoint": "full", "train.micro_batch_size": 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright.core.config.load import Loaded
+from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, detect_machine
@@ -56,7 +56,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
 
     Raises:
         ConfigError: a size that is none, or more than the machine has; a machine that nobody published; more ranks than
-            can share the recipe.
+            can share the recipe, or an unknown number of them.
     """
     loaded = pinned(loaded, weights=False)
     recipe = loaded.recipe
@@ -67,8 +67,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     memory = recipe.memory
     if memory.executor == "layer_major" and "disk" in memory.tiers:
         disk = disk or _free_space(recipe)  # what the recipe says is there already
-    ranks = Shards.of(recipe).ranks
-    check_shared(recipe, ranks)
+    ranks = _known_ranks(loaded)
     if options.on:
         row, machine, links = _published(options, disk, ranks)
         there = machine.device_memory_bytes
@@ -78,7 +77,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
             else recipe.plan.device_memory or there
         )
         budget = Budget(device, machine.host_memory_bytes, links, disk)
-        notes = (*published_notes(options.on), *_shared_host(ranks, machine))
+        notes = (*published_notes(options.on), *_of_ranks(loaded, ranks, machine))
         return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
     machine = _share_of(detect_machine(recipe.run.device), ranks)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
@@ -89,7 +88,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     links = as_links(
         host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
     )
-    return planner_of(loaded, vocab_size, machine, rates, _shared_host(ranks, machine)), Budget(
+    return planner_of(loaded, vocab_size, machine, rates, _of_ranks(loaded, ranks, machine)), Budget(
         device, host, links, disk
     )
 
@@ -106,12 +105,12 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
         quiet: say nothing of measurements.
 
     Raises:
-        ConfigError: a size that is none, or one that the machine at hand has anyway; a machine that nobody published.
+        ConfigError: a size that is none, or one that the machine at hand has anyway; a machine that nobody published;
+            an unknown number of ranks.
     """
     recipe = loaded.recipe
     folder = Path(recipe.memory.offload_dir or Path(recipe.run.dir) / (recipe.run.name or loaded.name))
-    ranks = Shards.of(recipe).ranks
-    check_shared(recipe, ranks)
+    ranks = _known_ranks(loaded)
     if options.on:
         disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
         row, machine, links = _published(options, disk, ranks)
@@ -143,6 +142,38 @@ def published_notes(name: str) -> tuple[str, ...]:
 def _share_of(machine: Machine, ranks: int) -> Machine:
     """What each of so many ranks has of a machine; of GPUs there are at most `GPUS` in one, and they share its host."""
     return machine.shared_by(ranks if machine.device == "cpu" else min(ranks, GPUS))
+
+
+def _known_ranks(loaded: Loaded) -> int:
+    """The number of ranks that a plan is for.
+
+    Raises:
+        ConfigError: as many shards were typed as torchrun starts processes, and here it starts none; or so many ranks
+            cannot share the recipe.
+    """
+    if loaded.recipe.parallel.dp_shard == -1 and loaded.sources["parallel.dp_shard"].startswith((CLI, "env")):
+        raise ConfigError(
+            "Number of processes is not known to a plan",
+            got="parallel.dp_shard = -1, which is what torchrun starts; a plan is made without it",
+            need="the number of shards that the run will have",
+            try_="--parallel.dp_shard 4 for torchrun --nproc-per-node 4; without the option, the plan of one process",
+            where="parallel.dp_shard",
+        )
+    ranks = Shards.of(loaded.recipe).ranks
+    check_shared(loaded.recipe, ranks)
+    return ranks
+
+
+def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:
+    """What a plan takes for granted of ranks and machines."""
+    if loaded.recipe.parallel.dp_shard == -1 and loaded.sources["parallel.dp_shard"] != DEFAULT:
+        many = "one process" if ranks == 1 else f"{ranks} processes"
+        return (
+            f"parallel.dp_shard = -1 is filled in by torchrun; this is the plan of {many}, and --parallel.dp_shard N "
+            "plans N shards",
+            *_shared_host(ranks, machine),
+        )
+    return _shared_host(ranks, machine)
 
 
 def _shared_host(ranks: int, machine: Machine) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from tilewright.core.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from tilewright.cli.commands.chat_models.ways import Way
+    from tilewright.planner.plan import Plan
     from tilewright.training.planning.request import PlanRequest
 
 _NAMES = {"lora": "LoRA", "lora_fp8": "FP8 LoRA", "full": "all parameters"}
@@ -109,8 +110,9 @@ def _show(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> None:
         click.echo(lines[1 + number] if under else f"\n{row[0]}")
         for line in _below(way):
             echo(f"  {line}", hang=4)
-        if way.command:
-            click.echo(f"  {way.command}")  # never wrapped, so that it can be copied
+        command = way.command or (way.remedy.command if way.remedy is not None else "")
+        if command:
+            click.echo(f"  {command}")  # never wrapped, so that it can be copied
     recipe = found[0].loaded.recipe
     rows_at_once = recipe.train.global_batch_size
     echo(
@@ -130,11 +132,15 @@ def _numbers(way: "Way") -> list[str]:
     if plan.shape.unknown:
         return [f"over {format_bytes(plan.peak_bytes)} of {budget}", host, "-", "-"]
     return [
-        f"{format_bytes(plan.peak_bytes)} of {budget}",
+        _of_budget(plan),
         host,
         format_seconds(plan.step_s),
         format_count(plan.tokens_per_s),
     ]
+
+
+def _of_budget(plan: "Plan") -> str:
+    return f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget.device)}"
 
 
 def _below(way: "Way") -> list[str]:
@@ -148,6 +154,9 @@ def _below(way: "Way") -> list[str]:
         lines.append(f"not known: {way.unknown}")
     if way.need:
         lines.append(f"needs {way.need}")
+    if way.remedy is not None:
+        settings = " and ".join(f"{name} = {_value(name, value)}" for name, value in way.remedy.settings.items())
+        lines.append(f"fits with {settings}, for more communication: {_of_budget(way.remedy.plan)}")
     return lines
 
 
@@ -172,8 +181,12 @@ def _way_to_json(way: "Way") -> dict[str, Any]:
     from tilewright.cli.plan_output import to_json
 
     plan = None if way.plan is None else to_json(way.plan, [], None, [], "")
+    remedy = None
+    if way.remedy is not None:
+        with_it = to_json(way.remedy.plan, [], None, [], "")
+        remedy = {"settings": dict(way.remedy.settings), "command": way.remedy.command, "plan": with_it}
     said = {"how": way.how, "state": way.state, "command": way.command, "changes": dict(way.changes)}
-    return said | {"layers": way.layers, "unknown": way.unknown, "need": way.need, "plan": plan}
+    return said | {"layers": way.layers, "unknown": way.unknown, "need": way.need, "plan": plan, "remedy": remedy}
 
 
 def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
@@ -192,5 +205,13 @@ def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
         "No way to fine-tune this model fits",
         got="\n".join(f"{_NAMES[way.how]}: {' of '.join(_numbers(way)[:1])}" for way in found),
         need=lines,
-        try_="a smaller model, --data.seq_len with fewer tokens, or --on NAME for another machine",
+        try_=_remedies(found) or "a smaller model, --data.seq_len with fewer tokens, or --on NAME for another machine",
     )
+
+
+def _remedies(found: "Sequence[Way]") -> str:
+    """Settings that make ways fit, as they are typed."""
+    from tilewright.planner.advice.fixes import words
+
+    typed = dict.fromkeys(words(way.remedy.settings) for way in found if way.remedy is not None)
+    return ", or ".join(typed)

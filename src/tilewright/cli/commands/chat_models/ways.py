@@ -18,6 +18,7 @@ from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
+from tilewright.planner.advice.fixes import of_shards
 from tilewright.planner.auto import departures
 from tilewright.planner.cost.shards import Shards
 from tilewright.planner.plan import Plan, State
@@ -29,6 +30,16 @@ from tilewright.training.planning.resolve import plan_run
 
 _LONGEST = 200
 """Characters of a reason; transformers' own are paragraphs."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a way fits that does not fit without."""
+
+    settings: Mapping[str, Any]
+    plan: Plan
+    """With them."""
+    command: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ class Way:
     """Why it is not known whether it fits."""
     need: str = ""
     """The smallest budgets in which it fits, where it does not."""
+    remedy: Remedy | None = None
+    """What makes it fit, of what the plan may not decide by itself."""
 
     @property
     def state(self) -> State:
@@ -82,7 +95,23 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
                 ["--plan.enforce=false"] if way.state == "not known" and loaded.recipe.plan.device_memory else []
             )
             way = replace(way, command=command_of(loaded, shown, how, [*typed, *budget, *unchecked]))
+        elif way.need:
+            way = replace(way, remedy=_remedy(loaded, model, shown, how, [*typed, *budget], options))
         yield way
+
+
+def _remedy(
+    loaded: Loaded, model: str, shown: str, how: str, typed: Sequence[str], options: PlanRequest
+) -> Remedy | None:
+    """What makes a way of several ranks fit by more communication, planned as if it were typed; None where nothing does
+    or there is one rank."""
+    for settings, _ in of_shards(loaded.recipe, 1):
+        more = [*typed, *(f"--{name}={str(value).lower()}" for name, value in settings.items())]
+        other, _ = tuned_recipe(model, [], how, more, weights=False)
+        plan = _planned(other, how, options, quiet=True).plan
+        if plan is not None and plan.state == "fits":
+            return Remedy(settings, plan, command_of(other, shown, how, more))
+    return None
 
 
 def _planned(loaded: Loaded, how: str, options: PlanRequest, quiet: bool) -> Way:
