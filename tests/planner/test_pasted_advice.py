@@ -279,8 +279,8 @@ SHARDED = ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "
 @ON
 @pytest.mark.parametrize("more", [(), ("--parallel.reshard_after_forward", "false")])
 def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, tmp_path):
-    """By a plan that decides, by a recipe as it stands and by `train`: gradients that are whole from one micro-batch to
-    the next are what does not fit."""
+    """By a plan that decides and by a recipe as it stands: gradients that are whole from one micro-batch to the next
+    are what does not fit."""
     command = SHARDED + more
     loaded = load(command)
     planner, reduced = (planner_for(load(command, *each), where) for each in ((), ("--parallel.reduce_each", "true")))
@@ -293,17 +293,13 @@ def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, t
     (change,) = [one for one in offered if one.settings == {"parallel.reduce_each": True}]
     assert change.keeps_result
     assert pasted(str(change)) == ["--parallel.reduce_each", "True"]
+    again = planner_for(load(command, *pasted(str(change))), where).plan(budget)
+    assert again is not None
+    assert again.step_s <= SAME * change.step_s
 
     stands = load(command, "--memory.plan", "", device_budget=budget.device)
     fixes = fixes_of(stands.recipe, site_of(stands, where, tmp_path))
     assert all("parallel.reduce_each" in fix.settings for fix in fixes if fix.fits and fix.keeps_result)
-
-    tight = load(command, device_budget=budget.device)
-    with pytest.raises(FitError, match=r"--parallel\.reduce_each True") as refused:
-        plan_run(tight, site_of(tight, where, tmp_path))
-    (line,) = [line for line in str(refused.value).splitlines() if "--parallel.reduce_each True:" in line]
-    run = plan_run(load(command, *pasted(line), device_budget=budget.device), site_of(tight, where, tmp_path))
-    assert run.plan.fits
 
 
 def test_compiling_the_layers_of_a_foreign_model_is_offered(tmp_path):

@@ -113,7 +113,11 @@ def cheapest_changes(recipe: Recipe, budget: Budget, found: Plan | None, replan:
         plan = replan(settings, there)
         if plan is not None and (found is None or plan.tokens_per_s > WORTH * found.tokens_per_s):
             changes.append(Change(what, settings, there, keeps, plan.step_s, plan.tokens_per_s))
-    return sorted(changes, key=lambda change: -change.tokens_per_s)[:NUM_CHANGES]
+
+    def order(change: Change) -> tuple[bool, float]:  # what makes a run fit and keeps its losses comes first
+        return found is not None or not (change.keeps_result and change.settings), -change.tokens_per_s
+
+    return sorted(changes, key=order)[:NUM_CHANGES]
 
 
 def pasted(planner: Planner, settings: Mapping[str, Any]) -> Planner | None:
