@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.cli.tuned import make_model
+from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.base import distill
@@ -12,6 +13,9 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
 from tilewright.training.loop import train
 
 
@@ -110,6 +114,30 @@ def test_layer_major_learns_the_same(teacher, data, tmp_path):
     two = train(tiny(data, tmp_path, run__name="two", memory__executor="layer_major", **options)).run_dir
     (tensors, _), (expected, _) = last_state(two), last_state(one)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+@pytest.mark.parametrize("kind", ["run", "folder"])
+def test_the_plan_counts_the_teacher(kind, teacher, tmp_path):
+    """Its weights in FP32, and what it hands on of each token of a step: on every process, whole."""
+    if kind == "run":
+        tensors, _ = last_state(teacher)
+        weights, width = sum(t.numel() for name, t in tensors.items() if name.startswith("model.")), 32
+    else:
+        teacher = make_model(tmp_path / "qwen3", "qwen3")
+        net = load_hf(teacher, "causal_lm").net
+        weights, width = sum(param.numel() for param in net.parameters()), net.config.hidden_size
+    train = {"global_batch_size": 16, "micro_batch_size": 4}
+    for parallel, tokens in (({}, 16 * 128), ({"dp_shard": 4}, 4 * 128)):
+        alone, taught = (
+            Planner(
+                make_recipe(train=train, parallel=parallel, distill=distill), 300, make_machine(), make_rates()
+            ).as_it_stands(Budget(1e12, 1e12, Links(None, None)))
+            for distill in ({}, {"teacher": str(teacher)})
+        )
+        assert taught.peak_phase == alone.peak_phase
+        more = taught.peak_bytes - alone.peak_bytes
+        assert more == pytest.approx(4 * weights + 4 * width * tokens, rel=1e-3)  # buffers of rotary embeddings
+        assert any("whole on each process" in note for note in taught.notes)
 
 
 def test_bad_teachers_say_why(teacher, data, tmp_path):

@@ -124,14 +124,6 @@ def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
 SHARDS = {"parallel__dp_replicate": 1, "parallel__dp_shard": 2}
 
 
-@pytest.mark.parametrize("mesh", [{}, SHARDS], ids=["copies", "shards"])
-@pytest.mark.support("teacher", "copies", "shards", refused=True)
-def test_a_teacher_is_refused(mesh, data, tmp_path):
-    for said in on(2, data, tmp_path, distill__teacher=str(tmp_path), **mesh):
-        assert "Teacher on several processes" in said
-        assert "start it without torchrun" in said
-
-
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 2)])
 @pytest.mark.support("layer_major", "shards", "hsdp", refused=True)
 def test_layer_major_in_shards_is_refused(world, copies, data, tmp_path):
@@ -184,6 +176,44 @@ def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, what, da
     assert many[0] == pytest.approx(one[0], rel=2e-6)
     assert many == pytest.approx(one, rel=near)
     assert found[0][2] == pytest.approx(alone[2], rel=near)
+
+
+@pytest.fixture(scope="module")
+def teacher(data, tmp_path_factory):
+    """A run of one process to learn from."""
+    folder = tmp_path_factory.mktemp("teacher")
+    on(1, data, folder, precision__mode="fp32", train__steps=6, run__seed=7)
+    return folder / "tiny"
+
+
+TAUGHT = {"train__global_batch_size": 4, "train__steps": 6, "train__log_interval": 1, "log__report": False}
+
+
+@pytest.fixture(scope="module")
+def taught_alone(data, teacher, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("taught")
+    (found,) = on(1, data, folder, distill__teacher=str(teacher), **EVALS | TAUGHT)
+    return rows(folder / "tiny" / "metrics.jsonl"), found
+
+
+@pytest.mark.parametrize("mesh", [*(m for m in MESHES if m != "hsdp"), pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.support("teacher", "copies", "shards", "hsdp")
+def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, taught_alone, tmp_path):
+    """Each rank runs the whole teacher on its rows. Both parts of the loss are the means over all ranks."""
+    world, sizes = MESHES[mesh]
+    changes = {"parallel__dp_replicate": 1} | sizes | EVALS | TAUGHT | {"distill__teacher": str(teacher)}
+    found = on_ranks(world, run, str(data), str(tmp_path), changes)
+    one, (_, loss, evals) = taught_alone
+    assert all(each == found[0] for each in found)
+    many = rows(tmp_path / "tiny" / "metrics.jsonl")
+    one, many = ([row for row in found if "loss" in row] for found in (one, many))
+    for before, now in zip(one, many, strict=True):
+        assert now["loss"] == pytest.approx(before["loss"], rel=2e-5)
+        parts = [now[name] for name in ("cross_entropy", "distillation")]
+        assert parts == pytest.approx([before[name] for name in ("cross_entropy", "distillation")], rel=2e-2)
+        assert sum(parts) / 2 == pytest.approx(now["loss"], rel=1e-3)  # targets of rows differ a little
+    assert found[0][1] == pytest.approx(loss, rel=2e-5)
+    assert found[0][2] == pytest.approx(evals, rel=2e-5)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"parallel__dp_shard": 1}], ids=["what is left", "one"])

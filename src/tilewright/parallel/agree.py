@@ -5,7 +5,7 @@ What rests on a local measurement or signal (a stop that one rank was asked for,
 differs from rank to rank. It is agreed on before it is acted on, or ranks wait for each other in different calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,26 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
     total = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return float(total)
+
+
+def mean_over(
+    group: dist.ProcessGroup | None, values: Mapping[str, float], weight: float, device: torch.device | str = "cpu"
+) -> dict[str, float]:
+    """The means of numbers over the group.
+
+    Args:
+        group: None gives the numbers.
+        values: by names that are the same on all ranks.
+        weight: of this rank's.
+        device: of the group's backend.
+    """
+    if group is None or not values:
+        return dict(values)
+    names = sorted(values)
+    sums = torch.tensor([weight, *(weight * values[name] for name in names)], dtype=torch.float64, device=device)
+    dist.all_reduce(sums, group=group)
+    total, *rest = sums.tolist()
+    return {name: value / total for name, value in zip(names, rest, strict=True)}
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:

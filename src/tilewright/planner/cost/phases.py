@@ -40,6 +40,7 @@ class FixedBytes:
     """Bytes that no choice of a layer changes."""
 
     process: float
+    """Of the process itself, and of the teacher of `[distill]`."""
     stream: float
     """Residual stream, or its gradient, between head and layers."""
     head_kept: float
@@ -70,8 +71,11 @@ class FixedBytes:
         else:  # all logits are there at once; the gradient of the head's weight is among them
             loss, gradient = shape.rest.work(rows), 0.0
             evaluated = loss * size / shape.logit_bytes
+        tokens = setting.num_micro * rows * shape.seq_len
         return cls(
-            process=shape.process_bytes if machine.device == "cpu" else CUDA_RESERVE_BYTES,
+            process=(shape.process_bytes if machine.device == "cpu" else CUDA_RESERVE_BYTES)
+            + shape.teacher_bytes
+            + tokens * shape.taught_bytes,
             stream=stream,
             head_kept=shape.rest.kept(rows),
             head_gradient=gradient,

@@ -178,6 +178,10 @@ class ModelShape:
     """Of what a layer makes again, what counts in addition to its work (there too)."""
     backward: Line = Line()
     """Of a model without a list of layers: most bytes in backward of a first micro-batch, all gradients included."""
+    teacher_bytes: float = 0.0
+    """Of the weights of the teacher that it learns from."""
+    taught_bytes: float = 0.0
+    """Of what that teacher hands on, per token of a step."""
     notes: tuple[str, ...] = ()
     unknown: str = ""
     """Why nothing but the weights is known; empty where all is."""
@@ -268,13 +272,8 @@ def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
 
 
 def rule_notes(recipe: Recipe) -> tuple[str, ...]:
-    """What a plan by classes does not see of the recipe's precision rules, nor of a teacher."""
+    """What a plan by classes does not see of the recipe's precision rules."""
     single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
-    notes = []
-    if single:
-        notes.append(f"precision rules of single layers count for the first of their class: {', '.join(single)}")
-    if recipe.distill.teacher:
-        notes.append(
-            f"not in the plan: the teacher {recipe.distill.teacher}, its weights on the device and its forward pass"
-        )
-    return tuple(notes)
+    if not single:
+        return ()
+    return (f"precision rules of single layers count for the first of their class: {', '.join(single)}",)

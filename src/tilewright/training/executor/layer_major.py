@@ -42,7 +42,7 @@ from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseM
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import DelayedClip
-from tilewright.parallel.agree import any_of, sum_of
+from tilewright.parallel.agree import any_of, mean_over, sum_of
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.layer_major_attempt import NOT_FINITE, Attempt, BadStep
@@ -184,8 +184,11 @@ class LayerMajorExecutor:
         if self.rollback_buffer is not None:
             self.rollback_buffer.commit()
         self.run.offloader.flush()
+        # A step that is left out may have ended before there was anything to tell.
+        group = self._group if attempt.skipped is None else None
+        aux = mean_over(group, attempt.aux, len(microbatches), self.device)
         seconds = time.perf_counter() - started
-        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux)
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -317,7 +320,7 @@ class LayerMajorExecutor:
 
     def _forward(self, batches: Sequence[Batch], attempt: Attempt) -> bool:
         finite = self.run.forward(batches)
-        attempt.aux = self._told(len(batches))
+        attempt.aux = {name: float(value) / len(batches) for name, value in self.run.aux_metrics().items()}
         return not any_of(self._group, not finite, self.device)
 
     def _sum(self, value: float) -> float:
@@ -331,10 +334,6 @@ class LayerMajorExecutor:
         """`_with_gradients`, once they are summed over the ranks."""
         sum_gradients(self._group, part.trained)
         return _with_gradients(part)
-
-    def _told(self, num_batches: int) -> dict[str, float]:
-        """What the model reports in addition to its loss, mean over the micro-batches."""
-        return {name: float(value) / num_batches for name, value in self.run.aux_metrics().items()}
 
     @torch.no_grad()
     def _measure(self, part: LayerGroup, attempt: Attempt) -> Tensor:

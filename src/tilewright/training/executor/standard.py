@@ -25,7 +25,7 @@ from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.agree import sum_over
+from tilewright.parallel.agree import mean_over, sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
@@ -215,6 +215,7 @@ class StandardExecutor:
                 if attempt.skipped is None:
                     self._apply(lr, progress)
                 self.optimizer.zero_grad(set_to_none=True)
+        told = mean_over(self._group, told, len(microbatches), self.device)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone

@@ -295,18 +295,10 @@ def check_shared(recipe: Recipe, ranks: int) -> None:
     """What several processes cannot share, known before there are any.
 
     Raises:
-        ConfigError: fewer samples in a step than processes, or a teacher.
+        ConfigError: fewer samples in a step than processes.
     """
     if ranks == 1:
         return
-    if recipe.distill.teacher:
-        raise ConfigError(
-            "Teacher on several processes",
-            where="distill.teacher",
-            got=f"{ranks} processes, a teacher",
-            need="one process: each of several would hold the whole teacher, which no plan counts",
-            try_="start it without torchrun, or take [distill] out",
-        )
     rows = 2 if recipe.data.format == "preferences" else 1
     if recipe.train.global_batch_size // rows < ranks:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The teacher of `[distill]`: a frozen model that adds its last hidden values to each micro-batch.
 
 They and the weight of its head are all that `models.base.distill` needs: logits are made there by chunks. A checkpoint
-holds the hash of the teacher's weights, so that a run is not continued with another teacher.
+holds the hash of the teacher's weights, so that a run is not continued with another teacher. Of several ranks each
+holds the whole teacher, which has neither gradients nor states, and runs it on its own rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tilewright.core.config.load import load_recipe
-from tilewright.core.config.recipe import DistillSection, ModelSection
+from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
@@ -21,8 +21,9 @@ from tilewright.models.base import distill
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import build_model, kind_of
+from tilewright.models.build import build_model
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
@@ -98,38 +99,19 @@ def open_teacher(section: DistillSection, tokenizer: Tokenizer | None, student: 
     """
     if not section.teacher or tokenizer is None:
         return None
-    path, kernels, device = Path(section.teacher).expanduser(), student.kernels, torch.device(policy.device_type)
-    run = next((place for place in (path, Path("runs") / section.teacher) if (place / "run.toml").is_file()), None)
-    if run is not None:
-        model, own, rules = _of_run(run, kernels, device)
-    elif (path / "config.json").is_file():
-        own, rules = load_tokenizer(folder_tokenizer(str(path))), ()
-        kind = kind_of(str(path))
-        model = build_model(ModelSection(kind=kind, path=str(path), weights="load"), own.vocab_size, kernels, device)
+    found, kernels, device = find_teacher(section.teacher), student.kernels, torch.device(policy.device_type)
+    if found.run is not None:
+        model, own, rules = _of_run(found.path, found.run, kernels, device)
     else:
-        raise ConfigError(
-            "No such teacher",
-            got=section.teacher,
-            need="a run folder or its name below runs, or a folder with a config.json",
-            try_='distill.teacher = "runs/latest"',
-            where="distill.teacher",
-        )
+        own, rules = load_tokenizer(folder_tokenizer(str(found.path))), ()
+        model = build_model(found.model, own.vocab_size, kernels, device)
     _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], find_heads(student)[-1].out_features)
     mode = "bf16_mixed" if policy.matmul == "bf16" else "fp32"
     convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
     return Teacher(model, section, device)
 
 
-def _of_run(run: Path, kernels: Kernels, device: torch.device):
-    recipe = load_recipe(run / "run.toml", environ={}).recipe
-    if recipe.model.task != "causal_lm":
-        raise ConfigError(
-            "Teacher is no causal language model",
-            got=f'model.task = "{recipe.model.task}" in {run}',
-            need='model.task = "causal_lm"',
-            try_="another run",
-            where="distill.teacher",
-        )
+def _of_run(run: Path, recipe: Recipe, kernels: Kernels, device: torch.device):
     own = load_tokenizer(run / "tokenizer.json")
     plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": "random"})})
     model = build_adapted(plain, own.vocab_size, kernels, device)
