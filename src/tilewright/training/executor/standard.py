@@ -215,7 +215,8 @@ class StandardExecutor:
                 if attempt.skipped is None:
                     self._apply(lr, progress)
                 self.optimizer.zero_grad(set_to_none=True)
-        told = mean_over(self._group, told, len(microbatches), self.device)
+        if self._group is not None:
+            told = mean_over(self._group, told, len(microbatches), self.device)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
