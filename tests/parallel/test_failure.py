@@ -40,6 +40,7 @@ def killed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", BEATS, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
         yield process.pid
 
 
