@@ -84,11 +84,12 @@ def hold(folder: str, given: dict[str, str]) -> list[dict[str, Any]]:
         return gather(joined.data_group, row)
 
 
-def _rank(rank: int, world: int, folder: str) -> None:
+def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/meeting", world), rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = {name: hold(folder, given) for name, given in cases(world).items()}
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
@@ -98,7 +99,8 @@ def _rank(rank: int, world: int, folder: str) -> None:
 def on_ranks(world: int) -> dict[str, list[dict[str, Any]]]:
     """Rows of every rank by case, measured on so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, folder), nprocs=world)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(_rank, (world, store.port, folder), nprocs=world)
         return json.loads((Path(folder) / "found.json").read_text())
 
 

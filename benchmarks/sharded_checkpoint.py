@@ -113,12 +113,12 @@ def measure_resume(world: World, folder: Path) -> dict[str, Any]:
     return {"verify_s": found[0][0], "load_s": max(load for _, load in found)}
 
 
-def _rank(rank: int, size: int, folder: str, work: Callable[..., dict[str, Any]], *args: Any) -> None:
+def _rank(rank: int, size: int, port: int, folder: str, work: Callable[..., dict[str, Any]], *args: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     world = World.alone()
     if size > 1:
-        store = dist.FileStore(f"{folder}/meeting{size}{work.__name__}", size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         patience = timedelta(minutes=5)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -133,7 +133,8 @@ def _rank(rank: int, size: int, folder: str, work: Callable[..., dict[str, Any]]
 
 def on_ranks(size: int, folder: Path, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """What `work(world, checkpoints, *args)` returns on the first of so many ranks."""
-    mp.spawn(_rank, (size, str(folder), work, *args), nprocs=size)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_rank, (size, store.port, str(folder), work, *args), nprocs=size)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -37,15 +37,20 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: floa
     Raises:
         AssertionError: a rank raised (its traceback is in the message), died, or did not end in time.
     """
+    import torch.distributed as dist
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder, LOCK.open("w") as lock:
+    with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # A store of this process and a port that the system picks. `FileStore` can wait for half an hour as it is
+        # deleted: the last rank but one removes its file now and then.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ends: list[Connection] = []
         processes = []
         for rank in range(world):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, folder, rank, world, function, args), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, store.port, rank, world, function, args), daemon=True)
             process.start()
             theirs.close()
             ends.append(mine)
@@ -78,14 +83,14 @@ def _collect(ends: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(end: Connection, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple) -> None:
+def _rank(end: Connection, port: int, rank: int, world: int, function: Callable[..., Any], args: tuple) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})
-    store = dist.FileStore(f"{folder}/meeting", world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
         found = False, function(rank, *args)

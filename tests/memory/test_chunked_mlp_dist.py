@@ -1,14 +1,11 @@
 """Tiled MLPs on replicas: DDP sees one gradient a weight."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.ranks import on_ranks
 from tilewright.memory.chunked_mlp import chunk_mlps
 
 
@@ -33,25 +30,21 @@ class Model(nn.Module):
         return x + self.layer["mlp"](x)
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def _grads(rank: int) -> dict[str, torch.Tensor]:
     plain = Model()
     assert chunk_mlps(plain, 3, print) == ["layer.mlp"]
     model = DistributedDataParallel(plain)
     for _ in range(2):  # buckets are built again after the first
         model.zero_grad()
         model(rows()[rank]).square().mean().backward()
-    torch.save({name: p.grad for name, p in plain.named_parameters()}, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return {name: p.grad.numpy() for name, p in plain.named_parameters()}
 
 
 @pytest.mark.dist
-def test_replicas_of_ddp_share_one_gradient_a_weight(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
+def test_replicas_of_ddp_share_one_gradient_a_weight():
+    ranks = on_ranks(2, _grads)
     whole = Model()
     whole(rows()).square().mean().backward()
-    for rank in range(2):
-        grads = torch.load(tmp_path / f"{rank}.pt")
+    for grads in ranks:
         for name, param in whole.named_parameters():
-            torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(torch.from_numpy(grads[name]), param.grad, rtol=1e-12, atol=1e-14)

@@ -2,14 +2,13 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.models.shapes import make_batch, make_decoder
+from tests.ranks import on_ranks
 from tilewright.optim.clip import GradClip
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
@@ -66,13 +65,6 @@ def _empty(batches, mine):
         batches[-1]["labels"] = torch.full_like(batches[-1]["labels"], -100)
 
 
-def _rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    Path(folder, f"{rank}.json").write_text(json.dumps(decide(rank, world)))
-    dist.destroy_process_group()
-
-
 def decisions(told):
     """Who moved when and where to; numbers of evidence may differ in their last digits, as sums over ranks do."""
     return [
@@ -93,9 +85,8 @@ def alone():
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.support("controller", "one", "copies")
-def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
-    mp.spawn(_rank, (world, str(tmp_path)), nprocs=world)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+def test_ranks_decide_alike_and_as_one_process_does(world, alone):
+    told = [json.loads(json.dumps(rows)) for rows in on_ranks(world, decide, world)]
     for rank in range(1, world):
         assert told[rank] == told[0], rank
     assert decisions(told[0]) == decisions(alone)
@@ -106,24 +97,21 @@ def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
     assert first[0] == first[1]
 
 
-def _reduce(rank: int, folder: str) -> None:
+def _reduce(rank: int) -> dict:
     from tilewright.precision.controller.monitor import all_reduce_worst
     from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     good, broken = GemmStats(1.0, 1.0, 1.0, 30.0), GemmStats(math.nan, 1.0, 0.9, 40.0)
     mine = {"a": LayerStats(matmuls={"fprop.fp8_tile": (good, broken)[rank]})}
     if rank == 1:  # an expert that saw rows on this rank alone
         mine["b"] = LayerStats(matmuls={"dgrad.fp8_tile": good})
     found = all_reduce_worst(QuantStats(mine), ["a", "b", "c"], group=dist.group.WORLD)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found.to_json()))
-    dist.destroy_process_group()
+    return found.to_json()
 
 
 @pytest.mark.dist
-def test_evidence_of_one_rank_counts_on_all_of_them(tmp_path):
-    mp.spawn(_reduce, (str(tmp_path),), nprocs=2)
-    a, b = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_evidence_of_one_rank_counts_on_all_of_them():
+    a, b = on_ranks(2, _reduce)
     assert a == b
     assert a["a"]["matmuls"]["fprop.fp8_tile"] == {
         "gain_low": "-inf", "gain_high": 1.0, "cosine": 0.9, "sqnr_db": 30.0,

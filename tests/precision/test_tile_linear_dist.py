@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.ops.kernels import Kernels
@@ -62,8 +62,6 @@ def move(model, step):
 
 
 def _rank(rank: int, folder: str, keep: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = dist.init_device_mesh("cpu", (2,))
     model = converted_model(keep)
     for layer in model:
@@ -79,14 +77,13 @@ def _rank(rank: int, folder: str, keep: str) -> None:
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
     executed = [module.executed() for module in model.modules() if isinstance(module, Float8Linear)]
     torch.save((losses, weights, refused, executed), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("keep", ["qdata", pytest.param("value", marks=pytest.mark.slow)])
 def test_two_sharded_ranks_train_as_one_process(tmp_path, keep):
     """With inputs kept as values, layers also move between formats."""
-    mp.spawn(_rank, (str(tmp_path), keep), nprocs=2)
+    on_ranks(2, _rank, str(tmp_path), keep)
     model = converted_model(keep)
     losses = losses_and_weights(model, data().flatten(0, 1))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
