@@ -10,6 +10,8 @@ import pytest
 from benchmarks.headline_rows import why_not
 from benchmarks.headline_table import table
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 3
 ROWS = ("plain", "peer", "standard", "bits8")
 

@@ -47,7 +47,7 @@ def losses(folder):
 
 
 @OTHER_SLOW
-@pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
+@pytest.mark.parametrize("how", [pytest.param("lora", marks=pytest.mark.slow), "lora_fp8", "full"])
 @pytest.mark.support("lora", "one")
 @pytest.mark.support("lora_fp8", "one")
 @pytest.mark.support("finetune", "one")
@@ -78,7 +78,8 @@ def test_a_resumed_finetune_equals_one_that_never_stopped(model, talks, tmp_path
     assert_same_run(tmp_path / "runs" / "parts", tmp_path / "runs" / "straight")
 
 
-@OTHER_SLOW
+@pytest.mark.slow
+@BOTH
 def test_run_toml_trains_the_same(model, talks, tmp_path):
     assert finetune(model, talks, "lora", arguments(tmp_path)) == 0
     folder = tmp_path / "runs" / "tuned"
@@ -86,7 +87,7 @@ def test_run_toml_trains_the_same(model, talks, tmp_path):
     assert_same_run(tmp_path / "again", folder)
 
 
-@BOTH
+@OTHER_SLOW
 @pytest.mark.parametrize("master", ["fp32", pytest.param("stochastic", marks=pytest.mark.slow)])
 def test_the_adapter_loads_in_peft_with_equal_logits(model, talks, tmp_path, master):
     from peft import PeftModel

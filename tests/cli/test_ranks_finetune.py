@@ -79,6 +79,7 @@ def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, m
         assert worst < 1e-2, f"logits are off by {worst}"
 
 
+@pytest.mark.slow
 def test_a_fine_tune_of_two_ranks_goes_on_with_one(model, tmp_path):
     talks = make_talks(tmp_path / "talks.jsonl")
     short = {"train__sample_tokens": 0, "data__eval_source": ""}

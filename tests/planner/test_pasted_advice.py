@@ -130,7 +130,7 @@ def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, 
             assert again.tokens_per_s > found.tokens_per_s
 
 
-@pytest.mark.parametrize("share", [1.1, 4.0])
+@pytest.mark.parametrize("share", [1.1, pytest.param(4.0, marks=pytest.mark.slow)])
 @EACH
 @ON
 def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, command, share):

@@ -131,6 +131,7 @@ def test_a_schedule_of_products_without_a_controller(data, tmp_path):
     assert not (tmp_path / "tiny" / "precision.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_rate_follows_the_noise(data, tmp_path):
     train(tiny(data, tmp_path / "a", **CONTROLLED))
     train(tiny(data, tmp_path / "b", **CONTROLLED, precision__lr_noise_damping=10.0))

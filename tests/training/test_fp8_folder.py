@@ -52,7 +52,7 @@ def test_export_format(value, dtypes, data, tmp_path):
     assert ("quantization_config" in config) == (value == "fp8")
 
 
-@pytest.mark.parametrize("kind", ["decoder", "hf"])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("hf", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("master", [pytest.param("fp32", marks=pytest.mark.slow), "stochastic"])
 def test_all_weights_are_fine_tuned_from_fp8_to_fp8(kind, master, published, data, tmp_path):
     changes = {"model__kind": kind, "model__path": published, "model__weights": "load", "optim__master_weights": master}

@@ -40,7 +40,11 @@ def differences(run, reference):
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [("gpt2", "random"), pytest.param("llama", "random", marks=pytest.mark.slow), ("llama", "load")],
+    [
+        ("gpt2", "random"),
+        pytest.param("llama", "random", marks=pytest.mark.slow),
+        pytest.param("llama", "load", marks=pytest.mark.slow),
+    ],
 )
 def test_first_values_and_numbers_are_those_of_a_whole_model(data, tmp_path, name, weights):
     options = RUN | {"model__path": data / name, "model__weights": weights}

@@ -42,7 +42,7 @@ def _resnet(folder):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [_bert, _resnet])
+@pytest.mark.parametrize("make", [pytest.param(_bert, marks=pytest.mark.slow), _resnet])
 @pytest.mark.support("hf", "one")
 def test_resumed_equals_never_stopped_bitwise(make, data, tmp_path, monkeypatch):
     changes = make(tmp_path / "model") | {"optim__lr": 0.01}

@@ -30,7 +30,7 @@ def published(tmp_path):
     return tmp_path / "published"
 
 
-@pytest.mark.parametrize("kind", ["decoder", "hf"])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("hf", marks=pytest.mark.slow)])
 def test_an_fp8_folder_is_adapted_and_the_adapter_written(kind, published, data, tmp_path):
     changes = LORA | {"model__kind": kind, "model__path": published, "model__weights": "load"}
     changes |= {"precision__mode": "fp8_tile", "checkpoint__export_hf": "true"}

@@ -108,7 +108,7 @@ def plain_gradients(net, batches):
     return loss
 
 
-@pytest.mark.parametrize("kind", ["hf", "decoder"])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "decoder"])
 def test_gradients_and_fifty_losses_are_those_of_a_plain_loop(kind, model, chats, tmp_path):
     loaded = sft(chats, model, tmp_path, model__kind=kind, train__steps=50, optim__lr=1e-3)
     setup = set_up(loaded)
