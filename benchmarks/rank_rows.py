@@ -6,8 +6,12 @@ from benchmarks.claim_rows import Row, read
 from benchmarks.common import RESULTS
 from benchmarks.verdict import NO_TARGET, Verdict, once
 
+MIB = 2**20
+
 
 def rows() -> Iterator[Row]:
+    if (RESULTS / "rank_fill.json").exists():
+        yield from _beside_the_shards()
     if not (RESULTS / "rank_memory.json").exists():
         return
     result = read("rank_memory")
@@ -26,3 +30,14 @@ def rows() -> Iterator[Row]:
         said = f"{100 * min(peaks):+.0f} % to {100 * max(peaks):+.0f} % (1 run)"
         metric = f"peak memory of each of {world} ranks against its plan, 10M model, {name}"
         yield Row(f"rank_peak_{world}", metric, "-", Verdict(said, NO_TARGET), result)
+
+
+def _beside_the_shards() -> Iterator[Row]:
+    result = read("rank_fill")
+    whole = result.results["largest_parameter_bytes"] / MIB
+    for world, measured in result.results["worlds"].items():
+        most = measured["worst_beside_bytes"] / MIB
+        metric = (
+            f"memory of each of {world} ranks beside its shards as it draws or reads them, {whole:.0f} MiB embedding"
+        )
+        yield Row(f"rank_fill_{world}", metric, "< 16 MiB", once(most, f"{most:.1f} MiB at most", at_most=16), result)
