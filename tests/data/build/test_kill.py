@@ -27,11 +27,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(source: Path, out: Path, processes: int, sections: str = "", executor: str = "local") -> subprocess.Popen:
-    """A build in a process of its own, in its own group so that a kill can take its workers too."""
+    """A build in a process of its own, in its own group so that a kill can take its workers too. 0 `processes` are
+    those of a cluster."""
     toml = out.with_name("data.toml")
     toml.write_text(f'[read]\nsource = "{source}"\nshard_bytes = 65536\n[tokenizer]\nvocab_size = 400\n{sections}')
     command = [sys.executable, "-m", "tilewright", "data", "build", str(toml), "--out", str(out)]
-    command += ["--processes", str(processes), "--executor", executor]
+    command += ["--executor", executor] + (["--processes", str(processes)] if processes else [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=env.importing(ROOT / "src"), start_new_session=True, **quiet)
 
