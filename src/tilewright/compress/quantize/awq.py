@@ -10,6 +10,8 @@ See: Lin et al., "AWQ", 2024. Only norms are scaled here, not values before outp
 Legend: N out features  K in features.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +46,7 @@ def best_scale(
 
 
 @torch.no_grad()
-def fold(norm: nn.Module, layers: list[nn.Linear], scale_K: Tensor) -> None:
+def fold(norm: nn.Module, layers: Sequence[nn.Linear], scale_K: Tensor) -> None:
     """Divide a norm's weight (and bias) by the scale, multiply the columns of the layers that read it."""
     for parameter in norm.parameters(recurse=False):
         parameter.div_(scale_K.to(parameter.dtype))

@@ -3,6 +3,7 @@
 Legend: M tokens  K in features.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,9 +61,37 @@ class _Pass:
         stats.add(x)
 
 
+class _Reached(Exception):
+    """A pass has come to the module that it was to stop before."""
+
+
 @torch.no_grad()
-def observe(model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch]) -> dict[str, InputStats]:
+def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
+    """Whether a pass runs each of `stages` once, in this order: then a later one changes nothing before it."""
+    ran: list[nn.Module] = []
+    handles = [stage.register_forward_pre_hook(lambda module, args: ran.append(module)) for stage in stages]
+    try:
+        with evaluation(model):
+            model.loss(batch)  # in its first pass a Hugging Face model checks how it reads packed documents
+            ran.clear()
+            model.loss(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ran == list(stages)
+
+
+@torch.no_grad()
+def observe(
+    model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch], *, stop_before: nn.Module | None = None
+) -> dict[str, InputStats]:
     """Statistics of the inputs of some linear layers of a model with `loss(batch)`.
+
+    Args:
+        model: as for `quantize`.
+        layers: by name.
+        batches: text that goes through the model.
+        stop_before: a module that runs after all of `layers`; what is behind it is not computed.
 
     Raises:
         NumericsError: an input is not finite.
@@ -77,7 +106,7 @@ def observe(model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch
     with evaluation(model):
         for batch in batches:
             seen = _Pass()
-            with _hooks(model, layers, stats, seen):
+            with _hooks(model, layers, stats, seen, stop_before), contextlib.suppress(_Reached):
                 model.loss(batch)
     for name, one in stats.items():
         if not bool(torch.isfinite(one.sum_K).all()):
@@ -93,15 +122,25 @@ def observe(model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch
 
 @contextmanager
 def _hooks(
-    model: nn.Module, layers: Mapping[str, nn.Linear], stats: Mapping[str, InputStats], seen: _Pass
+    model: nn.Module,
+    layers: Mapping[str, nn.Linear],
+    stats: Mapping[str, InputStats],
+    seen: _Pass,
+    stop_before: nn.Module | None,
 ) -> Iterator[None]:
     handles = [layer.register_forward_pre_hook(partial(seen.linear, stats[name])) for name, layer in layers.items()]
     handles += [module.register_forward_hook(seen.norm) for module in model.modules() if is_norm(module)]
+    if stop_before is not None:
+        handles.append(stop_before.register_forward_pre_hook(_stop))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _stop(module: nn.Module, args: Any) -> None:
+    raise _Reached
 
 
 def is_norm(module: nn.Module) -> bool:

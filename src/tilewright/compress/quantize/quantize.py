@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.compress.quantize.awq import best_scale, fold
-from tilewright.compress.quantize.calibrate import Batch, InputStats, observe
+from tilewright.compress.quantize.calibrate import Batch, InputStats, observe, run_in_turn
 from tilewright.compress.quantize.gptq import gptq
 from tilewright.compress.quantize.spec import QuantSpec, int_format
 from tilewright.core.errors import ConfigError, NumericsError, Problem
@@ -35,8 +35,8 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.routers import find_routers
 from tilewright.precision.integer.fake_quantize import IntegerQuantizer
 
-FOLD_TOLERANCE = 1e-4
-"""Relative change of the loss that folding a scale into a norm may make: rounding of FP32, and nothing else."""
+FOLD_TOLERANCE = 1e-6
+"""Relative change of the loss that folding powers of two into a norm may make: they change no rounding of FP32."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,14 @@ def quantize(model: Any, spec: QuantSpec, batches: Sequence[Batch] = ()) -> Quan
     names = {module: name for name, module in work.named_modules()}
     skipped = {*outer.values(), *find_routers(work), *find_heads(work)}
     stages = [*work.layers] or [work]
+    in_turn = spec.needs_batches and run_in_turn(work, stages, batches[0])
     done: set[nn.Module] = set()
-    for stage in [*stages, work]:  # the model itself last: linear layers outside of its layers
+    # The model itself last: linear layers outside of its layers.
+    for stage, following in zip([*stages, work], [*stages[1:], None, None], strict=True):
         here = [part for part in stage.modules() if isinstance(part, nn.Linear) and part not in skipped | done]
         done |= set(here)
         if here:
-            _stage(result, {names[layer]: layer for layer in here}, batches)
+            _stage(result, {names[layer]: layer for layer in here}, batches, following if in_turn else None)
     for name, module in outer.items():
         bits = spec.head_bits if isinstance(module, nn.Linear) else spec.embedding_bits
         if bits:
@@ -132,10 +134,12 @@ def quantize(model: Any, spec: QuantSpec, batches: Sequence[Batch] = ()) -> Quan
     return result
 
 
-def _stage(result: QuantizedModel, layers: dict[str, nn.Linear], batches: Sequence[Batch]) -> None:
+def _stage(
+    result: QuantizedModel, layers: dict[str, nn.Linear], batches: Sequence[Batch], stop_before: nn.Module | None
+) -> None:
     spec, stats = result.spec, {}
     if spec.needs_batches:
-        stats = observe(result.model, layers, batches)
+        stats = observe(result.model, layers, batches, stop_before=stop_before)
     scaled = _scale_channels(result, layers, stats, batches[0]) if spec.method == "awq" else set()
     for name, layer in layers.items():
         method = spec.method if spec.method != "awq" or name in scaled else "rtn"
@@ -165,19 +169,27 @@ def _scale_channels(
             readers.setdefault(norm, []).append(name)
     for norm, names in readers.items():
         first, read = stats[names[0]], [layers[name] for name in names]
+        if not _is_read_by(norm, read, model, batch):
+            result.notes.append(f"{', '.join(names)}: not scaled, the norm before is read by something else too")
+            continue
         weights = [layer.weight for layer in read]
         scale = best_scale(weights, first.mean_K, first.hessian_KK, spec.format, spec.tile, symmetric=spec.symmetric)
-        kept = [parameter.clone() for parameter in [*norm.parameters(), *weights]]
-        before = float(model.loss(batch).loss_sum)
         fold(norm, read, scale)
-        after = float(model.loss(batch).loss_sum)
-        if abs(after - before) <= FOLD_TOLERANCE * abs(before):
-            scaled |= set(names)
-            continue
-        for parameter, value in zip([*norm.parameters(), *weights], kept, strict=True):
-            parameter.copy_(value)
-        result.notes.append(f"{', '.join(names)}: not scaled, the norm before is read by something else too")
+        scaled |= set(names)
     return scaled
+
+
+def _is_read_by(norm: nn.Module, layers: Sequence[nn.Linear], model: Any, batch: Batch) -> bool:
+    """Whether these layers alone read a norm: then factors that go from them to it change nothing. Factors of 4 and 1/4
+    in turn show any other reader; those of AWQ may be too near to 1 for a loss to tell."""
+    parameters = [*norm.parameters(), *(layer.weight for layer in layers)]
+    kept = [parameter.clone() for parameter in parameters]
+    before = float(model.loss(batch).loss_sum)
+    fold(norm, layers, 4.0 ** torch.tensor([1.0, -1.0]).repeat(layers[0].in_features)[: layers[0].in_features])
+    after = float(model.loss(batch).loss_sum)
+    for parameter, value in zip(parameters, kept, strict=True):
+        parameter.copy_(value)
+    return abs(after - before) <= FOLD_TOLERANCE * abs(before)
 
 
 def _keep(result: QuantizedModel, name: str, weight: nn.Parameter, found: IntegerTensor, method: str) -> None:
