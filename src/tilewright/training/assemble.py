@@ -24,6 +24,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
+from tilewright.memory.tracking.heap import FreeHeap
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
@@ -171,6 +172,7 @@ class Components:
     executor: Executor
     counters: Counters
     setup: RunContext
+    heap: FreeHeap
     control: PrecisionHook | None
     """Moves single matmuls between formats; None where nothing of the kind was asked for."""
     teacher: Teacher | None = None
@@ -320,7 +322,9 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared, setup.world)
-    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
+    plan, counters = setup.plan, Counters()
+    heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
+    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, control
     return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
 
 

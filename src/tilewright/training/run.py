@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.float8 import audit_table
@@ -168,6 +168,7 @@ class Run:
         else:
             self.last = self._compute(number, microbatches, lr, due)
         self._drawn = None
+        parts.heap.after_step()
         parts.counters.add(self.last)
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if due else None
         row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
@@ -179,8 +180,8 @@ class Run:
         if due:
             self._check_folder()
             if self.agreement is not None and memory is not None:
-                self.agreement.write_table(self.step, memory["peak_bytes"])
-            self._give_back()  # else free blocks pile up over hundreds of steps
+                self.agreement.write_table(self.step, step_peak(memory["phases"]))
+            parts.heap.give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
         """The executor's step, between two looks of the re-planner where its budget, the rows or a line ask for it."""
@@ -258,17 +259,12 @@ class Run:
         started, group = time.perf_counter(), self.setup.world.waiting_group
         how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
         texts = self.parts.held_out, self.setup.other_text
-        self._give_back()
+        self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
         with self.parts.passing():
             self.evals, others = (evaluate(self.parts.model, t.batches, num_bytes=t.num_bytes, **how) for t in texts)
-        self._give_back()
+        self.parts.heap.give_back()
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started, others)
-
-    def _give_back(self) -> None:
-        """What steps leave free has not the sizes that an evaluation asks for, and the other way round."""
-        if self.setup.device.type == "cpu":
-            trim_malloc()
 
     # ---- checkpoints ----
 

@@ -50,6 +50,8 @@ class _ResidentSet:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._mallinfo = _find_mallinfo()
+        self._not_mallocs = 0
+        self._not_mallocs = max(0, self._anonymous() - sum(self.live_and_kept()))
 
     def current(self) -> int:
         return self._process.memory_info().rss
@@ -58,7 +60,14 @@ class _ResidentSet:
         if self._mallinfo is None:
             return self.current(), 0
         info = self._mallinfo()  # visits every free block: milliseconds where there are thousands
-        return info.uordblks + info.hblkhd, info.fordblks
+        live = info.uordblks + info.hblkhd
+        return live, max(0, min(info.fordblks, self._anonymous() - self._not_mallocs - live))
+
+    def _anonymous(self) -> int:
+        """Bytes of the resident set that no file has. Of what malloc counts as free only those take memory: pages that
+        were returned to the system are free blocks still."""
+        info = self._process.memory_info()
+        return info.rss - getattr(info, "shared", 0)
 
 
 _MALLINFO_FIELDS = (

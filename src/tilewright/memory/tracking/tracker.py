@@ -34,6 +34,7 @@ from tilewright.memory.tracking.tensor_bytes import owner_bytes, storage_bytes
 
 BETWEEN = "between"
 """Work outside every phase."""
+STEP_PHASES = ("forward", "backward", "update")
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
 
 
@@ -80,6 +81,11 @@ class _Window:
     """Most bytes that keepers reported of other tiers."""
 
 
+def step_peak(phases: Mapping[str, int]) -> int:
+    """Highest of the peaks by phase that belongs to a training step."""
+    return max((phases[name] for name in STEP_PHASES if name in phases), default=0)
+
+
 class MemoryTracker:
     """Measures one device from construction on.
 
@@ -101,6 +107,7 @@ class MemoryTracker:
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
         self._recent: dict[str, int] = {}
+        self._step_peak = 0
         self.on_phase: Callable[[str], None] | None = None
         """Told the phase that begins."""
         self._last = self._moment()
@@ -163,6 +170,7 @@ class MemoryTracker:
         if known is None or peak > known.peak:
             self._window.phases[name] = _Stretch(peak, self._last, now)
         self._recent[name] = max(peak, self._recent.get(name, 0))
+        self._step_peak = max(peak, self._step_peak) if name in STEP_PHASES else self._step_peak
         self._last = now
         self._probe.reset_peak()
 
@@ -171,6 +179,12 @@ class MemoryTracker:
         self._credit()
         peaks, self._recent = self._recent, {}
         return peaks
+
+    def take_step_peak(self) -> int:
+        """Highest peak in bytes of a step's phases since the last call."""
+        self._credit()
+        peak, self._step_peak = self._step_peak, 0
+        return peak
 
     def _moment(self) -> _Moment:
         reported: dict[str, int] = {}

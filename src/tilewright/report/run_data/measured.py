@@ -12,6 +12,8 @@ from tilewright.data.corpus.compressors import pooled_bits
 from tilewright.report.run_data.clean import Row, number, number_tables
 from tilewright.report.run_data.collect import RunData
 
+TRAINING = ("forward", "backward", "update")
+"""Phases of a training step that the memory tracker measures."""
 FEWEST_SETTLED = 8
 """Norms after the warm-up below which all norms of the run are looked at instead."""
 
@@ -152,10 +154,26 @@ def peak_memory_row(run: RunData, with_owners: bool = False) -> Row | None:
     return max(rows, key=lambda row: row["memory_bytes"], default=None)
 
 
+def training_peak(run: RunData) -> float | None:
+    """Highest peak in bytes of a training step; the peak of all that was done where phases are not recorded."""
+    peaks: list[float] = []
+    for row in run.steps:
+        if "memory_bytes" in row:
+            phases = row.get("memory_phases") or {}
+            of_step = [sum(phases[name].values()) for name in TRAINING if name in phases]
+            peaks.append(max(of_step, default=row["memory_bytes"]))
+    return max(peaks, default=None)
+
+
 def planned_owners(run: RunData) -> Mapping[str, float]:
-    """The plan's bytes by owner at the highest phase of a training step; empty where there is no plan."""
+    """The plan's bytes by owner at the highest phase of a training step, with a checkpoint being written beside it
+    where that was done; empty where there is no plan."""
     plan = run.plan or {}
-    return (plan.get("phases") or {}).get(plan.get("step_phase") or plan.get("peak_phase")) or {}
+    phases = plan.get("phases") or {}
+    step = phases.get(plan.get("step_phase") or plan.get("peak_phase")) or {}
+    saved = any(event.get("background") for event in run.kinds("save"))
+    beside = (phases.get("checkpoint") or {}) if saved else {}
+    return max(step, beside, key=lambda owners: sum(owners.values()))
 
 
 def quarters(values: Sequence[float]) -> list[Sequence[float]]:

@@ -6,7 +6,7 @@ from statistics import median
 from tilewright.core.units import format_bytes, format_share
 from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.run_data.measured import peak_memory_row, planned_owners, quarters
+from tilewright.report.run_data.measured import planned_owners, quarters, training_peak
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
@@ -63,10 +63,10 @@ SLOWDOWN = VerdictRule(
 
 def off_plan(run: RunData) -> Verdict:
     """Is the peak the planned one?"""
-    owners, row = planned_owners(run), peak_memory_row(run)
-    if row is None:
+    owners, measured = planned_owners(run), training_peak(run)
+    if measured is None:
         return OFF_PLAN.not_measured("The memory of the run is not recorded.")
-    planned, measured = sum(owners.values()), row["memory_bytes"]
+    planned = sum(owners.values())
     if planned <= 0 or measured <= 0:
         return OFF_PLAN.not_measured("No peak of a training step was planned.")
     if any(event.get("after") for event in run.kinds("replan")):
