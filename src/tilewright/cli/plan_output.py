@@ -53,6 +53,8 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     )
     if spent:
         echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
+    if plan.setting.shards.ranks > 1:
+        echo(f"communication: {communication(plan)}")
     if changes and plan.state == "fits":  # else they are in the error
         echo("\nWhat would be faster:")
         for change in changes:
@@ -93,6 +95,15 @@ def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         sizes = row.parameters, row.gradients, row.optimizer
         rows.append([ranges(row.ranks), *(format_bytes(size) for size in (*sizes, sum(sizes)))])
     return ["ranks", "parameters", "gradients", "optimizer", "sum"], rows
+
+
+def communication(plan: Plan) -> str:
+    """Bytes that a rank exchanges in a step, by collective, and their seconds where these are known."""
+    sent = plan.traffic
+    kinds = ("all-gather", sent.gather), ("reduce-scatter", sent.scatter), ("all-reduce", sent.reduce)
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds if size)
+    known = format_seconds(plan.seconds["communication"]) if "communication" in plan.seconds else "seconds not known"
+    return f"{known}, {format_bytes(sent.total)} a step ({sizes})"
 
 
 def numbers(plan: Plan) -> dict[str, str]:
@@ -149,6 +160,7 @@ def to_json(
         "phases": {name: {owner: int(size) for owner, size in row.items()} for name, row in plan.phases.items()},
         "host": {owner: int(size) for owner, size in plan.host.items()},
         "seconds": dict(plan.seconds),
+        "communication_bytes": int(plan.traffic.total),
         "changes": [
             {"what": str(change), "settings": dict(change.settings), "keeps_result": change.keeps_result}
             | {"step_s": change.step_s}

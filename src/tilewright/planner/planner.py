@@ -29,6 +29,7 @@ from tilewright.planner.cost.phases import (
     rollback_bytes,
 )
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
+from tilewright.planner.cost.traffic import Traffic
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
@@ -317,6 +318,8 @@ class Planner:
             tokens, fmt = setting.micro_batch_size * shape.seq_len, shape.matmul_format
             found["head"] = times * head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates)
             found["loss"] = times * loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates)
+        if links.ranks is not None and setting.shards.ranks > 1:
+            found["communication"] = Traffic.of(shape, setting.shards, setting.num_micro).seconds(links.ranks)
         return found
 
     def _assembled(
@@ -351,9 +354,10 @@ class Planner:
                     host[owner] = host.get(owner, 0.0) + size
             inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
             host["inputs"] = max(0.0, inputs)
+        shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
-            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *setting.shards.notes(cpu), *more),
+            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more),
         )  # fmt: skip
 
 

@@ -259,7 +259,8 @@ def set_up(
         rates = ceilings.measure(machine, progress=say, own_process=True)
         run = recipe.run
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes)
+        together = world.local_size == world.size
+        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 
     plan = on_first(world, planned)

@@ -15,6 +15,7 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import KIND_OF, Activations, LayerMemory
 from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.traffic import RankSpeed
 from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Constraints
 from tilewright.planner.model.roofline import backward_passes
 from tilewright.planner.model.shape import LayerClass, ModelShape
@@ -39,6 +40,8 @@ class Links:
     guessed: str = ""
     disk_write: float | None = None
     """Of the disk; None: as it reads."""
+    ranks: RankSpeed | None = None
+    """Between the ranks of a run."""
 
 
 @dataclass(frozen=True)

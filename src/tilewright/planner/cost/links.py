@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import platformdirs
 import torch
@@ -20,6 +21,8 @@ from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
 from tilewright.memory.offload.bandwidth import measure_link
 from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.traffic import RankSpeed
+from tilewright.planner.machine import rank_link
 
 GUESSED_HOST, GUESSED_DISK = 25e9, 2e9
 """Bytes/s of a link and of a disk that nobody measured."""
@@ -37,6 +40,9 @@ class LinkSpeed:
 
     def __str__(self) -> str:
         return f"{format_bytes(self.read)}/s read, {format_bytes(self.write)}/s written"
+
+
+S = TypeVar("S", LinkSpeed, RankSpeed)
 
 
 def host_speed(
@@ -57,7 +63,7 @@ def host_speed(
         rates = measure_link("host", torch.device(machine.device), slice_bytes=_HOST_SLICE)
         return LinkSpeed(rates.read, rates.write)
 
-    return _cached(key, cache_dir, refresh, measured)
+    return _cached(key, cache_dir, refresh, measured, LinkSpeed)
 
 
 def disk_speed(
@@ -86,26 +92,52 @@ def disk_speed(
         return LinkSpeed(rates.read, rates.write)
 
     try:
-        return _cached(_key("disk", os.stat(there).st_dev, machine.device), cache_dir, refresh, measured)
+        return _cached(_key("disk", os.stat(there).st_dev, machine.device), cache_dir, refresh, measured, LinkSpeed)
     except (TilewrightError, OSError) as error:
         _log.warning("disk speed: %s cannot be measured (%s)", there, str(error).splitlines()[0])
         return None
+
+
+def rank_speed(
+    machine: Machine,
+    ranks: int,
+    cache_dir: str | Path | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> RankSpeed | None:
+    """Between so many ranks on this machine; None of one, and of GPUs, between which nothing is measured.
+
+    Args:
+        machine: a CPU.
+        ranks: all of them on it.
+        cache_dir: folder of the cache; the user's cache folder by default.
+        progress: called with a line of text before a measurement.
+    """
+    if ranks == 1 or machine.device != "cpu":
+        return None
+    key = _key("ranks", ranks, machine.device_name, torch.__version__)
+
+    def measured() -> RankSpeed:
+        return RankSpeed(**rank_link.measure(ranks, progress))
+
+    return _cached(key, cache_dir, False, measured, RankSpeed)
 
 
 def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = None) -> dict[str, LinkSpeed]:
     """What was measured before: "host" and "disk", as far as they are known. Measures nothing."""
     keys = {"host": _key("host", machine.device_name)} if machine.device != "cpu" else {}
     keys["disk"] = _key("disk", os.stat(existing(folder)).st_dev, machine.device)
-    found = {name: _read(_path(key, cache_dir)) for name, key in keys.items()}
+    found = {name: _read(_path(key, cache_dir), LinkSpeed) for name, key in keys.items()}
     return {name: speed for name, speed in found.items() if speed is not None}
 
 
-def as_links(host: LinkSpeed | None, disk: LinkSpeed | None) -> Links:
-    """For a plan: the slower direction of the host's link, both of the disk's."""
+def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | None = None) -> Links:
+    """For a plan: the slower direction of the host's link, both of the disk's, and what is between ranks."""
     return Links(
         host=None if host is None else min(host.read, host.write),
         disk=None if disk is None else disk.read,
         disk_write=None if disk is None else disk.write,
+        ranks=ranks,
     )
 
 
@@ -124,9 +156,9 @@ def _path(key: str, cache_dir: str | Path | None) -> Path:
     return folder / "links" / f"{key}.json"
 
 
-def _read(path: Path) -> LinkSpeed | None:
+def _read(path: Path, kind: type[S]) -> S | None:
     try:
-        return LinkSpeed(**json.loads(path.read_text(encoding="utf-8")))
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -134,9 +166,9 @@ def _read(path: Path) -> LinkSpeed | None:
         return None
 
 
-def _cached(key: str, cache_dir: str | Path | None, refresh: bool, measured: Callable[[], LinkSpeed]) -> LinkSpeed:
+def _cached(key: str, cache_dir: str | Path | None, refresh: bool, measured: Callable[[], S], kind: type[S]) -> S:
     path = _path(key, cache_dir)
-    before = None if refresh else _read(path)
+    before = None if refresh else _read(path, kind)
     if before is not None:
         return before
     speed = measured()

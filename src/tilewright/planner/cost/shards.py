@@ -23,6 +23,10 @@ from tilewright.planner.model.weights import Weights
 
 FP32 = 4
 UNPRICED = "communication between ranks is not in the seconds: no bandwidth between them has been measured"
+PRICED = (
+    "communication takes the speed that as many processes of this machine had over gloo, measured once; taken for "
+    "granted: none of it overlaps with computation"
+)
 UNPRICED_OFFLOAD = "not in the seconds: transfers of parallel.cpu_offload, and its update on the host"
 
 
@@ -64,9 +68,14 @@ class Shards:
         """Whether a rank holds parts."""
         return self.count > 1
 
-    def notes(self, cpu: bool) -> tuple[str, ...]:
-        """What a plan leaves out of its seconds. `cpu`: parts on the host are where they are anyway."""
-        found = (UNPRICED,) if self.ranks > 1 else ()
+    def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
+        """What a plan leaves out of its seconds, and takes for granted in them.
+
+        Args:
+            cpu: parts on the host are where they are anyway.
+            measured: the speed between ranks is known.
+        """
+        found = (PRICED if measured else UNPRICED,) if self.ranks > 1 else ()
         return (*found, UNPRICED_OFFLOAD) if self.offload and not cpu else found
 
     def words(self) -> str:

@@ -55,6 +55,7 @@ BOUND_BY = {
     "optimizer": "bandwidth",
     "calls": "overhead",
     "link": "transfers",
+    "communication": "transfers",
 }
 """Which ceiling limits each part."""
 

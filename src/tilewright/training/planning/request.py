@@ -19,7 +19,7 @@ from tilewright.planner.advice.changes import cheapest_changes, replan_with
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.auto import planner_of
 from tilewright.planner.cost.choices import Links
-from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed
+from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed, rank_speed
 from tilewright.planner.cost.shards import Shards
 from tilewright.planner.describe import no_plan
 from tilewright.planner.machine import ceilings
@@ -86,7 +86,9 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     progress = None if quiet else say
     folder = _tier_folder(recipe)
     links = as_links(
-        host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
+        host_speed(machine, progress=progress),
+        disk_speed(folder, machine, progress=progress) if disk else None,
+        rank_speed(machine, ranks, progress=progress),
     )
     return planner_of(loaded, vocab_size, machine, rates, _of_ranks(loaded, ranks, machine)), Budget(
         device, host, links, disk

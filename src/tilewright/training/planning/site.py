@@ -15,7 +15,8 @@ from tilewright.core.hardware import Machine
 from tilewright.core.log import say
 from tilewright.parallel.world import MeshSizes
 from tilewright.planner.cost.choices import Links
-from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
+from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed, rank_speed
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
@@ -34,6 +35,8 @@ class PlanContext:
     """Of the disk tier."""
     mesh: MeshSizes | None = field(default=None, kw_only=True)
     """Of the run's processes, whose machine this is a share of; None: as recipes say."""
+    one_machine: bool = field(default=True, kw_only=True)
+    """Whether all processes are on this machine; else what they exchange is not priced."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
 
@@ -42,7 +45,9 @@ class PlanContext:
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
         speed = disk_speed(self.offload_dir, self.machine, progress=self.progress) if disk else None
         room = shutil.disk_usage(existing(self.offload_dir)).free if speed is not None else 0
-        links = as_links(host_speed(self.machine, progress=self.progress), speed)
+        ranks = Shards.of(self.at_mesh(recipe)).ranks if self.one_machine else 1
+        between = rank_speed(self.machine, ranks, progress=self.progress)
+        links = as_links(host_speed(self.machine, progress=self.progress), speed, between)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
     def at_mesh(self, recipe: Recipe) -> Recipe:

@@ -1,0 +1,63 @@
+"""What ranks of a run send each other in a step: bytes by collective, and the seconds of that.
+
+    gather    all-gather of a sharded model's parameters, in each micro-batch: before forward, and of layers that are
+              resharded once more before backward
+    scatter   reduce-scatter of FP32 gradients, once a step, or in each micro-batch with `parallel.reduce_each`
+    reduce    all-reduce of FP32 gradients over copies, once a step: of a rank's part, or of all where nothing is cut
+
+Bytes are of the whole tensor that a collective makes or takes. Nothing overlaps with computation: on a CPU both take
+the same cores. What is agreed on between steps is a few bytes, and not counted.
+"""
+
+from dataclasses import dataclass
+
+from tilewright.planner.cost.shards import FP32, Shards
+from tilewright.planner.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """Bytes a second of the whole tensor that ranks gather, reduce into parts (`scatter`), and reduce whole."""
+
+    gather: float
+    scatter: float
+    reduce: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a step on one rank."""
+
+    gather: float = 0.0
+    scatter: float = 0.0
+    reduce: float = 0.0
+
+    @classmethod
+    def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "Traffic":
+        """Of a model that so many ranks share.
+
+        Args:
+            shape: of the model.
+            shards: who shares it.
+            num_micro: micro-batches of a step.
+        """
+        copies = shards.ranks // shards.count
+        part = shape.weights.part(shards.count)
+        reduced = FP32 * float(part.trained) if copies > 1 else 0.0
+        if not shards.cut:
+            return cls(reduce=reduced)
+        rest = (shape.embedding + shape.head).tensors
+        layers = float(sum(found.count * found.weights.tensors.gathered(shards.count) for found in shape.classes))
+        passes = (2 if shards.reshard else 1) * layers + rest.gathered(shards.count)
+        times = num_micro if shards.reduce_each else 1
+        scattered = float(shape.weights.tensors.gradients(shards.count))
+        return cls(num_micro * passes, times * scattered, reduced)
+
+    @property
+    def total(self) -> float:
+        """Bytes of all collectives."""
+        return self.gather + self.scatter + self.reduce
+
+    def seconds(self, speed: RankSpeed) -> float:
+        """What a step waits for them."""
+        return self.gather / speed.gather + self.scatter / speed.scatter + self.reduce / speed.reduce

@@ -1,0 +1,108 @@
+"""What ranks exchange in a step: bytes against collectives that are counted in real steps, seconds, and speeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
+from tests.training.tiny import tiny
+from tilewright.cli.app import run as command_line
+from tilewright.core.hardware import detect_machine
+from tilewright.parallel.launch import launched
+from tilewright.planner.cost.links import rank_speed
+from tilewright.planner.cost.traffic import RankSpeed, Traffic
+from tilewright.planner.machine import ceilings, rank_link
+from tilewright.training.assemble import build, set_up
+
+CASES = {
+    "zero3": {},
+    "zero2": {"parallel__reshard_after_forward": "false"},
+    "accumulated": {"train__micro_batch_size": 1, "train__global_batch_size": 8},
+    "reduced each": {"train__micro_batch_size": 1, "train__global_batch_size": 8, "parallel__reduce_each": "true"},
+}
+LEAST = 127
+"""Bytes up to which a collective does not count: of losses and agreements."""
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the whole tensors that collectives of c10d make or take."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {"gather": 0, "scatter": 0, "reduce": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name == "c10d::_allgather_base_":
+            self._add("gather", args[0])
+        elif name == "c10d::_reduce_scatter_base_":
+            self._add("scatter", args[1])
+        elif name == "c10d::allreduce_":
+            self._add("reduce", *args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, kind, *tensors):
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.found[kind] += size if size > LEAST else 0
+
+
+def exchanged(rank, data, runs, cases):
+    """For each case: bytes of a second step as counted and as planned."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    rank_link.measure = lambda ranks, progress=None: {"gather": 1e9, "scatter": 1e9, "reduce": 1e9}
+    found = {}
+    for name, changes in cases.items():
+        loaded = tiny(Path(data), Path(runs), **changes)
+        parallel = loaded.recipe.parallel
+        mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+        with launched(**mesh, device="cpu", timeout_s=60) as world:
+            setup = set_up(loaded, world=world)
+            parts = build(setup, fresh=True)
+            parts.modes.enter(0)
+            parts.executor.step(parts.stream.next_step(), 1e-3)
+            with Counted() as counted:
+                parts.executor.step(parts.stream.next_step(), 1e-3)
+            parts.close()
+        found[name] = counted.found, vars(setup.planned.priced.traffic)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("replicate", "shards", "names"), [(1, 2, tuple(CASES)), (2, 2, ("zero3", "reduced each")), (2, 1, ("zero3",))]
+)
+def test_bytes_are_those_of_the_collectives_of_a_step(replicate, shards, names, data, tmp_path):
+    mesh = {"parallel__dp_replicate": replicate, "parallel__dp_shard": shards}
+    plain = {f"ops__{name}": "ref" for name in ("adam", "low_bit_adam", "rms_norm", "quantize")}
+    cases = {name: {"train__micro_batch_size": 4} | CASES[name] | mesh | plain for name in names}
+    for rank, results in enumerate(on_ranks(replicate * shards, exchanged, str(data), str(tmp_path), cases)):
+        for name, (counted, planned) in results.items():
+            assert counted == pytest.approx(planned, rel=0.01), f"{name}, rank {rank}: {counted} counted"
+
+
+def test_seconds_are_bytes_over_speeds():
+    assert Traffic(8.0, 4.0, 2.0).seconds(RankSpeed(4.0, 1.0, 0.5)) == 10.0
+    assert Traffic(8.0, 4.0, 2.0).total == 14.0
+
+
+@pytest.mark.dist
+def test_a_speed_is_measured_once(tmp_path):
+    said = []
+    machine = detect_machine("cpu")
+    first = rank_speed(machine, 2, tmp_path, progress=said.append)
+    assert first is not None
+    assert min(vars(first).values()) > 1e6
+    assert rank_speed(machine, 2, tmp_path, progress=said.append) == first
+    assert said == ["measuring what 2 processes exchange once"]
+    assert rank_speed(machine, 1, tmp_path) is None
+
+
+def test_a_plan_names_bytes_and_where_their_seconds_are_known(capsys):
+    assert command_line(["plan", "zero_cpu", "--on", "h100", "--parallel.dp_shard", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["communication_bytes"] > 0
+    assert "communication" not in found["seconds"]
+    assert any("communication between ranks is not in the seconds" in note for note in found["notes"])
