@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.memory.tracking.heap import PATIENCE, FreeHeap
 from tilewright.memory.tracking.process_memory import _find_mallinfo
-from tilewright.memory.tracking.tracker import MemoryTracker, step_peak
+from tilewright.memory.tracking.tracker import PATIENCE, FreeHeap, MemoryTracker, step_peak
 
 STEPS = 60
 

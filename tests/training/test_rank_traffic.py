@@ -13,7 +13,7 @@ from tilewright.cli.app import run as command_line
 from tilewright.core.hardware import detect_machine
 from tilewright.parallel.launch import launched
 from tilewright.planner.cost.links import rank_speed
-from tilewright.planner.cost.traffic import RankSpeed, Traffic
+from tilewright.planner.cost.traffic import RankSpeed, RankTraffic
 from tilewright.planner.machine import ceilings, rank_link
 from tilewright.training.assemble import build, set_up
 
@@ -84,8 +84,8 @@ def test_bytes_are_those_of_the_collectives_of_a_step(replicate, shards, names, 
 
 
 def test_seconds_are_bytes_over_speeds():
-    assert Traffic(8.0, 4.0, 2.0).seconds(RankSpeed(4.0, 1.0, 0.5)) == 10.0
-    assert Traffic(8.0, 4.0, 2.0).total == 14.0
+    assert RankTraffic(8.0, 4.0, 2.0).seconds(RankSpeed(4.0, 1.0, 0.5)) == 10.0
+    assert RankTraffic(8.0, 4.0, 2.0).total == 14.0
 
 
 @pytest.mark.dist

@@ -16,7 +16,7 @@ from tilewright.core.names import ranges
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost
-from tilewright.planner.cost.traffic import Traffic
+from tilewright.planner.cost.traffic import RankTraffic
 from tilewright.planner.model.shape import ModelShape
 from tilewright.planner.model.weights import Weights
 
@@ -114,9 +114,9 @@ class Plan:
         return self.tokens_per_step / self.step_s
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RankTraffic:
         """Bytes that a rank exchanges with others in a step."""
-        return Traffic.of(self.shape, self.setting.shards, self.setting.num_micro)
+        return RankTraffic.of(self.shape, self.setting.shards, self.setting.num_micro)
 
     @property
     def disk_bytes(self) -> float:

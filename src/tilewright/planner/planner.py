@@ -29,7 +29,7 @@ from tilewright.planner.cost.phases import (
     rollback_bytes,
 )
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
-from tilewright.planner.cost.traffic import Traffic
+from tilewright.planner.cost.traffic import communication_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
@@ -318,9 +318,7 @@ class Planner:
             tokens, fmt = setting.micro_batch_size * shape.seq_len, shape.matmul_format
             found["head"] = times * head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates)
             found["loss"] = times * loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates)
-        if links.ranks is not None and setting.shards.ranks > 1:
-            found["communication"] = Traffic.of(shape, setting.shards, setting.num_micro).seconds(links.ranks)
-        return found
+        return found | communication_s(shape, setting.shards, setting.num_micro, links.ranks)
 
     def _assembled(
         self,

@@ -25,7 +25,7 @@ class RankSpeed:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """Bytes of a step on one rank."""
 
     gather: float = 0.0
@@ -33,7 +33,7 @@ class Traffic:
     reduce: float = 0.0
 
     @classmethod
-    def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "Traffic":
+    def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "RankTraffic":
         """Of a model that so many ranks share.
 
         Args:
@@ -61,3 +61,10 @@ class Traffic:
     def seconds(self, speed: RankSpeed) -> float:
         """What a step waits for them."""
         return self.gather / speed.gather + self.scatter / speed.scatter + self.reduce / speed.reduce
+
+
+def communication_s(shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None) -> dict[str, float]:
+    """Seconds of a step by part: empty for one process, and where no speed is known."""
+    if speed is None or shards.ranks == 1:
+        return {}
+    return {"communication": RankTraffic.of(shape, shards, num_micro).seconds(speed)}
