@@ -170,6 +170,19 @@ def test_the_middle_of_several_measurements():
     assert found == replace(make_rates(), bandwidth=2e9)
 
 
+def test_more_processes_than_cores_have_a_share_of_one(machine, tmp_path, monkeypatch):
+    """What is kept in the file is what one process alone reached."""
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: make_rates())
+    machine = replace(machine, physical_cores=2)
+    for processes, share in ((1, 1.0), (2, 1.0), (4, 0.5)):
+        shared = machine.shared_by(processes)
+        assert (shared.core_share, shared.physical_cores) == (share, 2 // processes or 1)
+        for found in (measure(shared, tmp_path), ceilings.known(shared, tmp_path)):
+            assert found.matmul_s("bf16", 256, 1e9) == pytest.approx(make_rates().matmul_s("bf16", 256, 1e9) / share)
+            assert found.bandwidth == make_rates().bandwidth * share
+            assert all(rate == make_rates().adam[key] * share for key, rate in found.adam.items())
+
+
 def test_json_round_trip(measured):
     assert Ceilings.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 

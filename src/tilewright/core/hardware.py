@@ -61,6 +61,8 @@ class Machine:
     """Vector instruction sets as the kernel names them: avx512_bf16, amx_bf16, ..."""
     cxx_compiler: str | None
     versions: dict[str, str]
+    core_share: float = 1.0
+    """Of a core, what a thread has: less than one where more processes of a run share the machine than it has cores."""
 
     def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
         """Whether the CPU has matrix or dot-product instructions for operands of this dtype."""
@@ -81,6 +83,7 @@ class Machine:
         return replace(
             self,
             physical_cores=max(1, self.physical_cores // processes),
+            core_share=min(1.0, self.physical_cores / processes),
             host_memory_bytes=host,
             device_memory_bytes=host if self.device == "cpu" else self.device_memory_bytes,
         )

@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,18 @@ class Ceilings:
                 found = low_s + (high_s - low_s) * (width**2 - low**2) / (high**2 - low**2)
         return max(0.0, found - called) if compiled else found
 
+    def slowed(self, share: float) -> "Ceilings":
+        """These rates where each thread has only so much of a core."""
+        if share == 1:
+            return self
+        rates = ("attention", "loss", "elementwise", "adam")
+        scaled = {name: {key: rate * share for key, rate in getattr(self, name).items()} for name in rates}
+        matmul = {fmt: {width: rate * share for width, rate in row.items()} for fmt, row in self.matmul.items()}
+        start = {fmt: {width: seconds / share for width, seconds in row.items()} for fmt, row in self.start.items()}
+        return replace(
+            self, matmul=matmul, start=start, **scaled, bandwidth=self.bandwidth * share, exp=self.exp * share
+        )
+
     def to_json(self) -> dict[str, object]:
         """Plain types for the cache file and the run folder."""
         return {"format": _FORMAT, **asdict(self)}
@@ -146,7 +158,8 @@ def measure(
     """The ceilings of this machine, from the cache where it has them.
 
     Args:
-        machine: facts about this machine; its device is the one measured.
+        machine: facts about this machine; its device is the one measured. Rates are those of one process alone, times
+            the share of a core that each of several has.
         cache_dir: folder of the cache; the user's cache folder by default.
         refresh: measure again.
         progress: called with a line of text before each measurement.
@@ -161,20 +174,21 @@ def measure(
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     path = folder / "ceilings" / f"{key}.json"
     if not refresh and (cached := _read(path)) is not None:
-        return cached
+        return cached.slowed(machine.core_share)
     progress, threads = progress or _in_silence, torch.get_num_threads()
     if own_process:
         ceilings = Ceilings.from_json(call_module(__name__, progress, device=machine.device, key=key, threads=threads))
     else:
         ceilings = _measure_all(machine, key, threads, progress)
     _write(path, ceilings)
-    return ceilings
+    return ceilings.slowed(machine.core_share)
 
 
 def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
     """What was measured before; None where nothing was. Measures nothing."""
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
-    return _read(folder / "ceilings" / f"{_key(machine)}.json")
+    found = _read(folder / "ceilings" / f"{_key(machine)}.json")
+    return None if found is None else found.slowed(machine.core_share)
 
 
 def _kernels(machine: Machine) -> Kernels:
