@@ -62,6 +62,18 @@ def test_found_is_used_and_refused(built):
     assert read["documents"]["used"] == len(records(built)) == 60
 
 
+@pytest.mark.parametrize("chunk", [{}, {"chunk": {"tokens": 64}}], ids=["whole", "windows"])
+def test_a_record_whose_end_is_held_out_is_one_document(tmp_path, chunk):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(prose(1, 600))
+    summary = build(settings(tmp_path / "in", **chunk), tmp_path / "out")["summary"]
+    found = records(tmp_path / "out")
+    assert {row["id"] for row in found if row["chunk"] == 0} == {found[0]["id"]}
+    assert sum(row["chunk"] == 0 for row in found) == 2, "in both splits"
+    assert summary["read"]["documents"] == {"found": 1, "used": 1, "refused": 0}
+    assert sum(of_domain["text"] for of_domain in summary["records"].values()) == 1
+
+
 def test_places_are_those_of_the_files(corpus, built):
     for row in records(built):
         data = (corpus / row["path"]).read_bytes()[row["start"] : row["stop"]]
