@@ -105,7 +105,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
     """
-    from tilewright.memory.tracking.process_memory import trim_malloc
+    from tilewright.memory.tracking.malloc import trim_malloc
     from tilewright.training.executor.standard import row_length
     from tilewright.training.executor.transaction import run_with_retries
 
