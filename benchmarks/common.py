@@ -105,7 +105,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
     """
-    from tilewright.memory.tracking.process_memory import trim_malloc
+    from tilewright.memory.tracking.malloc import trim_malloc
     from tilewright.training.executor.standard import row_length
     from tilewright.training.executor.transaction import run_with_retries
 
@@ -119,14 +119,18 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     return result
 
 
-def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
-    """Write `results/<name>.json` (under $OUT where that is set) and say where it is."""
+def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequence[str] | None = None) -> Path:
+    """Write `results/<name>.json` (under $OUT where that is set) and say where it is.
+
+    `arguments` of the command that gives the same: those of the command line, where none are given.
+    """
     folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     record = {
         "claim": claim,
-        "command": "python -m " + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": "python -m "
+        + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *(sys.argv[1:] if arguments is None else arguments)]),
         "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
         "machine": machine_facts(),

@@ -112,7 +112,10 @@ def main() -> None:
     by_size = {row["megabytes"]: row for row in rows}
     sizes = sorted(by_size)
     growth = by_size[sizes[-1]]["peak_bytes"] / by_size[sizes[0]]["peak_bytes"]
-    write_result("data_memory", CLAIM, {"rows": [by_size[size] for size in sizes], "growth": growth})
+    arguments = ["--megabytes", *map(str, sizes)]
+    if args.processes != parser.get_default("processes"):
+        arguments += ["--processes", str(args.processes)]
+    write_result("data_memory", CLAIM, {"rows": [by_size[size] for size in sizes], "growth": growth}, arguments)
 
 
 def read_rows() -> list[dict[str, Any]]:

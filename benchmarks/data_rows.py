@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks.md on data builds: the peer, memory, copies, kills. See `benchmarks.claims`."""
+"""Rows of docs/benchmarks.md on data builds: the peer, memory, copies, kills, noise. See `benchmarks.claims`."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ GIB = 2**30
 def rows() -> Iterator[Row]:
     """All of them that have a result."""
     yield from _peer()
-    for name, found in (("data_memory", _memory), ("data_copies", _copies), ("data_kills", _kills)):
+    for name, found in _ROWS:
         if (RESULTS / f"{name}.json").exists():
             yield from found()
 
@@ -83,6 +83,27 @@ def _kills() -> Iterator[Row]:
     yield Row(
         "data_kills_again", "the same: finished units written again", "0", once(again, f"{again}", at_most=0), result
     )
+
+
+def _noise() -> Iterator[Row]:
+    result = read("data_noise_seeds")
+    for name, found in result.results["noise"].items():
+        what = f"by the noise filter of a data build, {name}, {result.results['seeds']} seeds"
+        noise = sum(num for kind, num in found["records"].items() if kind not in ("clean", "scrambled"))
+        verdict = turns(found["recall"]["samples"], lambda share: f"{100 * share:.1f} %", at_least=0.75)
+        metric = f"of {noise} planted texts of noise, removed {what}"
+        yield Row(f"data_noise_recall_{name}", metric, "at least 75 %", verdict, result)
+        verdict = turns(found["lost"]["samples"], lambda share: f"{100 * share:.2f} %", at_most=0.01)
+        metric = f"of {found['records']['clean']:,} other texts, lost {what}"
+        yield Row(f"data_noise_lost_{name}", metric, "at most 1 %", verdict, result)
+
+
+_ROWS = (
+    ("data_memory", _memory),
+    ("data_copies", _copies),
+    ("data_kills", _kills),
+    ("data_noise_seeds", _noise),
+)
 
 
 def copies_table() -> list[str]:

@@ -65,13 +65,17 @@ def modules() -> Iterator[tuple[str, str]]:
                 yield "prose", ast.get_docstring(node) or ""
 
 
-def write_corpus(folder: Path) -> dict[str, Any]:
-    """Files of `in`, a tenth of them noise with the kind in its name; rows of examples in `good` and `bad`."""
+def write_corpus(folder: Path, seed: int = 0) -> dict[str, Any]:
+    """Files of `in`, a tenth of them noise with the kind in its name; rows of examples in `good` and `bad`.
+
+    `seed` draws which texts are examples and which become noise, and what noise.
+    """
     found: dict[str, dict[str, None]] = {"prose": {}, "code": {}}
     for domain, text in modules():
         if LEAST_CHARS <= len(text) <= MOST_CHARS:
             found[domain].setdefault(text)
-    rng, facts = random.Random(0), {}
+    rng, facts = random.Random(seed), {}
+    key = seed * 1_000_000
     examples: dict[str, list[str]] = {"good": [], "bad": []}
     for domain, unique in found.items():
         texts = sorted(unique)
@@ -79,12 +83,12 @@ def write_corpus(folder: Path) -> dict[str, Any]:
         num = len(texts) // 5
         examples["good"] += texts[:num]
         kinds = list(KINDS.values())
-        examples["bad"] += [kinds[i % len(kinds)](text, i) for i, text in enumerate(texts[num : 2 * num])]
+        examples["bad"] += [kinds[i % len(kinds)](text, key + i) for i, text in enumerate(texts[num : 2 * num])]
         rest = texts[2 * num :]
         (folder / "in" / domain).mkdir(parents=True)
         for i, text in enumerate(rest):
             kind = list(MAKERS)[i % len(MAKERS)] if i < SHARE * len(rest) else CLEAN
-            made = text if kind == CLEAN else MAKERS[kind](text, i)
+            made = text if kind == CLEAN else MAKERS[kind](text, key + i)
             (folder / "in" / domain / f"{i:05}-{kind}.txt").write_text(made, encoding="utf-8")
         facts[domain] = {"records": len(rest), "bytes": sum(len(text.encode()) for text in rest)}
     for name, some in examples.items():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.memory.tracking.process_memory import _find_mallinfo
+from tilewright.memory.tracking.malloc import find_mallinfo
 from tilewright.memory.tracking.tracker import PATIENCE, FreeHeap, MemoryTracker, step_peak
 
 STEPS = 60
@@ -60,7 +60,7 @@ def test_nothing_is_returned_where_no_plan_is_known():
     assert not tracker.trims
 
 
-@pytest.mark.skipif(_find_mallinfo() is None, reason="not glibc")
+@pytest.mark.skipif(find_mallinfo() is None, reason="not glibc")
 def test_free_pages_of_a_real_heap_are_returned():
     """In a process of its own, whose heap no other test sees."""
     subprocess.run([sys.executable, "-c", "from tests.memory import test_heap; test_heap.returned()"], check=True)

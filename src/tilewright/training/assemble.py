@@ -24,7 +24,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
-from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.tracker import FreeHeap, MemoryTracker
 from tilewright.models.base.protocols import Model
 from tilewright.ops.base.compile import compiles_layers

@@ -12,7 +12,7 @@ import torch
 from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
-from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.parallel.parts import local_part
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext

@@ -1,9 +1,11 @@
 """A whole build: what stays and why the rest goes, the same bytes from any number of processes, and what runs again."""
 
 import json
+import platform
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,6 +13,7 @@ from tests.data.build.corpora import build, build_as_ranks, digest, prose, setti
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import load_data_toml
 from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.units import Units
 from tilewright.data.common.tokenizer import load_tokenizer
 
 RULES = {"rules": {"min_words": 20}}
@@ -60,6 +63,18 @@ def test_found_is_used_and_refused(built):
     for name, counts in read.items():
         assert counts["found"] == counts["used"] + counts["refused"], name
     assert read["documents"]["used"] == len(records(built)) == 60
+
+
+@pytest.mark.parametrize("chunk", [{}, {"chunk": {"tokens": 64}}], ids=["whole", "windows"])
+def test_a_record_whose_end_is_held_out_is_one_document(tmp_path, chunk):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(prose(1, 600))
+    summary = build(settings(tmp_path / "in", **chunk), tmp_path / "out")["summary"]
+    found = records(tmp_path / "out")
+    assert {row["id"] for row in found if row["chunk"] == 0} == {found[0]["id"]}
+    assert sum(row["chunk"] == 0 for row in found) == 2, "in both splits"
+    assert summary["read"]["documents"] == {"found": 1, "used": 1, "refused": 0}
+    assert sum(of_domain["text"] for of_domain in summary["records"].values()) == 1
 
 
 def test_places_are_those_of_the_files(corpus, built):
@@ -184,3 +199,20 @@ def test_bad_sources_are_errors(tmp_path):
         build(settings(tmp_path / "in"), tmp_path / "out")
     with pytest.raises(DataError, match="Unknown data domain"):
         build(settings(tmp_path / "in", read={"domains": ("x",)}), tmp_path / "out")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told to give memory back")
+def test_memory_of_a_unit_is_given_back(tmp_path):
+    """Blocks below one that lives are kept by malloc when they are freed, until it is told not to."""
+    size, num, live = 1000, 100_000, []
+
+    def work(folder: Path) -> dict[str, int]:
+        blocks = [bytes(size) for _ in range(num)]
+        live.append(blocks.pop())
+        return {}
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    Units(tmp_path).make("stage", 0, "fingerprint", work)
+    grown = process.memory_info().rss - before
+    assert grown < num * size / 10, f"{grown / 1e6:.0f} MB of {num * size / 1e6:.0f} MB stay"

@@ -295,7 +295,7 @@ STAGES = (
         _encode,
     ),
     BuildStage(
-        *("dataset", "joining the dataset", 3, _one),
+        *("dataset", "joining the dataset", 4, _one),
         lambda c, i: [
             *(c.one("tokenizer"), c.one("split"), source_label(c), c.totals("repair", "changed")),
             *(c.every("encode"), *(c.told(stage) for stage in rejecting(c)), c.every("media", _media_shards(c))),

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import xxhash
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes
+from tilewright.memory.tracking.malloc import trim_malloc
 
 RECEIPT = "receipt.json"
 _TOLD = ("rejects.parquet", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
@@ -105,6 +107,7 @@ class Units:
         finally:
             if part.exists():
                 shutil.rmtree(part, ignore_errors=True)
+            _give_back()
         self.forget(stage, index)
 
     def clean(self, mark: str) -> None:
@@ -117,6 +120,13 @@ class Units:
         for folder in (self.root / stage).glob("*"):
             if folder.name.isdigit() and int(folder.name) >= num:
                 shutil.rmtree(folder)
+
+
+def _give_back() -> None:
+    """Return what allocators keep of a unit's memory. It is twice what a process needs, and processes that wait, or
+    that make small units after a large one, would hold it to the end of the build."""
+    pa.default_memory_pool().release_unused()
+    trim_malloc()
 
 
 def fingerprint_of(value: object) -> str:

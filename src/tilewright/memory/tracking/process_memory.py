@@ -13,14 +13,15 @@ is live, what malloc keeps of freed blocks kept: the allocator's own count, on C
 `memory.tracking.tracker`.
 """
 
-import ctypes
 import os
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import torch
+
+from tilewright.memory.tracking.malloc import find_mallinfo
 
 _SAMPLE_SECONDS = 0.010
 _STATUS = Path("/proc/self/status")
@@ -49,7 +50,7 @@ class _ResidentSet:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._mallinfo = _find_mallinfo()
+        self._mallinfo = find_mallinfo()
         self._not_mallocs = 0
         self._not_mallocs = max(0, self._anonymous() - sum(self.live_and_kept()))
 
@@ -68,34 +69,6 @@ class _ResidentSet:
         were returned to the system are free blocks still."""
         info = self._process.memory_info()
         return info.rss - getattr(info, "shared", 0)
-
-
-_MALLINFO_FIELDS = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
-class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc 2.33 and later: uordblks = bytes in use in arenas, hblkhd = in mapped blocks,
-    fordblks = free in arenas."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
-
-
-def _find_mallinfo() -> Any:
-    """glibc's mallinfo2, None in other C libraries."""
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
-    if function is not None:
-        function.argtypes, function.restype = (), _MallInfo
-    return function
-
-
-def trim_malloc() -> None:
-    """Let glibc return to the system what it keeps of freed blocks. Nothing with other C libraries."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 class HighWaterMark(_ResidentSet):

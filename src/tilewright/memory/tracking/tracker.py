@@ -29,7 +29,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe, trim_malloc
+from tilewright.memory.tracking.malloc import trim_malloc
+from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe
 from tilewright.memory.tracking.tensor_bytes import owner_bytes, storage_bytes
 
 PATIENCE = 10

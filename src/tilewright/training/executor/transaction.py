@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import FitError
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.snapshot import ModuleSlots, Snapshot
 

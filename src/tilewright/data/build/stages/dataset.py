@@ -212,7 +212,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     read = {
         "files": len(files) - len(idle),
         "file_bytes": sum(files.values()) - sum(files[name] for name in idle),
-        "documents": total["records"] + media,
+        "documents": sum(sum(of_domain.values()) for of_domain in kinds.values()),
         "text_bytes": total["bytes"],
     }
     lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
@@ -246,11 +246,10 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
 
 
 def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, list[Any]]) -> None:
-    """Runs, records, bytes and tokens of a row group."""
-    columns = (batch[name] for name in ("domain", "chunk", "bytes", "tokens"))
-    for domain, chunk, size, tokens in zip(*columns, strict=True):
+    """Runs, bytes and tokens of a row group."""
+    for domain, size, tokens in zip(*(batch[name] for name in ("domain", "bytes", "tokens")), strict=True):
         counts = by_domain.setdefault(domain, Counter())
-        counts.update({"docs": 1, "records": chunk == 0, "bytes": size, "tokens": tokens})
+        counts.update({"docs": 1, "bytes": size, "tokens": tokens})
         if split == "holdout":
             counts.update({"holdout_docs": 1, "holdout_tokens": tokens})
 

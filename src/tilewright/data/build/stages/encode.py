@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ that which repeat the run before, `cluster` of near-copies."""
 
 _UNUSED = {DROPPED: (TOO_SMALL, 1.0, 2.0), LEFT: (LIMIT, "", "split.max_bytes")}
 """Part of a record that neither split has -> rule, value and threshold of its reject."""
-_BATCH = 256  # records that are encoded together
+_BATCH, _BATCH_BYTES = 256, 1 << 20
+"""Records that are encoded together, and bytes of them: until its ids are taken a token has some 100 bytes."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ def encode_shard(
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
         known = np.load(clusters / "clusters.npy", allow_pickle=False)
-        texts = shard.texts()
-        while batch := list(islice(texts, _BATCH)):
+        for batch in _together(shard.texts()):
             for text in batch:
                 if text.part in _UNUSED:
                     rejects.append(reject_row(_unused(text)))
@@ -167,6 +166,20 @@ def encode_shard(
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts
+
+
+def _together(texts: Iterator[KeptText]) -> Iterator[list[KeptText]]:
+    """Batches of texts to encode."""
+    batch: list[KeptText] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text.data)
+        if len(batch) == _BATCH or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 @lru_cache(maxsize=1)
