@@ -54,11 +54,12 @@ class Teacher:
         """The micro-batches with what the teacher makes of them."""
         found = []
         with evaluation(self.model):  # type: ignore[arg-type]
+            head = _head(self.model)  # once: a head that is rounded to integers is a copy
             for batch in microbatches:
                 there = {name: tensor.to(self.device) for name, tensor in batch.items()}
                 extra = {
                     distill.HIDDEN: _hidden(self.model, there),
-                    distill.HEAD: _head(self.model),
+                    distill.HEAD: head,
                     distill.HOW: self._how,
                 }
                 found.append({**batch, **extra})
