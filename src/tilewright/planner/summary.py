@@ -133,7 +133,7 @@ def summarize(found: Plan) -> PlanSummary:
     cuda = found.machine.device == "cuda"
     reserve = max(owners["process"] for owners in found.phases.values()) if cuda else 0.0
     named = {name: _owned(owners, reserve) for name, owners in found.phases.items()}
-    backward, forward = _largest(named, "backward"), named["forward"]
+    backward, forward = _largest(named, "backward"), _largest(named, "forward")
     if found.setting.executor == "layer_major":  # the head's backward pass follows its loss at once
         backward = max(backward, named["loss"], key=_sum)
     else:

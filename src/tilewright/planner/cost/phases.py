@@ -13,11 +13,13 @@ from tilewright.ops.backends.native.loss import chunk_rows
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.cost.shards import Gathered
 from tilewright.planner.cost.solve import Phase, Transient
+from tilewright.planner.cost.teacher import forward_bytes, held_bytes, loss_bytes
 from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
 from tilewright.planner.model.shape import LayerClass, ModelShape
 
 HOST_PROCESS_BYTES = 4 * 2**30
 """Host memory of a process that trains on a GPU: libraries, data, pinned buffers (guess)."""
+TEACHER = "forward, teacher"
 EVALUATE, CHECKPOINT = "evaluate", "checkpoint"
 """What names of phases begin with in which a model is evaluated, or a checkpoint is written."""
 FRAGMENTS = 0.02
@@ -66,6 +68,8 @@ class FixedBytes:
             row = shape.vocab_size * shape.logit_bytes
             chunk = chunk_rows(tokens, row, setting.loss_chunk_bytes) * row
             loss = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes) * chunk + shape.logit_bytes * head
+            if shape.teacher is not None:
+                loss = loss_bytes(shape, tokens, setting.loss_chunk_bytes)
             evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)
             gradient = 0.0 if recipe.lora.rank else 4.0 * head  # under adapters it is frozen
         else:  # all logits are there at once; the gradient of the head's weight is among them
@@ -74,8 +78,7 @@ class FixedBytes:
         tokens = setting.num_micro * rows * shape.seq_len
         return cls(
             process=(shape.process_bytes if machine.device == "cpu" else CUDA_RESERVE_BYTES)
-            + shape.teacher_bytes
-            + tokens * shape.taught_bytes,
+            + held_bytes(shape, tokens),
             stream=stream,
             head_kept=shape.rest.kept(rows),
             head_gradient=gradient,
@@ -157,6 +160,7 @@ def _layer_major(
     left = layers if cpu else frozenset[str]()
     found = [
         Phase("load", {"process": base.process}),
+        *_taught(shape, setting, always),
         Phase("forward", always | stream, layers, transient="backward" if cpu else "forward"),
         Phase("loss", always | head | {"work": base.stream + base.loss_work}, layers, transient=pages, passed=True),
         Phase("backward", always | stream | shared | {"work": base.stream}, layers, transient="backward"),
@@ -204,6 +208,7 @@ def _standard(
     read = {"work": shape.weights.stored - shape.weights.part(setting.shards.count).stored if recipe.lora.rank else 0.0}
     found = [
         Phase("load", {"process": base.process - code} | read),  # a base under adapters is read whole, then cut
+        *_taught(shape, setting, always),
         Phase("forward", passes, layers, held, "backward" if cpu else "forward"),
         Phase("loss", passes | head | gaps | loss, layers, held, pages, passed=True),
         Phase("backward", passes | head | gaps | stream, layers, held, "backward"),
@@ -237,6 +242,13 @@ def _standard(
         Phase(EVALUATE, always | evaluated | {"work": freed}, left, transient=pages, passed=True, freed=True),
     ]
     return [*found, *_checkpoints(found, copy, replace(update, name=CHECKPOINT))]
+
+
+def _taught(shape: ModelShape, setting: GlobalConfig, always: Mapping[str, float]) -> list[Phase]:
+    """The forward pass of a teacher, before that of its student: nothing of the student is kept then."""
+    if shape.teacher is None:
+        return []
+    return [Phase(TEACHER, {**always, "work": forward_bytes(shape, setting.micro_batch_size)})]
 
 
 def _evaluated(gathered: Gathered, recipe: Recipe) -> float:

@@ -5,52 +5,38 @@ is measured (`foreign_shape`, or the decoder's own formulas in `decoder_shape`),
 many of each class are treated how. Everything is a straight line in the rows of a micro-batch. No weights, no GPU.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
-from tilewright.models.base.output_layers import find_heads
-from tilewright.models.teacher import find_teacher
+from tilewright.models.teacher import TeacherFolder, find_teacher
 from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
-from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.shape import ModelShape, TeacherShape
 from tilewright.planner.model.skeleton import Skeleton, skeleton_of
 from tilewright.planner.trace.trace import Trace
-from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
 
 
-@dataclass(frozen=True)
-class TeacherBytes:
-    """What a teacher takes on the device of a process."""
-
-    weights: float = 0.0
-    token: float = 0.0
-    """Of the hidden values that it hands on, for each token of a step."""
-
-
-def teacher_bytes(recipe: Recipe, vocab_size: int) -> TeacherBytes:
-    """The bytes of a recipe's teacher, whole and in FP32; none without one.
-
-    Args:
-        recipe: of the student.
-        vocab_size: of its tokenizer, which is the teacher's too.
-
-    Raises:
-        ConfigError: there is no such teacher, or it cannot be built.
-        CheckpointError: its folder cannot be read.
-    """
-    if not recipe.distill.teacher:
-        return TeacherBytes()
-    found = find_teacher(recipe.distill.teacher)
-    skeleton = skeleton_of(recipe.model_copy(update={"model": found.model, "lora": found.lora}), vocab_size)
+def teacher_weights(skeleton: Skeleton) -> float:
+    """Bytes of all weights and buffers of a frozen model in FP32, from its skeleton."""
     size = sum(tensor.nbytes for tensor in (*skeleton.model.parameters(), *skeleton.model.buffers()))
     for layer, indices in zip(skeleton.layers, skeleton.indices, strict=True):
         one = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
         size += (len(indices) - 1) * one
-    return TeacherBytes(float(size), 4.0 * find_heads(skeleton.model)[-1].in_features)
+    return float(size)
+
+
+def teacher_recipe(recipe: Recipe, found: TeacherFolder) -> Recipe:
+    """A recipe of the teacher's model as it runs beside a student: eager, forward alone, on the student's rows."""
+    train = recipe.train.model_copy(update={"compile": "off", "activation_checkpoint": "none"})
+    memory = recipe.memory.model_copy(update={"executor": "standard"})
+    return recipe.model_copy(
+        update={"model": found.model, "lora": found.lora, "train": train, "memory": memory, "distill": DistillSection()}
+    )
 
 
 class ShapeFinder:
@@ -66,11 +52,11 @@ class ShapeFinder:
         self.machine = machine
         self._skeletons: dict[object, Skeleton] = {}
         self._traces: dict[object, tuple[Trace, Trace] | str] = {}
-        self._teachers: dict[str, TeacherBytes] = {}
+        self._teachers: dict[object, TeacherShape] = {}
 
     def find(self, recipe: Recipe) -> ModelShape:
         """The shape of a recipe's model: seconds of the precision mode that it ends in, and bytes of the widest mode
-        that it passes through; with its teacher's bytes.
+        that it passes through; with its teacher.
 
         Raises:
             ConfigError: the model or its teacher cannot be built, or cannot do what the recipe says.
@@ -86,15 +72,27 @@ class ShapeFinder:
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
         """The shape of a model that learns from a teacher."""
         name = recipe.distill.teacher
-        if name not in self._teachers:
-            self._teachers[name] = teacher_bytes(recipe, self.vocab_size)
-        teacher = self._teachers[name]
-        note = (
+        key = (name, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16")
+        if key not in self._teachers:
+            self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
+        teacher = self._teachers[key]
+        notes = (
+            *found.notes,
             f"the teacher {name} is whole on each process: {format_bytes(teacher.weights)} on the device, counted as "
-            "the process's; its forward pass is not in the seconds"
+            "the process's",
         )
-        notes = (*found.notes, note)
-        return replace(found, teacher_bytes=teacher.weights, taught_bytes=teacher.token, notes=notes)
+        if teacher.model.unknown:
+            notes += (f"the teacher's forward pass is in neither bytes nor seconds: {teacher.model.unknown}",)
+        return replace(found, teacher=teacher, notes=notes)
+
+    def _teacher(self, recipe: Recipe, *, bf16: bool) -> TeacherShape:
+        """The recipe's teacher, which computes in BF16 where the student does, else in FP32."""
+        found, device = find_teacher(recipe.distill.teacher), self.machine.device
+        own = () if found.run is None else in_fp32(Policy.from_section(found.run.precision, device)).rules
+        policy = Policy("bf16_mixed" if bf16 else "fp32", own, device_type=device)
+        beside = teacher_recipe(recipe, found)
+        model = self._in_mode(beside, policy, policy.mode)
+        return TeacherShape(model, teacher_weights(self._skeleton(beside)), float(model.dim * model.stream_bytes))
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
         skeleton = self._skeleton(recipe)

@@ -48,6 +48,7 @@ BOUND_BY = {
     "recompute": "compute",
     "attention": "compute",
     "head": "compute",
+    "teacher": "compute",
     "loss": "bandwidth",
     "elementwise": "bandwidth",
     "weights": "bandwidth",

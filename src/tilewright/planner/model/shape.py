@@ -178,10 +178,8 @@ class ModelShape:
     """Of what a layer makes again, what counts in addition to its work (there too)."""
     backward: Line = Line()
     """Of a model without a list of layers: most bytes in backward of a first micro-batch, all gradients included."""
-    teacher_bytes: float = 0.0
-    """Of the weights of the teacher that it learns from."""
-    taught_bytes: float = 0.0
-    """Of what that teacher hands on, per token of a step."""
+    teacher: "TeacherShape | None" = None
+    """That it learns from."""
     notes: tuple[str, ...] = ()
     unknown: str = ""
     """Why nothing but the weights is known; empty where all is."""
@@ -264,6 +262,18 @@ class ModelShape:
     def class_of(self, layer: int) -> LayerClass:
         """The class of a layer by its number."""
         return next(found for found in self.classes if layer in found.indices)
+
+
+@dataclass(frozen=True)
+class TeacherShape:
+    """The teacher of `[distill]`, which runs forward on each micro-batch before the student does."""
+
+    model: ModelShape
+    """Eager, and without what precision modes of 8 bits do."""
+    weights: float
+    """Bytes on the device of each process: whole and in FP32, with buffers."""
+    hidden: float
+    """Bytes that it hands on, per token of a step: its last hidden values."""
 
 
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:

@@ -1,0 +1,82 @@
+"""What the teacher of `[distill]` adds to a step: bytes beside the student's, and seconds.
+
+Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
+on the first; nothing is kept for backward. The loss takes logits of both (`models.base.distill`), chunk by chunk, each
+chunk made twice: in forward, and again in backward. Of several ranks each has the whole teacher and exchanges nothing
+for it.
+"""
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.memory_plan import LayerMemory
+from tilewright.planner.cost.choices import GlobalConfig, Links
+from tilewright.planner.cost.layer_cost import forward_s
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.roofline import CAST_BYTES, head_s, loss_s
+from tilewright.planner.model.shape import ModelShape
+
+FP32 = 4
+ALIVE = 0.7
+"""Of what an eager layer keeps for backward, what is alive at once where nothing is kept (counted: 0.65 to 0.72 at two
+widths, in FP32 and in BF16)."""
+CHUNKS = 7.0
+"""FP32 chunks of logits alive at once in backward of the loss (counted: about 6.5 in BF16, 7 in FP32)."""
+LOSSES = 2.5
+"""Times the eager FP32 loss of a student without a teacher, matmuls left out (measured on a busy CPU: 1.8 to 4.0 with
+300 and 4,000 words; larger vocabularies were not)."""
+
+
+def held_bytes(shape: ModelShape, tokens: int) -> float:
+    """On the device all the time: the weights, and what it hands on of so many tokens of a step."""
+    return shape.teacher.weights + tokens * shape.teacher.hidden if shape.teacher else 0.0
+
+
+def forward_bytes(shape: ModelShape, rows: int) -> float:
+    """While it runs on a micro-batch of so many rows, in addition."""
+    if shape.teacher is None:
+        return 0.0
+    model = shape.teacher.model
+    layer = max((found.kept(rows) for found in (*model.classes, model.rest)), default=0.0)
+    return ALIVE * (1 + model.spread) * layer
+
+
+def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int) -> float:
+    """What a loss on logits of both takes at its busiest chunk of a micro-batch: logits and distributions in FP32, a
+    gradient of the student's head, and a 16-bit copy of that where matmuls are in 16 bits."""
+    row = FP32 * shape.vocab_size
+    chunk = min(tokens, max(1, chunk_bytes // row)) * row
+    copies = 2 if shape.matmul_bytes < FP32 else 1
+    return CHUNKS * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
+
+
+def teacher_s(
+    shape: ModelShape, setting: GlobalConfig, recipe: Recipe, rates: Ceilings, links: Links
+) -> dict[str, float]:
+    """Seconds of a step by part: the forward pass, casts of its weights among it, and the logits; nothing without a
+    teacher, or where its shape is not known."""
+    if shape.teacher is None or shape.teacher.model.unknown:
+        return {}
+    model, tokens = shape.teacher.model, setting.micro_batch_size * shape.seq_len
+    args = (LayerMemory(), setting, model, recipe, rates, links)
+    forward = forward_s(model.rest, *args)
+    for found in model.classes:
+        forward += found.count * (forward_s(found, *args) + CAST_BYTES * found.cast / rates.bandwidth)
+    return {"teacher": setting.num_micro * (forward + _losses(setting) * _logits_s(shape, tokens, rates))}
+
+
+def taught_loss_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> float:
+    """Seconds of the loss of one micro-batch of a student that has a teacher; it is never compiled."""
+    logits = setting.micro_batch_size * shape.seq_len * shape.vocab_size
+    return LOSSES * loss_s(logits, False, "fp32", rates)
+
+
+def _logits_s(shape: ModelShape, tokens: int, rates: Ceilings) -> float:
+    """Both passes of the teacher's head, and one more of the student's: each a third of `head_s`."""
+    assert shape.teacher is not None
+    words, fmt = shape.vocab_size, shape.matmul_format
+    theirs, ours = (head_s(tokens, dim, words, fmt, rates) / 3 for dim in (shape.teacher.model.dim, shape.dim))
+    return 2 * theirs + ours
+
+
+def _losses(setting: GlobalConfig) -> int:
+    """How often a step runs the head."""
+    return setting.passes if setting.executor == "layer_major" else 1

@@ -1,0 +1,142 @@
+"""What a teacher adds to a plan: bytes against those that are counted as it runs, seconds against arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.planner.rates import make_machine, make_rates, make_recipe
+from tests.training.tiny import tiny, write_text
+from tilewright.models.base import distill
+from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.build import build_model
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.cost import teacher as costs
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.model.shape import ModelShape, TeacherShape
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+from tilewright.planner.trace.byte_counter import LiveBytes
+from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import Policy
+from tilewright.training.loop import train
+
+VOCAB = 300
+LARGE = {"dim": 128, "num_layers": 3, "num_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run with a wider model than the student's."""
+    folder = tmp_path_factory.mktemp("teacher")
+    write_text(folder / "text")
+    model = {f"model__{name}": value for name, value in LARGE.items()}
+    return train(tiny(folder, folder, train__steps=1, train__eval_interval=0, log__report=False, **model)).run_dir
+
+
+def plan(teacher="", machine=None, **sections):
+    distill_section = {"teacher": str(teacher)} if teacher else {}
+    recipe = make_recipe(distill=distill_section, **sections)
+    planner = Planner(recipe, VOCAB, machine or make_machine(), make_rates())
+    return planner.as_it_stands(Budget(1e12, 1e12, Links(None, None)))
+
+
+def beside(teacher_shape: ModelShape, found: ModelShape) -> ModelShape:
+    """A student's shape with the teacher's."""
+    return replace(found, teacher=TeacherShape(teacher_shape, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize(("dim", "rows", "seq_len"), [(128, 4, 128), (256, 2, 256)])
+def test_bytes_of_its_forward_pass_are_those_that_are_alive(mode, dim, rows, seq_len):
+    """Storages that operations make, weights left out; bound: the share is one number for all eager layers."""
+    recipe = make_recipe(
+        model={"dim": dim, "num_layers": 2, "num_heads": 4}, data={"seq_len": seq_len},
+        train={"compile": "off"}, precision={"mode": mode},
+    )  # fmt: skip
+    kernels = Kernels.default()
+    shape = Planner(recipe, VOCAB, kernels.machine, make_rates()).shape(recipe)
+    model = build_model(recipe.model, VOCAB, kernels, torch.device("cpu")).eval().requires_grad_(False)
+    convert(model, Policy(mode, (), device_type="cpu"), kernels=kernels)
+    counted = LiveBytes()
+    ids = torch.randint(VOCAB, (rows, seq_len))
+    with torch.no_grad(), evaluation(model), counted:
+        hidden = model.hidden(ids)
+    planned = costs.forward_bytes(beside(shape, shape), rows)
+    print(f"{planned=:.0f}, counted {counted.peak}")
+    assert counted.peak == pytest.approx(planned, rel=0.15)
+    assert hidden.element_size() == shape.stream_bytes
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("chunk_rows", [64, 256])
+def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows):
+    words, tokens, width, theirs, chunk = 4000, 512, 64, 128, 4 * 4000 * chunk_rows
+    dtype = torch.float32 if mode == "fp32" else torch.bfloat16
+    kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk)
+    head = torch.nn.Linear(width, words, bias=False)
+    if mode != "fp32":
+        head.compute_dtype = dtype
+    x_ND = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    batch = {
+        "labels": torch.randint(words, (1, tokens)),
+        distill.HIDDEN: torch.randn(1, tokens, theirs, dtype=dtype),
+        distill.HEAD: torch.randn(words, theirs),
+        distill.HOW: torch.tensor([1.0, 0.5]),
+    }
+    counted = LiveBytes()
+    with counted:
+        distill.batch_loss(kernels, head, x_ND, batch).loss_sum.backward()
+    models = [
+        Planner(recipe, words, make_machine(), make_rates()).shape(recipe)
+        for recipe in (
+            make_recipe(model={"dim": dim, "num_heads": 2}, precision={"mode": mode}) for dim in (width, theirs)
+        )
+    ]
+    gradient = 4 * words * width  # of the head: the plan has it with the gradients
+    planned = costs.loss_bytes(beside(models[1], models[0]), tokens, chunk) + gradient
+    print(f"{planned=:.0f}, counted {counted.peak}")
+    assert counted.peak == pytest.approx(planned, rel=0.15)
+
+
+def test_its_forward_pass_is_a_phase_of_the_plan(teacher):
+    """Only with a teacher, and nothing of its student is kept then."""
+    sections = {"model": {"dim": 16, "num_layers": 1, "num_heads": 2}, "data": {"seq_len": 64}}
+    machine = make_machine(device="cuda")
+    found = plan(teacher, machine, train={"micro_batch_size": 16, "global_batch_size": 16}, **sections)
+    without = plan("", machine, train={"micro_batch_size": 16, "global_batch_size": 16}, **sections)
+    assert "forward, teacher" in found.phases
+    assert "forward, teacher" not in without.phases
+    work = found.phases["forward, teacher"]["work"]
+    assert work == pytest.approx(costs.forward_bytes(found.shape, 16))
+    assert found.phases["forward, teacher"]["activations"] == 0
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 8])
+@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+def test_seconds_are_more_by_its_forward_pass(micro_batch_size, executor, teacher):
+    """Matmuls at the made-up rate by hand: each weight of a matrix once forward for each token; attention's pairs."""
+    rates = {"elementwise": dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e30), "bandwidth": 1e30}
+    sections = {
+        "train": {"global_batch_size": 8, "micro_batch_size": micro_batch_size, "compile": "off"},
+        "precision": {"mode": "fp32"}, "memory": {"executor": executor}, "data": {"seq_len": 128},
+    }  # fmt: skip
+    rates = make_rates(**rates)
+    budget = Budget(1e12, 1e12, Links(None, None))
+    alone, taught = (
+        Planner(make_recipe(distill=found, **sections), VOCAB, make_machine(), rates).as_it_stands(budget)
+        for found in ({}, {"teacher": str(teacher)})
+    )
+    parts = taught.seconds
+    more = taught.step_s - alone.step_s
+    assert parts["teacher"] > 0
+    assert more == pytest.approx(parts["teacher"] + parts["loss"] - alone.seconds["loss"], rel=1e-6)
+    model = taught.shape.teacher.model
+    (layer,) = model.classes
+    tokens = 8 * 128
+    weights = sum(matmul.num_weights for matmul in layer.matmuls)
+    matmuls = 2 * tokens * layer.count * weights / 1e12
+    attention = layer.count * 8 * layer.attention_flops / 1e11
+    passes = taught.setting.passes if executor == "layer_major" else 1
+    logits = passes * 2 * tokens * VOCAB * (2 * LARGE["dim"] + taught.shape.dim) / 1e12
+    assert parts["teacher"] == pytest.approx(matmuls + attention + logits, rel=1e-3)
