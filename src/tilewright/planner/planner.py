@@ -29,12 +29,11 @@ from tilewright.planner.cost.phases import (
     rollback_bytes,
 )
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
-from tilewright.planner.cost.teacher import taught_loss_s, teacher_s
+from tilewright.planner.cost.teacher import head_parts_s, teacher_s
 from tilewright.planner.cost.traffic import communication_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.model.roofline import head_s, loss_s
 from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.plan import Budget, Plan, PlanRow, on_host
 
@@ -315,14 +314,7 @@ class Planner:
         """Of what is around the layers; a layer-major step that clips by the exact norm runs it twice."""
         found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
         if shape.plain_head:
-            times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
-            tokens, fmt = setting.micro_batch_size * shape.seq_len, shape.matmul_format
-            found["head"] = times * head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates)
-            found["loss"] = times * (
-                loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates)
-                if shape.teacher is None
-                else taught_loss_s(shape, setting, self.rates)
-            )
+            found |= head_parts_s(shape, setting, self.rates)
         found |= teacher_s(shape, setting, recipe, self.rates, links)
         return found | communication_s(shape, setting.shards, setting.num_micro, links.ranks)
 

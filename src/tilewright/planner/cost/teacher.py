@@ -63,10 +63,15 @@ def teacher_s(
     return {"teacher": setting.num_micro * (forward + _losses(setting) * _logits_s(shape, tokens, rates))}
 
 
-def taught_loss_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> float:
-    """Seconds of the loss of one micro-batch of a student that has a teacher; it is never compiled."""
-    logits = setting.micro_batch_size * shape.seq_len * shape.vocab_size
-    return LOSSES * loss_s(logits, False, "fp32", rates)
+def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> dict[str, float]:
+    """Seconds of a step in a student's plain head and its loss, with a teacher or without; with one the loss is never
+    compiled."""
+    tokens, fmt = setting.micro_batch_size * shape.seq_len, shape.matmul_format
+    logits, times = tokens * shape.vocab_size, setting.num_micro * _losses(setting)
+    loss = loss_s(logits, shape.loss_compiled, fmt, rates)
+    if shape.teacher is not None:
+        loss = LOSSES * loss_s(logits, False, "fp32", rates)
+    return {"head": times * head_s(tokens, shape.dim, shape.vocab_size, fmt, rates), "loss": times * loss}
 
 
 def _logits_s(shape: ModelShape, tokens: int, rates: Ceilings) -> float:
