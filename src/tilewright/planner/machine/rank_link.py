@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import spawn
 
 from tilewright.core.subprocess_call import answer, call_module
 
@@ -38,16 +40,16 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[s
 
 
 def _measure_here(ranks: int) -> dict[str, float]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, args=(ranks, store.port, results), nprocs=ranks)
+    spawn(_rank, args=(ranks, store.port, results), nprocs=ranks)
     return results.get()
 
 
 def _rank(rank: int, ranks: int, port: int, results: "mp.SimpleQueue") -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # the new names of these collectives are not in torch 2.11
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S))
     part = torch.ones(NUMBERS // ranks)
     whole = torch.ones(ranks * len(part))
