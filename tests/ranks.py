@@ -10,9 +10,11 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,16 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: floa
     Raises:
         AssertionError: a rank raised (its traceback is in the message), died, or did not end in time.
     """
+    with started(world, function, *args) as (_, ends):
+        return _collect(ends, seconds)
+
+
+@contextmanager
+def started(
+    world: int, function: Callable[..., Any], *args: Any
+) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
+    """The processes of the ranks, and what each sends at its end: whether `function` raised, and what it returned or
+    the traceback. They are killed where they still run at the end."""
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
@@ -47,16 +59,17 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: floa
         # deleted: the last rank but one removes its file now and then.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ends: list[Connection] = []
-        processes = []
-        for rank in range(world):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, store.port, rank, world, function, args), daemon=True)
-            process.start()
-            theirs.close()
-            ends.append(mine)
-            processes.append(process)
+        processes: list[BaseProcess] = []
         try:
-            return _collect(ends, seconds)
+            for rank in range(world):
+                mine, theirs = context.Pipe(duplex=False)
+                given = (theirs, store.port, rank, world, function, args)
+                process = context.Process(target=_rank, args=given, daemon=True)
+                process.start()
+                theirs.close()
+                ends.append(mine)
+                processes.append(process)
+            yield processes, ends
         finally:
             for process in processes:
                 process.kill()

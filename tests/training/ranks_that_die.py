@@ -1,14 +1,11 @@
 """Ranks of which one is killed: what becomes of the others, and of the folder."""
 
-import fcntl
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests import ranks
+from tests.ranks import started
 
 PATIENCE_S = 30
 """For which the others are waited for after the kill; then they are killed too."""
@@ -30,36 +27,19 @@ def on_ranks_of_which_one_dies(
     Raises:
         AssertionError: another rank raised, or did not end in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(ranks.PRELOAD)
-    with tempfile.TemporaryDirectory() as folder, ranks.LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        ends, processes = [], []
-        for rank in range(world):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=ranks._rank, args=(theirs, folder, rank, world, function, args))
-            process.daemon = True
-            process.start()
-            theirs.close()
-            ends.append(mine)
-            processes.append(process)
-        try:
-            until = time.monotonic() + PATIENCE_S
-            while not begun.exists():
-                assert time.monotonic() < until, f"{begun} is not there"
-                assert processes[victim].is_alive(), f"rank {victim} ended by itself"
-                time.sleep(0.01)
-            time.sleep(after_s)
-            processes[victim].kill()
-            found = {}
-            until = time.monotonic() + PATIENCE_S
-            for rank in set(range(world)) - {victim}:
-                assert ends[rank].poll(max(0.0, until - time.monotonic())), f"rank {rank} waits for rank {victim}"
-                failed, value = ends[rank].recv()
-                assert not failed, f"rank {rank} of {world}:\n{value}"
-                found[rank] = value
-            return found
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with started(world, function, *args) as (processes, ends):
+        until = time.monotonic() + PATIENCE_S
+        while not begun.exists():
+            assert time.monotonic() < until, f"{begun} is not there"
+            assert processes[victim].is_alive(), f"rank {victim} ended by itself"
+            time.sleep(0.01)
+        time.sleep(after_s)
+        processes[victim].kill()
+        found = {}
+        until = time.monotonic() + PATIENCE_S
+        for rank in set(range(world)) - {victim}:
+            assert ends[rank].poll(max(0.0, until - time.monotonic())), f"rank {rank} waits for rank {victim}"
+            failed, value = ends[rank].recv()
+            assert not failed, f"rank {rank} of {world}:\n{value}"
+            found[rank] = value
+        return found
