@@ -42,7 +42,7 @@ def alone(data, tmp_path_factory):
     return folder / "tiny", found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.support("run", "copies")
 def test_it_is_the_run_of_one_process(world, data, tmp_path, alone):
     """Five rows of a step over 2 and 4 ranks: uneven, the same samples in all. Sums have another order (FP32)."""
