@@ -43,3 +43,10 @@ def test_a_layer_that_runs_again_is_seen():
     handle.remove()
     assert run_in_turn(model, stages, BATCHES[0])
     assert not run_in_turn(model, stages[::-1], BATCHES[0])
+
+
+def test_a_part_of_two_layers_is_seen_in_both():
+    model = make("gqa")
+    stages = [*model.layers]
+    stages[1].mlp = stages[0].mlp
+    assert not run_in_turn(model, stages, BATCHES[0])

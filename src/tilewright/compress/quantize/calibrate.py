@@ -67,7 +67,11 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
-    """Whether a pass runs each of `stages` once, in this order: then a later one changes nothing before it."""
+    """Whether a pass runs each of `stages` once, in this order, and none has a part of another one: then a later one
+    changes nothing before it."""
+    parts = [part for stage in stages for part in stage.modules()]
+    if len(set(parts)) < len(parts):
+        return False
     ran: list[nn.Module] = []
     handles = [stage.register_forward_pre_hook(lambda module, args: ran.append(module)) for stage in stages]
     try:
