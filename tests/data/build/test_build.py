@@ -203,7 +203,7 @@ def test_bad_sources_are_errors(tmp_path):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told to give memory back")
 def test_memory_of_a_unit_is_given_back(tmp_path):
-    """Blocks below one that lives are kept by malloc when they are freed, until it is told not to."""
+    """Blocks below one that lives are kept by malloc when they are freed, until free pages are returned."""
     size, num, live = 1000, 100_000, []
 
     def work(folder: Path) -> dict[str, int]:
