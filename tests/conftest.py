@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 THREADS = torch.get_num_threads()
 gc.disable()  # while tests are collected: imports make few objects that are garbage
+
+
+def pytest_configure():
+    """Tests interrupt the processes that they start. A job in the background ignores SIGINT, and its children inherit
+    that: they have it as at a terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():

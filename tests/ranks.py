@@ -1,13 +1,13 @@
 """Tests on several ranks: functions that run once per rank in processes of their own, over gloo.
 
 Processes come from a fork server that has imported torch already, so eight of them start within a second. A lock
-lets one such test run at a time, whatever number of test processes there are: ranks on two cores wait for each other.
+lets one such test of a clone run at a time, whatever number of test processes there are: ranks on two cores wait for
+each other.
 """
 
 import fcntl
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ PRELOAD = [
 ]  # fmt: skip
 
 
-LOCK = Path(tempfile.gettempdir()) / "tilewright-ranks.lock"
+LOCK = Path(__file__).parents[1] / ".pytest_cache" / "ranks.lock"
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
@@ -53,6 +53,7 @@ def started(
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    LOCK.parent.mkdir(exist_ok=True)
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # A store of this process and a port that the system picks. `FileStore` can wait for half an hour as it is
