@@ -3,6 +3,7 @@
 import json
 
 from tilewright.cli.app import run
+from tilewright.core import hardware
 
 
 def test_json_has_machine_kernels_and_disk(capsys, tmp_path, monkeypatch):
@@ -41,3 +42,18 @@ def test_candidates_and_reasons_are_printed_when_asked_for(capsys, tmp_path, mon
     long = capsys.readouterr().out
     assert not [reason for reason in reasons if reason not in long]
     assert "unavailable, with reason" in long
+
+
+def test_variables_that_limit_the_cpu_are_shown(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda _: frozenset({"avx2", "avx512f", "avx512_bf16"}))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert run(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "vectors   avx2 (the CPU has more: ONEDNN_MAX_CPU_ISA=avx2, ATEN_CPU_CAPABILITY=avx2)" in text
+    assert "no BF16 instructions" in text
+    assert run(["doctor", "--device", "cpu", "--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["cpu_features"] == ["avx2"]
+    assert machine["cpu_limits"] == ["ONEDNN_MAX_CPU_ISA=avx2", "ATEN_CPU_CAPABILITY=avx2"]

@@ -64,6 +64,19 @@ VARIABLES = (
     ),
     Variable("CXX", "", "a command", "C++ compiler for compiled layers; else g++ or clang++ is looked for"),
     Variable(
+        "ONEDNN_MAX_CPU_ISA",
+        "",
+        "AVX2, AVX512_CORE_BF16 and oneDNN's other names",
+        "newest x86 instructions that torch's matmuls may use; kernels are chosen and plans made for those alone",
+    ),
+    Variable("DNNL_MAX_CPU_ISA", "", "as ONEDNN_MAX_CPU_ISA", "its older name, read where the other is unset"),
+    Variable(
+        "ATEN_CPU_CAPABILITY",
+        "",
+        "default, avx2 or avx512",
+        "newest x86 vectors of torch's other kernels and of compiled layers; chosen and planned for alike",
+    ),
+    Variable(
         "THP_MEM_ALLOC_ENABLE",
         "",
         "1 or 0",
@@ -191,6 +204,25 @@ def no_color(environ: Mapping[str, str] | None = None) -> bool:
 def compiler(environ: Mapping[str, str] | None = None) -> str:
     """The C++ compiler named by `CXX`; empty where it is not set."""
     return (os.environ if environ is None else environ).get("CXX", "").strip()
+
+
+def matmul_limit(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The variable that limits the instructions of oneDNN, and its value in lower case, as oneDNN reads them; two empty
+    texts where none is set.
+
+    Example:
+        >>> matmul_limit({"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "AVX2"})
+        ('DNNL_MAX_CPU_ISA', 'avx2')
+    """
+    environ = os.environ if environ is None else environ
+    name = next((name for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if environ.get(name)), "")
+    return name, environ.get(name, "").lower()
+
+
+def vector_limit(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The variable that limits the vectors of torch's own kernels, and its value; two empty texts where it is unset."""
+    value = (os.environ if environ is None else environ).get("ATEN_CPU_CAPABILITY", "")
+    return ("ATEN_CPU_CAPABILITY", value) if value else ("", "")
 
 
 def tune_cpu_runtime() -> None:

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,6 +29,27 @@ _CPU_UNITS = {
 }
 """Instruction sets that multiply 16-bit operands, x86 and ARM, as the kernel names them."""
 _FEATURE_PREFIXES = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "sve", "bf16", "i8mm", "fphp")
+_MATMUL_PREFIXES = ("avx_vnni", "avx_ne_convert", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_")
+"""Instructions that torch multiplies matrices with through oneDNN alone, which has a limit of its own."""
+_VNNI2 = ("avx_vnni", "avx_vnni_int8", "avx_vnni_int16", "avx_ne_convert")
+_BF16 = ("avx512_vnni", "avx512_bf16")
+_FP16 = (*_BF16, "avx_vnni", "avx512_fp16")
+_AMX = (*_FP16, "amx_tile", "amx_int8", "amx_bf16")
+_MATMUL_LIMITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sse41", "avx", "avx2", "avx512_core"), ()),
+    "avx2_vnni": ("avx_vnni",),
+    "avx2_vnni_2": _VNNI2,
+    "avx512_core_vnni": ("avx512_vnni",),
+    "avx512_core_bf16": _BF16,
+    **dict.fromkeys(("avx512_core_fp16", "avx10_1_512"), _FP16),
+    **dict.fromkeys(("avx512_core_amx", "avx10_1_512_amx"), _AMX),
+    **dict.fromkeys(("avx512_core_amx_fp16", "avx10_1_512_amx_fp16"), (*_AMX, "amx_fp16")),
+    **dict.fromkeys(("avx10_2", "avx10_2_512"), (*_FP16, *_VNNI2)),
+}
+"""Which of them each value of ONEDNN_MAX_CPU_ISA leaves (src/cpu/x64/cpu_isa_traits.hpp of oneDNN 3.12); another
+value limits nothing there."""
+_VECTOR_LIMITS = {"default": ("avx", "fma", "f16c"), "avx2": ("avx512",), "avx512": ()}
+"""What of all others, by beginning, each value of ATEN_CPU_CAPABILITY takes away (ATen/native/DispatchStub.cpp)."""
 _PACKAGES = (
     "tilewright",
     "torch",
@@ -58,11 +80,13 @@ class Machine:
     physical_cores: int
     """Whole cores this process may use."""
     cpu_features: frozenset[str]
-    """Vector instruction sets as the kernel names them: avx512_bf16, amx_bf16, ..."""
+    """Vector instruction sets that torch may use here, as the kernel names them: avx512_bf16, amx_bf16, ..."""
     cxx_compiler: str | None
     versions: dict[str, str]
     core_share: float = 1.0
     """Of a core, what a thread has: less than one where more processes of a run share the machine than it has cores."""
+    cpu_limits: tuple[str, ...] = ()
+    """Variables by which torch may not use all that the CPU has, as "NAME=value"."""
 
     def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
         """Whether the CPU has matrix or dot-product instructions for operands of this dtype."""
@@ -164,16 +188,40 @@ def detect_machine(device: str = "auto") -> Machine:
         cpu_features=cpu_features(),
         cxx_compiler=find_cxx_compiler(),
         versions=_versions(torch.version.cuda),
+        cpu_limits=cpu_limits(),
     )
 
 
-def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Vector instruction sets of the CPU. Empty where the system has no /proc/cpuinfo."""
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Vector instruction sets of the CPU that torch may use. Empty where the system has no /proc/cpuinfo.
+
+    ONEDNN_MAX_CPU_ISA limits those of matmuls, ATEN_CPU_CAPABILITY all others: kernels are chosen, compiled and planned
+    as on a CPU that lacks the rest. Values that oneDNN and ATen ignore limit nothing. On ARM neither does.
+    """
+    features = _cpu_flags(cpuinfo)
+    return features - _barred(features, environ)
+
+
+def cpu_limits(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The variables, as "NAME=value", by which torch may not use all vector instruction sets that the CPU has."""
+    features, limits = _cpu_flags(cpuinfo), (env.matmul_limit(environ), env.vector_limit(environ))
+    return tuple(f"{name}={value}" for name, value in limits if name and _barred(features, {name: value}))
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
     for line in _lines(cpuinfo):
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return frozenset(flag for flag in value.split() if flag.startswith(_FEATURE_PREFIXES))
     return frozenset()
+
+
+def _barred(features: frozenset[str], environ: Mapping[str, str] | None) -> frozenset[str]:
+    """Of these features, those that torch may not use."""
+    of_matmuls = frozenset(flag for flag in features if flag.startswith(_MATMUL_PREFIXES))
+    left = _MATMUL_LIMITS.get(env.matmul_limit(environ)[1], of_matmuls)
+    taken = _VECTOR_LIMITS.get(env.vector_limit(environ)[1], ())
+    return of_matmuls.difference(left) | {flag for flag in features - of_matmuls if flag.startswith(taken)}
 
 
 def cpu_multiplies(dtype: "torch.dtype", features: frozenset[str]) -> bool:

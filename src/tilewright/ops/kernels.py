@@ -231,6 +231,7 @@ def kernels_of(spec: str) -> Kernels:
         **machine,
         "capability": None if capability is None else tuple(capability),
         "cpu_features": frozenset(machine["cpu_features"]),
+        "cpu_limits": tuple(machine["cpu_limits"]),
     }
     return Kernels(
         Machine(**facts), overrides, compile=compile, loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block

@@ -117,13 +117,12 @@ def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -
 
 def _print_machine(machine: Machine, speed: float | None) -> None:
     capability = "" if machine.capability is None else f", compute capability {'.'.join(map(str, machine.capability))}"
-    wide = sorted(name for name in machine.cpu_features if name.startswith(("amx", "avx512_", "avx2", "sve", "asimd")))
     choice = fp8_choice(machine)
     rows = [
         ("device", f"{machine.device}: {machine.device_name}{capability}"),
         ("memory", _memory(machine)),
         ("cores", f"{machine.physical_cores} physical"),
-        ("vectors", " ".join(wide) or "unknown"),
+        ("vectors", _vectors(machine)),
         ("fp8", f"{choice.mode}: {choice.reason} (on the unit: {', '.join(choice.native) or 'nothing'})"),
         ("compiler", _compiler(machine)),
         ("disk", "this folder cannot be written to" if speed is None else f"{format_bytes(speed)}/s written here"),
@@ -131,6 +130,12 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
     ]
     for label, text in rows:
         echo(f"{label:<9} {text}", hang=10)
+
+
+def _vectors(machine: Machine) -> str:
+    prefixes = ("amx", "avx512_", "avx2", "sve", "asimd")
+    names = " ".join(sorted(name for name in machine.cpu_features if name.startswith(prefixes))) or "unknown"
+    return f"{names} (the CPU has more: {', '.join(machine.cpu_limits)})" if machine.cpu_limits else names
 
 
 def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[tuple[str, str]]:

@@ -16,7 +16,9 @@ def why_not(library: Library, machine: Machine, case: Case) -> str | None:
     if case.device_type != "cpu" or case.dtype != torch.bfloat16:
         return "it is for BF16 on CPUs"
     if "amx_bf16" not in machine.cpu_features:
-        return "the CPU has no AMX tiles for BF16"
+        return "the CPU has no AMX tiles for BF16, or torch may not use them"
+    if "avx512f" not in machine.cpu_features:
+        return "its code beside the tiles needs AVX-512"
     return library.why_not(machine, case) or _refused(library)
 
 

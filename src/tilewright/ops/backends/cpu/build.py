@@ -134,7 +134,8 @@ def build(library: Library, compiler: str, folder: Path) -> Path:
     source = _FOLDER / f"{library.name}.cpp"
     version = _run([compiler, "--version"])
     files = [source.read_bytes(), *(path.read_bytes() for path in sorted(_FOLDER.glob("*.h")))]
-    parts = [*files, *(text.encode() for text in (*FLAGS, version, platform.machine(), *sorted(cpu_features())))]
+    flags, features = (*FLAGS, *_without(cpu_features())), sorted(cpu_features())
+    parts = [*files, *(text.encode() for text in (*flags, version, platform.machine(), *features))]
     path = folder / f"{library.name}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
     if path.exists():
         return path
@@ -142,11 +143,16 @@ def build(library: Library, compiler: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            _run([compiler, *FLAGS, str(source), "-o", str(made)])
+            _run([compiler, *flags, str(source), "-o", str(made)])
             os.replace(made, path)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written to: {error.strerror}") from error
     return path
+
+
+def _without(features: frozenset[str]) -> tuple[str, ...]:
+    """Flags against what `-march=native` finds and torch may not use: those kernels are as on a CPU without it."""
+    return ("-mno-avx512f",) if "avx2" in features and "avx512f" not in features else ()
 
 
 def load(library: Library, path: Path) -> ctypes.CDLL:
