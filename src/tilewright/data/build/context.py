@@ -14,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from tilewright.data.build.config import DataBuild
+from tilewright.data.build.contents import CONTENTS, Contents
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
 from tilewright.data.build.stages.copies.exact import DROP, doc_of
@@ -39,6 +40,7 @@ class Context:
         self.build, self.out = build, out
         self._installed, self._num_shards = installed, num_shards
         self.units = Units(out / WORK)
+        self.contents = Contents(out / WORK / CONTENTS)
         self.build_id = uuid4().hex
         """Another one for each context, for what may be remembered as long as this one lives."""
         self._digests: dict[str, str] = {}
@@ -46,12 +48,12 @@ class Context:
     @cached_property
     def listing(self) -> Listing:
         """What there is to read. Each rank lists it for itself; workers get the list."""
-        return list_inputs(self.build.read, self._installed)
+        return list_inputs(self.build.read, self._installed, self.contents)
 
     @cached_property
     def references(self) -> dict[str, Listing]:
         """What scores are learned from, by setting; all of it is there."""
-        return list_references(self.build, [shard[0].domain for shard in self.listing.shards])
+        return list_references(self.build, self.listing.domains(), self.contents)
 
     @property
     def num_shards(self) -> int:

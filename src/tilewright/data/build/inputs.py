@@ -14,10 +14,13 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
-from tilewright.data.readers.text.encodings import begins_as_utf8
+from tilewright.data.build.contents import Contents, stat_key
+from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
+from tilewright.data.readers.open import LINES
+from tilewright.data.readers.text.encodings import wide_encoding_of
 from tilewright.data.records import Rejected
-from tilewright.data.sources.documents import Part, Reject, Source, printable, wide_encoding
-from tilewright.data.sources.files import TEXT_SUFFIXES, existing
+from tilewright.data.sources.documents import Part, Reject, Source, printable
+from tilewright.data.sources.files import existing
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.installed import installed_source
 from tilewright.data.sources.tables import is_saved_dataset
@@ -28,8 +31,8 @@ INSTALLED = "installed"
 
 @dataclass(frozen=True)
 class Item:
-    """A file, or the bytes [start, stop) of a large one. `key` says which version of it; `path` is "" for a part of the
-    installed text, which its domain and name identify."""
+    """A file, or the bytes [start, stop) of a large one. `key` says which content the file has; `path` is "" for a part
+    of the installed text, which its domain and name identify."""
 
     domain: str
     name: str
@@ -40,6 +43,8 @@ class Item:
     stop: int = 0
     part: Part | None = field(default=None, compare=False, repr=False)
     """How a part of the installed text is read."""
+    stat: str = field(default="", compare=False)
+    """`stat_key` of the file when it was listed."""
 
     def identity(self) -> dict[str, Any]:
         """What says which content it is; not where on this machine it lies."""
@@ -62,19 +67,30 @@ class Listing:
         """What identifies the content of a shard."""
         return [item.identity() for item in self.shards[shard]]
 
+    def domains(self) -> list[str]:
+        """The domain of each shard."""
+        return [shard[0].domain for shard in self.shards]
 
-def list_inputs(read: ReadSection, installed: Source | None = None) -> Listing:
-    """Find the files.
+    def facts(self) -> list[Any]:
+        """All that the account of a build takes from a listing."""
+        files = [[item.domain, item.name, item.size] for shard in self.shards for item in shard]
+        rejects = [[r.path, r.rule, str(r.value), r.domain, r.count, r.num_bytes] for r in self.rejects]
+        return [files, rejects, self.found_bytes, self.left_files, self.left_bytes]
+
+
+def list_inputs(read: ReadSection, installed: Source | None = None, contents: Contents | None = None) -> Listing:
+    """Find the files, and which content each has.
 
     Args:
         read: settings.
         installed: the installed text, where it has been listed already: that takes a second.
+        contents: of files that were read before.
 
     Raises:
         DataError: a source that does not exist, an unknown domain, or nothing to read.
     """
     listing = Listing()
-    items = list(_items(read, listing, installed))
+    items = list(_items(read, listing, installed, contents or Contents()))
     listing.found_files = len({item.name for item in items}) + len(listing.rejects)
     listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
     domains = sorted({item.domain for item in items})
@@ -100,17 +116,17 @@ def list_inputs(read: ReadSection, installed: Source | None = None) -> Listing:
     return listing
 
 
-def _items(read: ReadSection, listing: Listing, installed: Source | None) -> Iterator[Item]:
+def _items(read: ReadSection, listing: Listing, installed: Source | None, contents: Contents) -> Iterator[Item]:
     if read.sources:
         for domain, path in read.sources.items():
             if path == INSTALLED:
                 yield from _installed(installed, listing, domain)
             else:
-                yield from _files(path, domain, read.shard_bytes, listing, f"{domain}/")
+                yield from _files(path, domain, read.shard_bytes, listing, contents, f"{domain}/")
     elif read.source == INSTALLED:
         yield from _installed(installed, listing)
     else:
-        yield from _files(read.source, "", read.shard_bytes, listing, "")
+        yield from _files(read.source, "", read.shard_bytes, listing, contents, "")
 
 
 def _installed(source: Source | None, listing: Listing, domain: str = "") -> Iterator[Item]:
@@ -120,7 +136,9 @@ def _installed(source: Source | None, listing: Listing, domain: str = "") -> Ite
         yield Item(domain or part.domain, part.name, "", part.size, source.key, part=part)
 
 
-def _files(source: str, domain: str, shard_bytes: int, listing: Listing, prefix: str) -> Iterator[Item]:
+def _files(
+    source: str, domain: str, shard_bytes: int, listing: Listing, contents: Contents, prefix: str
+) -> Iterator[Item]:
     source = hub_dataset(source) if source.startswith(PREFIX) else source
     root = existing(Path(source).expanduser(), source)
     saved = root.is_dir() and is_saved_dataset(root)
@@ -138,30 +156,29 @@ def _files(source: str, domain: str, shard_bytes: int, listing: Listing, prefix:
         elif not status.st_size:
             listing.rejects.append(Rejected(prefix + name, "", "list", "empty file", 0.0, 1.0, domain=where))
         else:
-            size, key = status.st_size, f"{status.st_size} {status.st_mtime_ns}"
-            for start, stop in _segments(path, size, shard_bytes):
+            try:
+                content = contents.of(path, status)
+            except OSError as error:
+                why = str(error.strerror or error)
+                rule = "cannot be read"
+                listing.rejects.append(Rejected(prefix + name, "", "list", rule, why, "", "", where, 1, status.st_size))
+                continue
+            size, stat_of_file = status.st_size, stat_key(status)
+            for start, stop in _segments(path, size, shard_bytes, is_utf8=content.is_utf8):
                 length = (stop or size) - start
-                yield Item(where, prefix + name, str(path), length, key, start, stop)
+                yield Item(where, prefix + name, str(path), length, content.digest, start, stop, stat=stat_of_file)
 
 
-def _segments(path: Path, size: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a large file of plain lines; (0, 0) for any other file, which is read whole."""
-    if size <= shard_bytes or path.suffix.lower() not in (*TEXT_SUFFIXES.split(), ".jsonl"):
-        yield 0, 0
-        return
-    try:
+def _segments(path: Path, size: int, shard_bytes: int, *, is_utf8: bool) -> Iterator[tuple[int, int]]:
+    """Ranges of a large file of lines in UTF-8; (0, 0) for any other file, which is read whole: another encoding is
+    found from all of it."""
+    if size > shard_bytes and is_utf8:
         with path.open("rb") as file:
             head = file.read(1 << 16)
-    except OSError:
-        yield 0, 0  # that it cannot be read is found out, and said, where it is read
-        return
-    if (
-        wide_encoding(head[:4]) or b"\n" not in head or not begins_as_utf8(head)
-    ):  # other encodings are found in the whole
-        yield 0, 0
-        return
-    for start in range(0, size, shard_bytes):
-        yield start, min(size, start + shard_bytes)
+        if kind_of(path.name, head[:HEAD_BYTES]) in LINES and not wide_encoding_of(head) and b"\n" in head:
+            yield from ((start, min(size, start + shard_bytes)) for start in range(0, size, shard_bytes))
+            return
+    yield 0, 0
 
 
 def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:

@@ -129,10 +129,8 @@ def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 
 def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    domains = [shard[0].domain for shard in c.listing.shards]
-    settings = c.build.split
-    where = c.folders(last_kept(c)), c.folders("repair"), domains, c.folder("near")
-    return split_records(*where, settings, folder)
+    where = c.folders(last_kept(c)), c.folders("repair"), c.listing.domains(), c.folder("near")
+    return split_records(*where, c.build.split, folder)
 
 
 def _media(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -175,7 +173,7 @@ def _tokenizer_key(c: Context) -> list[str]:
 
 STAGES = (
     BuildStage(
-        *("read", "reading files", 2, _shards),
+        *("read", "reading files", 3, _shards),
         lambda c, i: [
             *(c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()),
             c.build.media.model_dump(),
@@ -266,8 +264,11 @@ STAGES = (
     ),
     *SAMPLE,
     BuildStage(
-        *("split", "holding out", 4, _one),
-        lambda c, i: [c.every(last_kept(c)), c.one("near"), c.build.split.model_dump()],
+        *("split", "holding out", 5, _one),
+        lambda c, i: [
+            *(c.every(last_kept(c)), c.every("repair"), c.listing.domains(), c.one("near")),
+            c.build.split.model_dump(),
+        ],
         _split,
     ),
     BuildStage(
@@ -281,7 +282,8 @@ STAGES = (
     BuildStage(
         *("tokenizer", "training the tokenizer", 1, _one),
         lambda c, i: [
-            *(c.every(last_kept(c)), c.one("split"), c.build.tokenizer.vocab_size, c.build.split.seed),
+            *(c.every("repair"), c.every(last_kept(c)), c.one("split")),
+            *(c.build.tokenizer.vocab_size, c.build.split.seed),
             *(_tokenizer_key(c), tokenizers.__version__),
         ],
         _tokenizer,
@@ -295,12 +297,12 @@ STAGES = (
         _encode,
     ),
     BuildStage(
-        *("dataset", "joining the dataset", 4, _one),
+        *("dataset", "joining the dataset", 5, _one),
         lambda c, i: [
             *(c.one("tokenizer"), c.one("split"), source_label(c), c.totals("repair", "changed")),
             *(c.every("encode"), *(c.told(stage) for stage in rejecting(c)), c.every("media", _media_shards(c))),
             c.told("media", _media_shards(c)),
-            [c.listing.found_bytes, [[r.path, r.rule, str(r.value)] for r in c.listing.rejects]],
+            c.listing.facts(),
         ],
         _dataset,
     ),

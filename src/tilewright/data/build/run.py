@@ -63,6 +63,8 @@ def build_dataset(
     with _locked(out, alone=executor.is_first):
         progress.phase("listing files")
         context.references  # noqa: B018  and the listing, before anything is written: what is not there is said at once
+        if executor.is_first:
+            context.contents.save()
         context.units.clean(executor.mark)
         for stage in STAGES:
             count = stage.count(context)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.records import Modality, Record, Rejected
@@ -15,6 +15,13 @@ from tilewright.data.records import Modality, Record, Rejected
 STAGE = "read"
 INSTALL = 'pip install "tilewright[data]"'
 _MISSING = "missing package "
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of a file: of it the lines that begin there are read."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Entry:
     inner: str
     part: str = ""
     depth: int = 0
+    span: Span | None = None
+    """None: the whole file. Plain text, Markdown and rows of JSON alone are read in spans."""
 
     def member(self, path: Path, inner: str, shown: str) -> "Entry":
         """The entry of a file that was unpacked to `path` out of this one and is `shown` as part of it."""

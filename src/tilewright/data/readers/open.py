@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from tilewright.data.readers.entry import INSTALL, STAGE, Entry, missing_once
+from tilewright.data.readers.entry import INSTALL, STAGE, Entry, Span, missing_once
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.audio import read_audio
@@ -25,6 +25,8 @@ _READERS = {
     **{"text": read_text, "markdown": read_markdown, "html": read_html, "pdf": read_pdf},
     **{"image": read_image, "audio": read_audio},
 }
+LINES = ("text", "markdown", "jsonl")
+"""Kinds of files whose lines stand for themselves: a large one can be read in spans."""
 _ROWS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Errors of this machine and not of the file: they are raised."""
@@ -34,7 +36,12 @@ Items = Iterator[Record | Rejected]
 
 
 def read_file(
-    path: Path, name: str, domain: str, limits: ReadLimits = _LIMITS, options: ReadOptions = _OPTIONS
+    path: Path,
+    name: str,
+    domain: str,
+    limits: ReadLimits = _LIMITS,
+    options: ReadOptions = _OPTIONS,
+    span: Span | None = None,
 ) -> Items:
     """Records and rejects of one file of any kind.
 
@@ -44,11 +51,13 @@ def read_file(
         domain: of its records.
         limits: what a file may cost.
         options: the field of rows with the text; pixels, log-mel frames and languages on request.
+        span: of a file of one of the kinds `LINES`, the lines that begin in these bytes; None: the whole file.
 
     Raises:
         OSError: no space for temporary files, or no file can be opened any more. Bad data does not raise.
     """
-    found = missing_once(_read(Entry(Path(path), name, domain, limits, options, PurePosixPath(path).name)))
+    entry = Entry(Path(path), name, domain, limits, options, PurePosixPath(path).name, span=span)
+    found = missing_once(_read(entry))
     yield from _with_language(found, name, domain) if options.language else found
 
 
@@ -63,7 +72,9 @@ def _read(entry: Entry) -> Items:
             found = 0
             for found, item in enumerate(_of_kind(entry, status.st_size), 1):  # noqa: B007
                 yield item
-            if not found:  # an archive without members, a PDF without pages, a table without rows
+            if (
+                not found and entry.span is None
+            ):  # an archive without members, a PDF without pages, a table without rows
                 yield entry.reject("nothing in it", 0.0, 1.0, num_bytes=status.st_size)
     except OSError as error:
         if error.errno in _FULL:

@@ -218,7 +218,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
     sizes = {name: (-reason["file_bytes"] - reason["text_bytes"], name) for name, reason in refused.reasons.items()}
     reasons = sorted(refused.reasons, key=lambda name: sizes[name])
-    every = {items[0].domain for items in done.listing.shards} | set(refused.by_domain)
+    every = set(done.listing.domains()) | set(refused.by_domain)
     records = {n: dict(sorted(kinds.get(n, {}).items())) | {"dropped": refused.by_domain[n]} for n in sorted(every)}
     domains: dict[str, Any] = {}
     for name, counts in sorted(by_domain.items()):

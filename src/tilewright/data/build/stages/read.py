@@ -13,19 +13,17 @@ from typing import Any
 import xxhash
 
 from tilewright.data.build.config import DataBuild
+from tilewright.data.build.contents import stat_key
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
+from tilewright.data.readers.entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import read_file
 from tilewright.data.records import Record, Rejected
-from tilewright.data.sources.documents import Document, Reject, cut, decode
-from tilewright.data.sources.json_rows import row
-from tilewright.data.sources.lines import segment_lines, too_long
+from tilewright.data.sources.documents import Document, Reject, cut
 
 STAGE = "read"
-_BLOCK_BYTES = 1 << 20
-"""Text of a large file is decoded in pieces of about this size."""
 
 Items = Iterator[Record | Rejected]
 
@@ -71,9 +69,9 @@ def read_item(item: Item, build: DataBuild) -> Items:
     try:
         yield from _read(item, build)
         if item.path:
-            now = os.stat(item.path)
-            if item.key != f"{now.st_size} {now.st_mtime_ns}":
-                value = f"{now.st_size} bytes, {item.key.split()[0]} when it was found"
+            now = stat_key(os.stat(item.path))
+            if item.stat != now:
+                value = f"{now.split()[0]} bytes, {item.stat.split()[0]} when it was found"
                 yield Rejected(item.name, "", STAGE, "file changed while it was read", value, "", "", item.domain, 0)
     except OSError as error:
         why = str(error.strerror or error)
@@ -81,16 +79,13 @@ def read_item(item: Item, build: DataBuild) -> Items:
 
 
 def _read(item: Item, build: DataBuild) -> Items:
-    path = Path(item.path)
     if item.part is not None:
         yield from _documents(item, item.part.read())
-    elif item.stop:  # a range of a large file of lines
-        rows = path.suffix.lower() == ".jsonl"
-        yield from _json_lines(item, path, build) if rows else _blocks(item, path, build.limits.line_bytes)
     else:
         limits = ReadLimits(**build.limits.model_dump())
         options = ReadOptions(text_field=build.read.text_field, **build.media.model_dump())
-        yield from read_file(path, item.name, item.domain, limits, options)
+        span = Span(item.start, item.stop) if item.stop else None
+        yield from read_file(Path(item.path), item.name, item.domain, limits, options, span)
 
 
 def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
@@ -101,47 +96,6 @@ def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
             part = one.name.removeprefix(item.name).lstrip("@:#")
             part = f"line {part}" if part.isdigit() else part
             yield Record("", "text", item.domain, one.text, path=item.name, part=part)
-
-
-def _json_lines(item: Item, path: Path, build: DataBuild) -> Items:
-    longest, field = build.limits.line_bytes, build.read.text_field
-    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
-        if len(line) > longest:
-            yield refused(too_long(item.name, longest, len(line)), item.domain)
-            continue
-        for one in row(item.name, f"byte {start}", line, field):
-            if isinstance(one, Reject):
-                yield refused(one, item.domain)
-            else:
-                stop = start + len(line)
-                yield Record("", "text", item.domain, one.text, path=item.name, part="row", start=start, stop=stop)
-
-
-def _blocks(item: Item, path: Path, longest: int) -> Items:
-    """Text of a plain file in pieces of about `_BLOCK_BYTES`, at line ends."""
-    held: list[bytes] = []
-    first = at = item.start
-    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
-        if len(line) > longest:
-            yield refused(too_long(item.name, longest, len(line)), item.domain)
-            continue
-        if not held:
-            first = start
-        held.append(line)
-        at = start + len(line)
-        if at - first >= _BLOCK_BYTES:
-            yield from _decoded(item, b"".join(held), first, at)
-            held = []
-    if held:
-        yield from _decoded(item, b"".join(held), first, at)
-
-
-def _decoded(item: Item, data: bytes, start: int, stop: int) -> Items:
-    for one in decode(item.name, data):
-        if isinstance(one, Reject):
-            yield refused(one, item.domain)
-        else:
-            yield Record("", "text", item.domain, one.text, path=item.name, start=start, stop=stop)
 
 
 def refused(reject: Reject, domain: str) -> Rejected:

@@ -30,6 +30,9 @@ def read_text(entry: Entry) -> Items:
 
 def read_markdown(entry: Entry) -> Items:
     """The text of a Markdown file after its front matter; its title is a fact of the first record."""
+    if entry.span is not None and entry.span.start:
+        yield from _text(entry, 0, {})
+        return
     with entry.path.open("rb") as file:
         head = file.read(1 << 16)
     front = _FRONT_MATTER.match(head)
@@ -100,7 +103,9 @@ def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, par
 def _blocks(entry: Entry, start: int) -> Iterator[tuple[int, bytes | Rejected]]:
     """(offset, about `BLOCK_BYTES` of whole lines), or a reject of a line that is too long."""
     size, longest = entry.path.stat().st_size, entry.limits.line_bytes
-    if start == 0 and size <= min(BLOCK_BYTES, longest):
+    if entry.span is not None:
+        start, size = max(start, entry.span.start), entry.span.stop
+    if entry.span is None and start == 0 and size <= min(BLOCK_BYTES, longest):
         yield 0, entry.path.read_bytes()[:size]
         return
     held: list[bytes] = []

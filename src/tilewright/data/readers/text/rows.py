@@ -88,9 +88,10 @@ def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
 
 
 def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
-    size, longest = entry.path.stat().st_size, entry.limits.line_bytes
-    for number, (start, line) in enumerate(segment_lines(entry.path, 0, size, longest), 1):
-        part = f"row {number}"
+    first, stop = entry.span or (0, entry.path.stat().st_size)
+    longest = entry.limits.line_bytes
+    for number, (start, line) in enumerate(segment_lines(entry.path, first, stop, longest), 1):
+        part = "row" if entry.span else f"row {number}"  # how many rows are before a span is not known
         if len(line) > longest:
             yield entry.reject("line length", f"over {longest}", longest, ascii(line[:60]), part)
             continue

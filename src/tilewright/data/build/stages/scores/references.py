@@ -15,6 +15,7 @@ import xxhash
 from tilewright.core.errors import DataError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.build.config import DataBuild, ReadSection
+from tilewright.data.build.contents import Contents
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.stages.copies.exact import doc_of
 from tilewright.data.build.stages.read import read_item
@@ -42,12 +43,13 @@ class Piece:
     label: bool | None = None
 
 
-def list_references(build: DataBuild, domains: Iterable[str]) -> dict[str, Listing]:
+def list_references(build: DataBuild, domains: Iterable[str], contents: Contents | None = None) -> dict[str, Listing]:
     """What is in each folder or file of text that the build learns from, by setting.
 
     Args:
         build: settings.
         domains: of the records, which settings may name.
+        contents: of files that were read before.
 
     Raises:
         DataError: files and folders that are missing or empty, and domains that do not exist, all in one error.
@@ -63,7 +65,8 @@ def list_references(build: DataBuild, domains: Iterable[str]) -> dict[str, Listi
                 problem = Problem("Reference of a data build is not a file", path, _FILES[setting], "", setting)
         else:
             try:
-                found[setting] = list_inputs(ReadSection(source=path, shard_bytes=build.read.shard_bytes))
+                read = ReadSection(source=path, shard_bytes=build.read.shard_bytes)
+                found[setting] = list_inputs(read, contents=contents)
             except DataError as error:
                 got = f"{path}: {error.problems[0].got}"
                 problem = Problem("Reference of a data build is empty", got, "files with text", "", setting)

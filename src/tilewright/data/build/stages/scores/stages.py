@@ -62,19 +62,19 @@ def _keys(c: Context, *settings: str) -> list[Any]:
             found.append([setting, file_digest(Path(path))])
         else:
             found.append([setting, path])
-    reading = c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump(), c.build.repair.model_dump()
-    return [*found, *reading]
+    sections = (c.build.limits, c.build.media, c.build.repair)
+    return [*found, c.build.read.text_field, c.build.read.max_chars, *(section.model_dump() for section in sections)]
 
 
 def _halves(c: Context, stage: str, domains: tuple[str, ...], limit: int) -> tuple[list[Piece], list[Piece]]:
     """A sample of each half of the records that stay after `stage`."""
-    shards = [i for i, items in enumerate(c.listing.shards) if not domains or items[0].domain in domains]
+    shards = [i for i, domain in enumerate(c.listing.domains()) if not domains or domain in domains]
     return corpus_sample([c.folder("repair", i) for i in shards], [c.folder(stage, i) for i in shards], limit)
 
 
-def _corpus(c: Context, reference: str, stage: str) -> str:
-    """Hash of the records that a sample of the corpus is taken of; "" where none is."""
-    return c.every(stage) if reference == CORPUS else ""
+def _corpus(c: Context, reference: str, stage: str) -> list[object]:
+    """Hashes of the records that a sample of the corpus is taken of, with their domains; nothing where none is."""
+    return [c.every(stage), c.every("repair"), c.listing.domains()] if reference == CORPUS else []
 
 
 def _quality_model(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -113,7 +113,7 @@ def _scores(
 
 def _count(scores: str) -> Callable[[Context, int, Path], Mapping[str, Any]]:
     def run(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-        domains = [items[0].domain for items in c.listing.shards]
+        domains = c.listing.domains()
         return choose.count_scores(list(zip(domains, c.folders(scores), strict=True)), folder)
 
     return run
@@ -145,7 +145,7 @@ QUALITY_AND_NOISE = (
     _scores("quality", "scoring quality", lambda c: "rules", models.quality_scorer, "quality_model"),
     BuildStage(
         *("quality_counts", "counting quality scores", 1, _counted),
-        lambda c, i: c.every("quality_scores"),
+        lambda c, i: [c.every("quality_scores"), c.listing.domains()],
         _count("quality_scores"),
     ),
     BuildStage(
@@ -201,7 +201,7 @@ SAMPLE = (
     _scores("sample", "measuring bits per byte", lambda c: "unique", models.bits_scorer, "sample_model"),
     BuildStage(
         *("sample_counts", "counting bits per byte", 1, _units("sample", _one)),
-        lambda c, i: c.every("sample_scores"),
+        lambda c, i: [c.every("sample_scores"), c.listing.domains()],
         _count("sample_scores"),
     ),
     BuildStage(

@@ -1,0 +1,243 @@
+"""A build in a folder that holds an older one gives what a build in an empty folder gives, whatever changed between."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.build.corpora import build, digest, prose, settings
+from tilewright.data.build.config import DataBuild
+from tilewright.data.build.context import Context
+from tilewright.data.build.inputs import Listing
+from tilewright.data.build.plan import STAGES
+
+ENCODINGS = ("utf-8", "latin-1", "utf-16", "utf-16-be", "cp1252")
+SHARD_BYTES = 1 << 16
+"""The least: some files are read in ranges, and a few make several shards."""
+
+
+def _text(rng: random.Random) -> bytes:
+    text = prose(rng.randrange(40), rng.choice((5, 60, 200, 900, 14_000)))
+    if rng.random() < 0.4:
+        text = text.replace("a", "é")
+    if rng.random() < 0.1:
+        text = text.encode().decode("cp1252", "replace")  # mojibake
+    return text.encode(rng.choice(ENCODINGS), "replace")
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def _new_name(root: Path, rng: random.Random) -> Path:
+    return root / rng.choice("xyz") / f"{rng.randrange(12)}{rng.choice(('.txt', '.md'))}"
+
+
+def _write(root: Path, rng: random.Random) -> None:
+    path = _new_name(root, rng)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(_text(rng))
+
+
+def _remove(root: Path, rng: random.Random) -> None:
+    rng.choice(_files(root)).unlink()
+
+
+def _move(root: Path, rng: random.Random) -> None:
+    path = _new_name(root, rng)
+    path.parent.mkdir(exist_ok=True)
+    rng.choice(_files(root)).replace(path)
+
+
+def _copy(root: Path, rng: random.Random) -> None:
+    path = _new_name(root, rng)
+    path.parent.mkdir(exist_ok=True)
+    source = rng.choice(_files(root))
+    if source != path:
+        shutil.copy2(source, path)
+
+
+def _merge_folders(root: Path, rng: random.Random) -> None:
+    """`mv` of the files of a domain into another."""
+    source, target = rng.sample([root / name for name in "xyz"], 2)
+    for path in _files(source) if source.is_dir() else ():
+        target.mkdir(exist_ok=True)
+        path.replace(target / path.name)
+
+
+def _rename_folder(root: Path, rng: random.Random) -> None:
+    source, target = rng.sample([root / name for name in "xyz"], 2)
+    if source.is_dir() and not target.is_dir():
+        source.rename(target)
+
+
+def _same_size_and_time(root: Path, rng: random.Random) -> None:
+    """Other content under the same name, with the same size and modification time."""
+    path = rng.choice(_files(root))
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    for _ in range(20):
+        at = rng.randrange(len(data))
+        if chr(data[at]).isalpha() and data[at] < 128:
+            data[at] = rng.choice(b"qxj")
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _swap(root: Path, rng: random.Random) -> None:
+    """Two files change places, with their times."""
+    files = _files(root)
+    if len(files) > 1:
+        one, other = rng.sample(files, 2)
+        one.rename(root / "swap")
+        other.rename(one)
+        (root / "swap").rename(other)
+
+
+def _append(root: Path, rng: random.Random) -> None:
+    with rng.choice(_files(root)).open("ab") as file:
+        file.write(b"\n" + prose(rng.randrange(40), 50).encode())
+
+
+CHANGES: tuple[Callable[[Path, random.Random], None], ...] = (
+    *(_write, _write, _remove, _move, _copy, _merge_folders, _rename_folder, _same_size_and_time, _swap, _append),
+)
+
+
+def _begin(root: Path, rng: random.Random) -> None:
+    for _ in range(10):
+        _write(root, rng)
+
+
+def _check(folder: Path, seed: int, num_changes: int) -> None:
+    rng = random.Random(seed)
+    root = folder / "in"
+    root.mkdir()
+    _begin(root, rng)
+    config = settings(root, read={"shard_bytes": SHARD_BYTES}, tokenizer={"vocab_size": 300})
+    build(config, folder / "out")
+    for number in range(num_changes):
+        change = rng.choice(CHANGES)
+        change(root, rng)
+        if len(_files(root)) < 4:
+            _begin(root, rng)
+        build(config, folder / "out")
+        fresh = folder / "fresh"
+        build(config, fresh)
+        old, new = digest(folder / "out"), digest(fresh)
+        differ = sorted(name for name in old | new if old.get(name) != new.get(name))
+        assert not differ, f"seed {seed}, change {number}, {change.__name__}: {differ}"
+        shutil.rmtree(fresh)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_incremental_is_fresh(tmp_path, seed):
+    _check(tmp_path, seed, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_incremental_is_fresh_over_500_changes(tmp_path, seed):
+    _check(tmp_path, seed, 25)
+
+
+def test_merged_domains_have_the_split_of_a_fresh_build(tmp_path):
+    """The held-out part depends on which domain a record is in, which no text says."""
+    root = tmp_path / "in"
+    for number in range(24):
+        path = root / "ab"[number % 2] / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(prose(number, 80))
+    config = settings(root)
+    before = build(config, tmp_path / "out")
+    for path in _files(root / "b"):
+        path.rename(root / "a" / path.name)
+    after = build(config, tmp_path / "out")
+    assert after["fingerprint"] != before["fingerprint"]
+    build(config, tmp_path / "fresh")
+    assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
+
+
+def test_stages_read_what_their_fingerprints_are_taken_from(tmp_path):
+    """Each stage, settings section and listing that a unit's work reads is in what its fingerprint is taken from."""
+    root = tmp_path / "in"
+    for number in range(40):
+        path = root / "ab"[number % 2] / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(prose(number, 80))
+    sections = {
+        "quality": {"good": str(root / "a"), "bad": str(root / "b"), "threshold": 0.0, "allow_weak": True},
+        "noise": {"clean": "corpus", "allow_weak": True},
+        "sample": {"reference": "corpus"},
+        "repair": {"repeated_lines": 3},
+    }
+    config = settings(root, **sections)
+    out = tmp_path / "out"
+    build(config, out)
+    missing: dict[str, list[str]] = {}
+    ran = []
+    for stage in STAGES:
+        context = TracedContext(config, out)
+        if not stage.count(context):
+            continue
+        ran.append(stage.name)
+        context.take()
+        stage.reads(context, 0)
+        declared = context.take()
+        (tmp_path / stage.name).mkdir()
+        stage.run(context, 0, tmp_path / stage.name)
+        if extra := context.take() - declared:
+            missing[stage.name] = sorted(extra)
+    assert not missing
+    assert {"read", "split", "encode", "dataset", "quality_scores", "noise_scores", "sample"} <= set(ran)
+
+
+class TracedContext(Context):
+    """Records which stages, sections of settings and listings are read."""
+
+    def __init__(self, config: DataBuild, out: Path):
+        super().__init__(config, out)
+        self._read: set[str] = set()
+        self._depth = 0
+        self.build = _TracedSettings(config, self._read)
+
+    def take(self) -> set[str]:
+        """What was read since the last call."""
+        read = set(self._read)
+        self._read.clear()
+        self._digests.clear()
+        return read
+
+    @property
+    def listing(self) -> Listing:
+        self._read.add("listing")
+        return Context.listing.func(self)
+
+    def folder(self, stage: str, index: int = 0) -> Path:
+        self._read.add(stage)
+        return super().folder(stage, index)
+
+    def one(self, stage: str, index: int = 0) -> str:
+        self._read.add(stage)
+        return super().one(stage, index)
+
+    def told_one(self, stage: str, index: int) -> str:
+        self._read.add(stage)
+        return super().told_one(stage, index)
+
+    def count(self, stage: str, index: int, name: str) -> int:
+        self._read.add(stage)
+        return super().count(stage, index, name)
+
+
+class _TracedSettings:
+    def __init__(self, config: DataBuild, read: set[str]):
+        self._config, self._names = config, read
+
+    def __getattr__(self, name: str):
+        self._names.add(f"[{name}]")
+        return getattr(self._config, name)
