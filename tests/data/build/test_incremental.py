@@ -1,12 +1,16 @@
 """A build in a folder that holds an older one gives what a build in an empty folder gives, whatever changed between."""
 
+import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from tests.data.build.corpora import build, digest, prose, settings
 from tilewright.data.build.config import DataBuild
@@ -81,7 +85,7 @@ def _same_size_and_time(root: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
     for _ in range(20):
         at = rng.randrange(len(data))
-        if chr(data[at]).isalpha() and data[at] < 128:
+        if path.suffix in (".txt", ".md") and chr(data[at]).isalpha() and data[at] < 128:
             data[at] = rng.choice(b"qxj")
     path.write_bytes(bytes(data))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -102,14 +106,37 @@ def _append(root: Path, rng: random.Random) -> None:
         file.write(b"\n" + prose(rng.randrange(40), 50).encode())
 
 
+def _image(root: Path, rng: random.Random) -> None:
+    """An image, in most cases with its text in a file beside it or in a table one folder up."""
+    path = root / rng.choice("xyz") / f"{rng.randrange(12)}.png"
+    path.parent.mkdir(exist_ok=True)
+    pixels = np.random.default_rng(rng.randrange(20)).integers(0, 255, (6, 6, 3), np.uint8)
+    Image.fromarray(pixels).resize((40, 40), Image.Resampling.BICUBIC).save(path)
+    _caption(root, rng)
+
+
+def _caption(root: Path, rng: random.Random) -> None:
+    """The text of some image, which may be there already, or not at all."""
+    name, text = f"{rng.choice('xyz')}/{rng.randrange(12)}.png", prose(rng.randrange(40), 12)
+    if rng.random() < 0.5:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).with_suffix(".txt").write_text(text)
+    else:
+        with (root / "captions.jsonl").open("a") as file:
+            file.write(json.dumps({"file_name": name, "text": text}) + "\n")
+
+
 CHANGES: tuple[Callable[[Path, random.Random], None], ...] = (
     *(_write, _write, _remove, _move, _copy, _merge_folders, _rename_folder, _same_size_and_time, _swap, _append),
+    *(_image, _image, _caption),
 )
 
 
 def _begin(root: Path, rng: random.Random) -> None:
     for _ in range(10):
         _write(root, rng)
+    for _ in range(6):
+        _image(root, rng)
 
 
 def _check(folder: Path, seed: int, num_changes: int) -> None:
@@ -117,7 +144,7 @@ def _check(folder: Path, seed: int, num_changes: int) -> None:
     root = folder / "in"
     root.mkdir()
     _begin(root, rng)
-    config = settings(root, read={"shard_bytes": SHARD_BYTES}, tokenizer={"vocab_size": 300})
+    config = settings(root, read={"shard_bytes": SHARD_BYTES}, tokenizer={"vocab_size": 300}, media={"image_size": 8})
     build(config, folder / "out")
     for number in range(num_changes):
         change = rng.choice(CHANGES)
@@ -241,3 +268,25 @@ class _TracedSettings:
     def __getattr__(self, name: str):
         self._names.add(f"[{name}]")
         return getattr(self._config, name)
+
+
+def test_no_caption_is_in_both_splits(tmp_path):
+    """Images that share a caption are held out together, whatever the number of captions."""
+    root = tmp_path / "in" / "d"
+    root.mkdir(parents=True)
+    for number in range(40):
+        pixels = np.random.default_rng(number).integers(0, 255, (6, 6, 3), np.uint8)
+        Image.fromarray(pixels).resize((40, 40), Image.Resampling.BICUBIC).save(root / f"{number}.png")
+        (root / f"{number}.txt").write_text(prose(number % 5, 12))
+    build(settings(root.parent, split={"holdout": 0.3}), tmp_path / "out")
+    texts = {
+        split: [
+            row["text"]
+            for file in (tmp_path / "out" / "records").glob(f"{split}-*")
+            for row in pq.read_table(file, columns=["text"]).to_pylist()
+        ]
+        for split in ("train", "holdout")
+    }
+    assert len(texts["train"]) > 10, texts
+    assert len(texts["holdout"]) > 5, texts
+    assert not set(texts["train"]) & set(texts["holdout"])

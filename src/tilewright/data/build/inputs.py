@@ -4,6 +4,7 @@ A shard holds files of one domain, or ranges of large ones. Which files are in w
 so that any number of processes makes the same dataset.
 """
 
+import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import xxhash
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
 from tilewright.data.build.contents import Contents, stat_key
-from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
+from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
+from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
 from tilewright.data.readers.text.encodings import wide_encoding_of
 from tilewright.data.records import Rejected
@@ -27,6 +29,8 @@ from tilewright.data.sources.tables import is_saved_dataset
 from tilewright.data.sources.walk import find_files
 
 INSTALLED = "installed"
+_LONGEST_CAPTIONS = 1 << 60
+"""All files of captions count: how long one may be is a setting of the stage that reads them."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ def _files(
     root = existing(Path(source).expanduser(), source)
     saved = root.is_dir() and is_saved_dataset(root)
     found = find_files(root)
+    stems = {os.path.splitext(name) for name in found.sizes}
+    media = {stem for stem, suffix in stems if suffix.lower() in media_suffixes()} if root.is_dir() else None
     for reject in found.rejects:
         folder, _, rest = printable(reject.where).partition("/")
         listing.rejects.append(_refused(reject, domain or (folder if rest else ""), prefix))
@@ -156,17 +162,36 @@ def _files(
         elif not status.st_size:
             listing.rejects.append(Rejected(prefix + name, "", "list", "empty file", 0.0, 1.0, domain=where))
         else:
+            size, seen = status.st_size, stat_key(status)
             try:
                 content = contents.of(path, status)
+                key = content.digest + _key_beside(name, path, media, contents)
+                spans = list(_segments(path, size, shard_bytes, is_utf8=content.is_utf8))
             except OSError as error:
                 why = str(error.strerror or error)
-                rule = "cannot be read"
-                listing.rejects.append(Rejected(prefix + name, "", "list", rule, why, "", "", where, 1, status.st_size))
+                listing.rejects.append(
+                    Rejected(prefix + name, "", "list", "cannot be read", why, "", "", where, 1, size)
+                )
                 continue
-            size, stat_of_file = status.st_size, stat_key(status)
-            for start, stop in _segments(path, size, shard_bytes, is_utf8=content.is_utf8):
-                length = (stop or size) - start
-                yield Item(where, prefix + name, str(path), length, content.digest, start, stop, stat=stat_of_file)
+            for start, stop in spans:
+                yield Item(where, prefix + name, str(path), (stop or size) - start, key, start, stop, stat=seen)
+
+
+def _key_beside(name: str, path: Path, media: set[str] | None, contents: Contents) -> str:
+    """What other files decide about this one: of an image or a sound, its captions; of a text, whether it is one.
+
+    Args:
+        name, path: the file.
+        media: names of images and sounds in the source, without suffix; None: a source of one file.
+        contents: of files that were read before.
+    """
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() in media_suffixes():
+        return "".join(f" {file.name} {contents.of(file, file.stat()).digest}" for file in caption_files(path))
+    if media is None or stem in media or path.stem in TABLES:
+        described = described_file(path, _LONGEST_CAPTIONS)
+        return f" {described}" if described else ""
+    return ""
 
 
 def _segments(path: Path, size: int, shard_bytes: int, *, is_utf8: bool) -> Iterator[tuple[int, int]]:

@@ -264,7 +264,7 @@ STAGES = (
     ),
     *SAMPLE,
     BuildStage(
-        *("split", "holding out", 5, _one),
+        *("split", "holding out", 6, _one),
         lambda c, i: [
             *(c.every(last_kept(c)), c.every("repair"), c.listing.domains(), c.one("near")),
             c.build.split.model_dump(),

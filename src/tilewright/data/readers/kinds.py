@@ -5,6 +5,7 @@ if the bytes are text: keys, caches and drawings are text, too.
 """
 
 import re
+from functools import cache
 from pathlib import PurePath
 
 from tilewright.data.sources.files import TEXT_SUFFIXES
@@ -76,6 +77,7 @@ def kind_of(name: str, head: bytes) -> str:
     return known
 
 
+@cache
 def media_suffixes() -> tuple[str, ...]:
     """Suffixes of images and sounds, which a text file of the same name may describe."""
     return tuple(suffix for suffix, kind in _SUFFIXES.items() if kind in ("image", "audio"))

@@ -1,4 +1,4 @@
-"""Which records are held out: whole clusters of near-copies, some of every domain (`corpus.holdout`).
+"""Which records are held out: whole clusters of near-copies and equal texts, some of every domain (`corpus.holdout`).
 
 Before that, a limit on the text: small domains give everything, large ones share the rest equally, and which records of
 a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number; so are those of
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import SplitSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies.near import components
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64
 from tilewright.data.corpus.holdout import choose_holdout
@@ -33,11 +35,14 @@ class _Documents:
     domain_of: np.ndarray
     lengths: np.ndarray
     is_media: np.ndarray
+    texts: np.ndarray
+    """Hash of the text of each, uint64."""
     repaired: list[Path]
 
     def where(self, stays: np.ndarray) -> "_Documents":
         """Those that stay (bool)."""
-        columns = (column[stays] for column in (self.docs, self.domain_of, self.lengths, self.is_media))
+        every = self.docs, self.domain_of, self.lengths, self.is_media, self.texts
+        columns = (column[stays] for column in every)
         return _Documents(self.domains, *columns, self.repaired)
 
     def __len__(self) -> int:
@@ -75,7 +80,7 @@ def split_records(
     found = every.where(stays)
     if not len(found):
         raise _too_little(0)
-    split = choose_holdout(found, _clusters(found.docs, clusters), settings.holdout, settings.seed)
+    split = choose_holdout(found, _clusters(found, clusters), settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
@@ -105,18 +110,32 @@ def _all_kept(
     """All records that the stages before have kept."""
     docs, domain_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     lengths, is_media = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+    texts = [np.zeros(0, np.uint64)]
     for shard, (one, records) in enumerate(zip(kept, repaired, strict=True)):
-        media = [np.zeros(0, bool)]
-        for _, batch in batches(records / "records.parquet", ("modality",)):
-            media.append(np.array([modality != "text" for modality in batch["modality"]], bool))
-        of_shard = np.concatenate(media)
-        for _, batch in batches(one / "kept.parquet", ("row", "bytes")):
+        captions = _captions(records)
+        for _, batch in batches(one / "kept.parquet", ("row", "bytes", "digest")):
             row = np.array(batch["row"], np.int64)
             docs.append(doc_of(shard, row))
             lengths.append(np.array(batch["bytes"], np.int64))
             domain_of.append(np.full(len(row), domains.index(domain_of_shard[shard]), np.int32))
-            is_media.append(of_shard[row])
-    return _Documents(domains, *map(np.concatenate, (docs, domain_of, lengths, is_media)), repaired)
+            is_media.append(np.array([number in captions for number in batch["row"]], bool))
+            digests = [captions.get(*pair) for pair in zip(batch["row"], batch["digest"], strict=True)]
+            texts.append(np.frombuffer(b"".join(digests), "<u8")[::2])
+    return _Documents(domains, *map(np.concatenate, (docs, domain_of, lengths, is_media, texts)), repaired)
+
+
+def _captions(records: Path) -> dict[int, bytes]:
+    """Row of each image and sound of a shard -> digest of its text. The digest of a text record is that of its text."""
+    found = {}
+    for first, batch in batches(records / "records.parquet", ("modality",)):
+        if any(modality != "text" for modality in batch["modality"]):
+            found |= {first + i: b"" for i, modality in enumerate(batch["modality"]) if modality != "text"}
+    if found:
+        for first, batch in batches(records / "records.parquet", ("text",)):
+            for i, text in enumerate(batch["text"]):
+                if first + i in found:
+                    found[first + i] = xxhash.xxh3_128_digest(text.encode())
+    return found
 
 
 def _shown(found: _Documents, part: np.ndarray) -> list[str]:
@@ -163,14 +182,19 @@ def within(domain_of: np.ndarray, lengths: np.ndarray, docs: np.ndarray, setting
     return stays
 
 
-def _clusters(docs: np.ndarray, path: Path) -> np.ndarray:
-    """Cluster of each record; one without a near-copy is its own."""
-    known = np.load(path / "clusters.npy", allow_pickle=False)
+def _clusters(found: _Documents, path: Path) -> np.ndarray:
+    """Cluster of each record: of its near-copies, and of what has the same text, such as images with one caption."""
+    docs, known = found.docs, np.load(path / "clusters.npy", allow_pickle=False)
     cluster = docs.copy()
     at = np.searchsorted(docs, known["doc"])
     here = (at < len(docs)) & (docs[np.minimum(at, len(docs) - 1)] == known["doc"])
     cluster[at[here]] = known["cluster"][here]
-    return cluster.astype(np.int64)
+    names, number = np.unique(cluster, return_inverse=True)
+    order = np.argsort(found.texts, kind="stable")
+    order = order[found.lengths[order] > 0]
+    same = found.texts[order[1:]] == found.texts[order[:-1]]
+    joined = components(len(names), number[order[:-1][same]], number[order[1:][same]])
+    return names[joined[number]].astype(np.int64)
 
 
 def _too_little(num: int) -> DataError:

@@ -7,6 +7,7 @@ Common Voice write them.
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,8 @@ from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
 _TEXTS = ("caption", "transcript", "transcription", "sentence", "text", "description", "title")
 _ALTS = ("alt", "alt_text", "alttext")
 _FILES = ("file_name", "filename", "file", "path", "image", "audio", "audio_filepath")
-_TABLES = ("metadata", "captions", "transcripts", "manifest", "validated")
+TABLES = ("metadata", "captions", "transcripts", "manifest", "validated")
+"""Names of tables of captions, without suffix."""
 _SIDE = (".txt", ".caption", ".json")
 _MAX_BYTES = 64 << 20
 """Of a table: it is in memory while its files are read."""
@@ -54,13 +56,20 @@ def caption_of(path: Path, longest: int, folders: int) -> Caption:
     return Caption()
 
 
+def caption_files(path: Path) -> list[Path]:
+    """All files that may say something about the image or sound at `path`."""
+    beside = [side for suffix in _SIDE if _is_file(side := path.with_suffix(suffix))]
+    return beside + [table for folder in (path.parent, path.parent.parent) for table in _tables(folder)]
+
+
 def described_file(path: Path, longest: int) -> str:
     """The name of the image or sound that the file at `path` describes, of one of them if it is a table; else ""."""
     if path.suffix in _SIDE:
-        media = next((s for s in media_suffixes() if path.with_suffix(s).is_file()), "")
+        stem = os.path.splitext(path)[0]
+        media = next((s for s in media_suffixes() if os.path.isfile(stem + s)), "")
         if media and _side_file(path, longest) is not None:
             return path.with_suffix(media).name
-    if path in _tables(path.parent):
+    if path.stem in TABLES and path in _tables(path.parent):
         rows = _table(str(path), *_version(path))
         return next((name for name in list(rows)[:100] if _is_file(path.parent / name)), "")
     return ""
@@ -105,7 +114,7 @@ def _first(row: Mapping[str, object], names: tuple[str, ...]) -> str:
 
 
 def _tables(folder: Path) -> list[Path]:
-    every = (folder / f"{name}{suffix}" for name in _TABLES for suffix in (".jsonl", ".csv", ".tsv"))
+    every = (folder / f"{name}{suffix}" for name in TABLES for suffix in (".jsonl", ".csv", ".tsv"))
     return [path for path in every if _is_file(path)]
 
 

@@ -119,7 +119,7 @@ def resolve(
     docs = np.unique(np.concatenate([pairs["a"], pairs["b"]]))
     a, b = np.searchsorted(docs, pairs["a"]), np.searchsorted(docs, pairs["b"])
     clusters = np.zeros(len(docs), CLUSTER)
-    clusters["doc"], clusters["cluster"] = docs, docs[_components(len(docs), a, b)]
+    clusters["doc"], clusters["cluster"] = docs, docs[components(len(docs), a, b)]
     np.save(folder / "clusters.npy", clusters)
     drops = np.zeros(0, DROP)
     if threshold is not None:
@@ -174,7 +174,7 @@ def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarr
                 yield j, i, float(both[k])
 
 
-def _components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Connected components; the smallest index names one."""
     parent = list(range(num))
     for i, j in zip(a.tolist(), b.tolist(), strict=True):
