@@ -4,6 +4,7 @@ import argparse
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -121,6 +122,15 @@ def test_the_key_follows_the_content(tmp_path):
     before = user_source(str(tmp_path)).key
     assert user_source(str(tmp_path)).key == before
     (tmp_path / "b.txt").write_text("two")
+    assert user_source(str(tmp_path)).key != before
+
+
+def test_the_key_follows_content_of_the_same_size_and_time(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    before, status = user_source(str(tmp_path)).key, (tmp_path / "a.txt").stat()
+    (tmp_path / "new").write_text("two")
+    (tmp_path / "new").replace(tmp_path / "a.txt")
+    os.utime(tmp_path / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
     assert user_source(str(tmp_path)).key != before
 
 

@@ -25,7 +25,7 @@ from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.corpus.account import account_of_files
-from tilewright.data.sources.walk import Found, find_files
+from tilewright.data.sources.walk import Found, find_files, stat_key
 
 DOMAIN = "images"
 _FORMAT = 2  # of the cache entry; a change makes old entries unused
@@ -132,7 +132,7 @@ def prepare_images(
     found = list_images(Path(source).expanduser())
     digest = xxhash.xxh3_64(f"{_FORMAT}\0{image_size}\0{holdout}\0{seed}".encode())
     for name, path, status in found.files:
-        digest.update(os.fsencode(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n"))
+        digest.update(os.fsencode(f"{path.resolve()}\0{name}\0{stat_key(status)}\n"))
     for reject in found.rejects:
         digest.update(f"{reject.where}\0{reject.reason}\n".encode())
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.atomic_io import write_whole
+from tilewright.data.sources.walk import stat_key
 
 CONTENTS = "contents.json"
 _CHUNK_BYTES = 1 << 22
@@ -28,11 +29,6 @@ class Content:
 
     digest: str
     is_utf8: bool
-
-
-def stat_key(status: os.stat_result) -> str:
-    """What changes with each write to a file, and with each other file that takes its place."""
-    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_dev}:{status.st_ino}"
 
 
 def read_content(path: Path) -> Content:

@@ -15,7 +15,7 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
-from tilewright.data.build.contents import Contents, stat_key
+from tilewright.data.build.contents import Contents
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
@@ -26,7 +26,7 @@ from tilewright.data.sources.files import existing
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.installed import installed_source
 from tilewright.data.sources.tables import is_saved_dataset
-from tilewright.data.sources.walk import find_files
+from tilewright.data.sources.walk import find_files, stat_key
 
 INSTALLED = "installed"
 _LONGEST_CAPTIONS = 1 << 60

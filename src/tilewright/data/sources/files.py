@@ -24,7 +24,7 @@ from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
-from tilewright.data.sources.walk import Found, find_files
+from tilewright.data.sources.walk import Found, find_files, stat_key
 
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""
@@ -58,7 +58,7 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
     saved = root.is_dir() and is_saved_dataset(root)
     items: list[Part | Reject] = list(found.rejects)
     for name, path, status in found.files:
-        digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"))
+        digest.update(os.fsencode(f"{path}\0{stat_key(status)}\n"))
         if not saved:
             try:
                 found_parts = parts_of_file(root, name, path, status, text_field)
@@ -135,7 +135,7 @@ def _watched(item: Part | Reject, path: Path, status: os.stat_result) -> Part | 
     def read() -> Iterator[Document | Reject]:
         yield from item.read()
         now = path.stat()
-        if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+        if stat_key(now) != stat_key(status):
             example = f"{now.st_size} bytes now, {status.st_size} when it was found"
             yield Reject(item.file, "file changed while it was read", example=example)
 

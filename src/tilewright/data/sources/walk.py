@@ -23,6 +23,11 @@ class Found:
         self.rejects.append(Reject(name, reason, example=example, num_bytes=size))
 
 
+def stat_key(status: os.stat_result) -> str:
+    """What changes with each write to a file, and with each other file that takes its place."""
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_dev}:{status.st_ino}"
+
+
 def find_files(root: Path) -> Found:
     """All files at or below `root` in a fixed order. Real files and folders come before links to them."""
     found = Found()

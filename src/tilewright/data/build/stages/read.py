@@ -13,7 +13,6 @@ from typing import Any
 import xxhash
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.contents import stat_key
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
@@ -22,6 +21,7 @@ from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import read_file
 from tilewright.data.records import Record, Rejected
 from tilewright.data.sources.documents import Document, Reject, cut
+from tilewright.data.sources.walk import stat_key
 
 STAGE = "read"
 

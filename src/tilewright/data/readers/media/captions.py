@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tilewright.data.readers.kinds import media_suffixes
 from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.sources.walk import stat_key
 
 _TEXTS = ("caption", "transcript", "transcription", "sentence", "text", "description", "title")
 _ALTS = ("alt", "alt_text", "alttext")
@@ -118,16 +119,16 @@ def _tables(folder: Path) -> list[Path]:
     return [path for path in every if _is_file(path)]
 
 
-def _version(path: Path) -> tuple[int, int]:
+def _version(path: Path) -> tuple[int, str]:
     try:
         status = path.stat()
     except OSError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
+        return 0, ""
+    return status.st_size, stat_key(status)
 
 
 @lru_cache(maxsize=4)
-def _table(path: str, size: int, _mtime_ns: int) -> dict[str, tuple[str, str]]:
+def _table(path: str, size: int, _version: str) -> dict[str, tuple[str, str]]:
     """File name -> (text, alt) of a table; empty where it is none. Held because each file of a folder asks again."""
     if size > _MAX_BYTES:
         return {}
