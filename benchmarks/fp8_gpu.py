@@ -360,7 +360,7 @@ def synchronize() -> None:
 
 def make_step(name: str, shape: StepShape, *, compiled: bool) -> Callable[[], object]:
     """A function that takes one training step of tilewright's decoder in a mode, or converted by torchao."""
-    from tilewright.core.config.recipe import ModelSection
+    from tilewright.core.config.sections.model import ModelSection
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam

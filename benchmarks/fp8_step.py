@@ -15,7 +15,7 @@ import time
 import torch
 
 from benchmarks.common import machine_kind, spread, write_result
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.tracking.tracker import MemoryTracker

@@ -176,7 +176,7 @@ def run_tilewright(
     foreign: bool = False,
 ) -> None:  # fmt: skip
     """Our decoder (`foreign`: the Llama of the others), policy, optimizer and executor."""
-    from tilewright.core.config.recipe import ModelSection
+    from tilewright.core.config.sections.model import ModelSection
     from tilewright.core.hardware import detect_machine
     from tilewright.models.build import build_model, init_weights
     from tilewright.models.hf.model import HFModel

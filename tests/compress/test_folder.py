@@ -5,7 +5,7 @@ import pytest
 from tests.compress.models import decoder, drawn, family_tokenizer, hf, our_tokenizer, proof, source
 from tilewright.compress.export.folder import FP8, HF
 from tilewright.compress.export.targets import why_not
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.models.build import build_model
 
 LATENT = {"attention": "mla", "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

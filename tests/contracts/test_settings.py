@@ -11,7 +11,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core.config import schema
-from tilewright.core.config.precision import PrecisionRule
+from tilewright.core.config.sections.precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from tests.cli.tuned import SHAPE, make_model
 from tests.integrations.harness import QUESTIONS, make_tasks
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer

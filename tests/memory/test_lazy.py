@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
 from tilewright.memory.offload.layout import placeholder
 from tilewright.memory.offload.lazy_params import dummy_values, fill_buffers, to_placeholders

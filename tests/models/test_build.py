@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.shapes import KERNELS, make_batch, make_decoder
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import build_model, init_weights, materialize
 from tilewright.models.hf.model import HFModel

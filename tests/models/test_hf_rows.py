@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import build_model, check_data
 from tilewright.models.hf.load import hf_shapes

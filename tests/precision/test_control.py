@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.shapes import make_batch, make_decoder
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.controller.monitor import named_float8_layers
 from tilewright.precision.controller.runtime import PrecisionController

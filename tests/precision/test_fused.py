@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.quantize import quantize

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import NumericsError
 from tilewright.optim.gradients import found_inf
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler, initial_scale

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.core.config.precision import PrecisionRule, PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import MODES, Policy, Rule

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 
 

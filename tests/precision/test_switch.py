@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights

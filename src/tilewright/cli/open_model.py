@@ -15,7 +15,8 @@ import torch
 from tilewright.cli.common import find_run
 from tilewright.cli.error_text import told_without_settings
 from tilewright.cli.load_run import reopen
-from tilewright.core.config.recipe import ModelSection, Recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.data.chat.load import folder_templates

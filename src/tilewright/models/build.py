@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_share
 from tilewright.models.base.meta import shapes_only

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.core.config.load import load_recipe
-from tilewright.core.config.recipe import LoraSection, ModelSection, Recipe
+from tilewright.core.config.recipe import LoraSection, Recipe
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import kind_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tilewright.core.config.load import Loaded
-from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.data.common.progress import ProgressBar

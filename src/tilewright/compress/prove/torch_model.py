@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.models.build import build_model
 from tilewright.models.decoder.decoder import Decoder
 

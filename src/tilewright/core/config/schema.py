@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tilewright.core.config.precision import PrecisionRule
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.config.toml import NONE
 from tilewright.core.units import parse_bytes
 

@@ -7,7 +7,7 @@ changed.
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError, Problem
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from tilewright.core.config.recipe import LoraSection, ModelSection, Recipe
+from tilewright.core.config.recipe import LoraSection, Recipe
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.base.meta import shapes_only
 from tilewright.models.build import build_model, decoder_config

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import NumericsError
 from tilewright.precision.loss_scaling.turns import Turns, misused
 from tilewright.precision.snapshot import ModuleSnapshot

@@ -7,7 +7,7 @@ stored and printed. Later rules win over earlier ones, rules win over `fp32_ops`
 import fnmatch
 from dataclasses import dataclass, replace
 
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
 from tilewright.precision.policy.rules import (

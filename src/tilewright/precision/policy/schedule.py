@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.sections.precision import PrecisionSection
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
+from tilewright.core.config.recipe import DataSection, Recipe
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.data.corpus.account import account_line

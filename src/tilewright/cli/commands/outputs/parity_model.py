@@ -12,7 +12,7 @@ from typing import Any
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
-from tilewright.core.config.recipe import ModelSection
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
 from tilewright.models.build import build_model, decoder_config

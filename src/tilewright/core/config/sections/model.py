@@ -1,0 +1,70 @@
+"""`[model]`: which model a run trains, and the shape of our own decoder."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tilewright.core.config.section import Count, Section
+
+
+class ModelSection(Section):
+    kind: Literal["decoder", "hf"] = "decoder"
+    """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
+    path: str = ""
+    """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
+    `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama or
+    DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    weights: Literal["random", "load"] = "random"
+    """Start from random weights, or load those in `path`."""
+    task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
+    """What is learned. `decoder` does `causal_lm` only."""
+    dim: Count = Field(default=256, ge=8)
+    """Width of the residual stream."""
+    num_layers: Count = Field(default=6, ge=1)
+    """Decoder layers."""
+    num_heads: Count = Field(default=4, ge=1)
+    """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
+    num_kv_heads: Count = Field(default=0, ge=0)
+    """Key and value heads of grouped-query attention. 0: as many as `num_heads`."""
+    head_dim: Count = Field(default=0, ge=0)
+    """Width of a head. 0: `dim / num_heads`."""
+    ffn_dim: Count = Field(default=0, ge=0)
+    """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary position frequencies."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = True
+    """One matrix for embedding and output head."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
+    q_lora_rank: Count = Field(default=0, ge=0)
+    """MLA: rank of the query compression. 0: none."""
+    kv_lora_rank: Count = Field(default=64, ge=1)
+    """MLA: rank of the key/value compression."""
+    qk_nope_head_dim: Count = Field(default=32, ge=1)
+    """MLA: query/key width a head without position."""
+    qk_rope_head_dim: Count = Field(default=16, ge=2)
+    """MLA: query/key width a head that carries the rotary position."""
+    v_head_dim: Count = Field(default=32, ge=1)
+    """MLA: value width a head."""
+    num_experts: Count = Field(default=0, ge=0)
+    """Routed experts. 0: dense."""
+    num_experts_per_token: Count = Field(default=2, ge=1)
+    """Routed experts that each token uses."""
+    num_shared_experts: Count = Field(default=1, ge=0)
+    """Experts that every token uses too."""
+    expert_dim: Count = Field(default=0, ge=0)
+    """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
+    num_dense_layers: Count = Field(default=1, ge=0)
+    """MoE: first layers that stay dense."""
+    num_expert_groups: Count = Field(default=1, ge=1)
+    """MoE: groups for group-limited routing."""
+    num_limited_groups: Count = Field(default=1, ge=1)
+    """MoE: groups that a token may route to."""
+    routed_scaling: float = Field(default=1.0, gt=0)
+    """MoE: factor on the routed experts' output."""
+    balance_rate: float = Field(default=1e-3, ge=0)
+    """MoE: step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2). 0: off."""
