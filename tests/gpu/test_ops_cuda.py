@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.gpu.device import DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
-from tests.ops.cases import attention_cases
+from tests.gpu.device import CUDA, DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
+from tests.ops.cases import AttentionCase, attention_cases
 from tests.ops.compare import assert_snr
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_int8_linear import assert_exact
@@ -17,9 +17,10 @@ from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
 from tilewright.ops.adam import ADAM
-from tilewright.ops.attention import ATTENTION
+from tilewright.ops.attention import ATTENTION, attention_kind
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
+from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
@@ -130,12 +131,27 @@ def test_rms_norm(name, dtype):
 @pytest.mark.parametrize("case", list(attention_cases()), ids=str)
 @names(ATTENTION)
 def test_attention(name, case, dtype):
-    run = run_poisoned(ATTENTION, name, dtype)
     q, k, v, segments = case.tensors(dtype)
+    run = run_poisoned(ATTENTION, name, dtype, attention_kind(DEVICE, case.key_dim, segments is not None))
     on_gpu = None if segments is None else segments.to(DEVICE)
     check(
         lambda q, k, v: run(q, k, v, on_gpu), lambda q, k, v: plain_attention(q, k, v, segments), [q, k, v], dtype
     )  # fmt: skip
+
+
+@pytest.mark.skipif(not CUDA, reason="measures the memory of a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("docs", [0, 8])
+def test_what_is_chosen_holds_nothing_of_positions_squared(docs, dtype):
+    """Grouped heads, with documents and without: scores of all pairs would take 8 times the bound at least."""
+    positions, heads, width = 8192, 8, 64
+    q, k, v, segments = AttentionCase(1, heads, 2, positions, width, width, docs).tensors(dtype)
+    q, k, v = (x.detach().to(DEVICE).requires_grad_() for x in (q, k, v))
+    segments = None if segments is None else segments.to(DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    Kernels.default().attention(q, k, v, segments=segments).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * positions**2 * dtype.itemsize / 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

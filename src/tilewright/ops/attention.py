@@ -1,7 +1,8 @@
 """attention: softmax(q k^T * scale) v, causal, never across documents.
 
 q [B, H, S, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv] with H a multiple of Hkv (grouped-query) and Dv <= Dk;
-segments [B, S] integers or None: a position sees earlier positions of its own segment only.
+segments [B, S] integers or None: a position sees earlier positions of its own segment only. Equal values stand together
+in a row (`ops.documents`); candidates in `BY_DOCUMENTS` take `Documents` too, found once for all layers.
 scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
 block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
 holds all. Changes memory and time, not the result.
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import attention as native
+from tilewright.ops.backends.native.varlen_availability import FLASH_WIDTH, KINDS, why_not_efficient, why_not_varlen
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
+from tilewright.ops.documents import Segments
 
 
 def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
@@ -27,11 +30,42 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
     return attention.why_not(machine, case)
 
 
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+    from tilewright.ops.backends.native import varlen_attention  # it registers torch operators
+
+    return varlen_attention.by_flash(q, k, v, segments, scale, block)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+    from tilewright.ops.backends.native import varlen_attention  # it registers torch operators
+
+    return varlen_attention.by_efficient(q, k, v, segments, scale, block)
+
+
+BY_DOCUMENTS = frozenset(("varlen", "efficient"))
+"""Candidates that read where documents begin, and neither `segments` nor a mask."""
+WITHOUT_MASK = BY_DOCUMENTS | {"amx"}
+"""Candidates that hold nothing of all pairs of positions, compiled or not."""
 ATTENTION = Op(
     "attention",
     (
         Candidate("amx", _amx, _why_not_amx),
+        Candidate("varlen", _varlen, why_not_varlen),
+        Candidate("efficient", _efficient, why_not_efficient),
         Candidate("native", native.attention, always),
         Candidate("ref", ref.attention, always),
     ),
+    gpu_kinds=KINDS,
 )
+
+
+def attention_kind(device_type: str, head_dim: int, packed: bool) -> str:
+    """Name of a call's kind: on CPUs there is one.
+
+    Example:
+        >>> attention_kind("cuda", 128, True), attention_kind("cuda", 512, False), attention_kind("cpu", 512, True)
+        ('packed', 'wide', '')
+    """
+    if device_type == "cpu":
+        return ""
+    return "_".join(name for name, is_so in (("packed", packed), ("wide", head_dim > FLASH_WIDTH)) if is_so)

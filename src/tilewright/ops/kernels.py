@@ -20,13 +20,14 @@ from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.adam import ADAM
-from tilewright.ops.attention import ATTENTION
+from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.native.loss import LOSS_TILE
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
+from tilewright.ops.documents import STARTS, Segments, documents_of, segments_of
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import LINEAR
@@ -84,7 +85,11 @@ class Kernels:
         devices = ("cpu",) if machine.device == "cpu" else ("cpu", machine.device)
         self.choices: dict[Key, Choice] = {}
         self.impossible: dict[Key, HardwareError] = {}
-        cases = ((op, Case(*case)) for op in OPS for case in itertools.product(devices, DTYPES, op.kinds))
+        cases = (
+            (op, Case(device, dtype, kind))
+            for op, device, dtype in itertools.product(OPS, devices, DTYPES)
+            for kind in op.kinds_on(device)
+        )
         for op, case in cases:
             key = (op.name, case.device_type, case.dtype, case.kind)
             try:
@@ -92,6 +97,9 @@ class Kernels:
             except HardwareError as error:  # told when, and only if, a run needs this case
                 self.impossible[key] = error
         self._run = {key: choice.candidate.run for key, choice in self.choices.items()}
+        by_documents = [k for k, c in self.choices.items() if k[0] == "attention" and c.candidate.name in BY_DOCUMENTS]
+        self._by_documents = frozenset(by_documents)
+        self._devices_by_documents = frozenset(device for _, device, *_ in by_documents)
 
     @classmethod
     def default(cls) -> "Kernels":
@@ -132,15 +140,31 @@ class Kernels:
         k_BHSD: Tensor,
         v_BHSD: Tensor,
         *,
-        segments: Tensor | None = None,
+        segments: Segments = None,
         scale: float | None = None,
         block: int | None = None,
     ) -> Tensor:
         """See `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
         rows = self.attention_block if block is None else block
-        return self._find("attention", q_BHSD.device.type, q_BHSD.dtype)(
-            q_BHSD, k_BHSD, v_BHSD, segments, scale, rows
-        )  # fmt: skip
+        device, dtype = q_BHSD.device.type, q_BHSD.dtype
+        kind = attention_kind(device, q_BHSD.shape[-1], segments is not None)
+        read = segments if ("attention", device, dtype, kind) in self._by_documents else segments_of(segments)
+        return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows)
+
+    def documents(self, batch: Mapping[str, Tensor]) -> Segments:
+        """What all layers hand to `attention` for a batch: its `segments`, and where attention on their device reads
+        where documents begin, that too, found once. None where each row is one document.
+
+        Args:
+            batch: `segments` [B, S] where rows are packed; with `ops.documents.STARTS` no device is waited for.
+
+        Raises:
+            DataError: a document is in pieces.
+        """
+        segments_BS = batch.get("segments")
+        if segments_BS is None or segments_BS.device.type not in self._devices_by_documents:
+            return segments_BS
+        return documents_of(segments_BS, batch.get(STARTS))
 
     def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         """Attention of the last S of T positions, by torch; one form only. No gradient is asked of it."""

@@ -20,7 +20,7 @@ CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
 full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
-AttentionBackend = Literal["auto", "amx", "native", "ref"]
+AttentionBackend = Literal["auto", "amx", "varlen", "efficient", "native", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
@@ -295,7 +295,7 @@ class OpsSection(Section):
     """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
     or torch's own."""
     attention: AttentionBackend = "auto"
-    """Causal attention: on a CPU's AMX tiles (C++ built at first use), or torch's kernels."""
+    """Causal attention: on a CPU's AMX tiles (C++ built at first use), or torch's kernels; GPUs: by documents too."""
     rms_norm: NormBackend = "auto"
     """RMSNorm."""
     cross_entropy: Backend = "auto"

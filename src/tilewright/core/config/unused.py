@@ -27,6 +27,8 @@ _CONTROL = (
     *("granularity", "budget", "interval", "cooldown", "patience"),
     *("recalibrate_interval", "retry_steps", "spike_factor"),
 )
+_UNBLOCKED = ("ref", "varlen", "efficient")
+"""Attention that holds all scores, or goes by blocks of its own."""
 _SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
@@ -101,7 +103,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision", ("lr_noise_damping",)),
     (lambda r: r.precision.fp8_until == 1, "8 bits last to the end", "precision", ("fp8_after",)),
     (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
-    (lambda r: r.ops.attention == "ref", 'ops.attention = "ref"', "memory", ("attention_block",)),
+    (lambda r: r.ops.attention in _UNBLOCKED, "ops.attention is not in blocks", "memory", ("attention_block",)),
     (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
     (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_chunk_bytes",)),
     (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _LAYER_MAJOR),

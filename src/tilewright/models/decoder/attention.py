@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilewright.models.decoder.cache import LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import RMSNorm
+from tilewright.ops.documents import Segments
 from tilewright.ops.kernels import Kernels
 
 LATENT_NORM_EPS = 1e-6
@@ -35,7 +36,7 @@ class CausalAttention(nn.Module):
         self.block: int | None = None
         self.kernels = kernels
 
-    def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments: Segments) -> Tensor:
         """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and values may be of more positions than
         queries, which are then the last ones."""
         dtype = self.compute_dtype or q_BSHD.dtype
@@ -43,7 +44,7 @@ class CausalAttention(nn.Module):
         if k.shape[2] > q.shape[2]:
             out_BHSD = self.kernels.attention_to_past(q, k, v)
         else:
-            out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS, block=self.block)
+            out_BHSD = self.kernels.attention(q, k, v, segments=segments, block=self.block)
         return out_BHSD.transpose(1, 2).flatten(2).to(q_BSHD.dtype)
 
 
@@ -73,7 +74,7 @@ class GroupedQueryAttention(nn.Module):
         x_BSD: Tensor,
         cos_BSR: Tensor,
         sin_BSR: Tensor,
-        segments_BS: Tensor | None,
+        segments: Segments,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
@@ -86,7 +87,7 @@ class GroupedQueryAttention(nn.Module):
             both_BSHD = self.kernels.rope(torch.cat((q_BSHD, k_BSHD), dim=2), cos_BSR, sin_BSR)
             q_BSHD, k_BSHD = both_BSHD.split((q_BSHD.shape[2], k_BSHD.shape[2]), dim=2)
             k_BSHD, v_BSHD = cache.extend(k_BSHD, v_BSHD)
-        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
+        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
 
 
 class LatentAttention(nn.Module):
@@ -135,7 +136,7 @@ class LatentAttention(nn.Module):
         x_BSD: Tensor,
         cos_BSR: Tensor,
         sin_BSR: Tensor,
-        segments_BS: Tensor | None,
+        segments: Segments,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
@@ -151,7 +152,7 @@ class LatentAttention(nn.Module):
         q_rope = self._rotate_pairs(q_rope, cos_BSR, sin_BSR)
         q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
         k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
+        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
 
     def _rotate_pairs(self, x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
         """Pairs to halves, then turned as halves. Queries and keys are permuted alike, so scores are the same."""

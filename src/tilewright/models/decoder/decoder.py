@@ -40,9 +40,10 @@ from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.base.compile import graph_limit, layer_options
+from tilewright.ops.documents import Segments
 from tilewright.ops.kernels import Kernels
 
-LayerContext = tuple[Tensor, Tensor, Tensor | None]
+LayerContext = tuple[Tensor, Tensor, Segments]
 
 
 class Block(nn.Module):
@@ -78,24 +79,24 @@ class Block(nn.Module):
             yield self.post_attention_layernorm, "norm", self.mlp.readers()
 
     def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None, cache: LayerCache | None = None
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None). With a cache x are the next
         positions, and nothing is kept for backward."""
         if cache is not None:
-            return self._run(x_BSD, cos, sin, segments_BS, cache)
+            return self._run(x_BSD, cos, sin, segments, cache)
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.keeps_qdata:
-            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments_BS)
-        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
+            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments)
+        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments)
 
     def _run(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None, cache: LayerCache | None = None
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS, cache)
+        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments, cache)
         x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
         normed = self.post_attention_layernorm(x_BSD)
-        out, load = self.mlp(normed, segments_BS) if self.is_moe else (self.mlp(normed), None)
+        out, load = self.mlp(normed, segments) if self.is_moe else (self.mlp(normed), None)
         return (x_BSD + out).to(x_BSD.dtype), load
 
 
@@ -249,8 +250,7 @@ class Decoder(nn.Module):
 
     def _preference_loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         rows = as_rows(batch)
-        x_BSD, context = self.prologue(rows)
-        x_BSD, loads = self._run_layers(x_BSD, context)
+        x_BSD, loads = self._run_layers(*self.prologue(rows))
         losses = row_losses(self.kernels, self.lm_head, self.model.norm(x_BSD), rows["labels"])
         out = preference_loss(losses, batch)
         return LossOutput(out.loss_sum, out.count, out.aux | self.aux_metrics(loads))
@@ -268,11 +268,11 @@ class Decoder(nn.Module):
         return tuple(self.blocks)
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Embedded tokens [B, S, D], and what all layers read too: cos and sin of the positions, segments."""
+        """Embedded tokens [B, S, D], and what all layers read too: cos and sin of the positions, documents."""
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-        return self._embedded(ids_BS), (*self._angles(positions_BS), batch.get("segments"))
+        return self._embedded(ids_BS), (*self._angles(positions_BS), self.kernels.documents(batch))
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""

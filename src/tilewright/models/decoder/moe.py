@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import MLP
+from tilewright.ops.documents import Segments, segments_of
 from tilewright.ops.kernels import Kernels
 
 
@@ -97,7 +98,7 @@ class MoE(nn.Module):
         self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
         """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
 
-    def forward(self, x_BSD: Tensor, segments_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
@@ -109,7 +110,7 @@ class MoE(nn.Module):
             out_ND = self.run_experts(x_ND, weights_NK, experts_NK)
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
-        return out_ND.view_as(x_BSD), self._load(experts_NK, segments_BS)
+        return out_ND.view_as(x_BSD), self._load(experts_NK, segments_of(segments))
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
         """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data."""

@@ -46,18 +46,24 @@ class Op:
         name: its name.
         candidates: implementations.
         kinds: what a choice depends on besides device and dtype; a case for each.
+        gpu_kinds: more of them, on GPUs alone.
         setting: field of the recipe section `[ops]` that forces a candidate; empty: the name.
     """
 
     name: str
     candidates: tuple[Candidate, ...]
     kinds: tuple[str, ...] = ("",)
+    gpu_kinds: tuple[str, ...] = ()
     setting: str = ""
 
     @property
     def field(self) -> str:
         """Name of its field in `[ops]`."""
         return self.setting or self.name
+
+    def kinds_on(self, device_type: str) -> tuple[str, ...]:
+        """Kinds of call on a device."""
+        return self.kinds + (self.gpu_kinds if device_type != "cpu" else ())
 
 
 @dataclass(frozen=True)

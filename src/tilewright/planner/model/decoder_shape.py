@@ -9,6 +9,7 @@ from tilewright.models.decoder.activation_bytes import FP32, Storage, layer_byte
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, mlp_weights
+from tilewright.ops.attention import WITHOUT_MASK, attention_kind
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import KIND_BYTES, Pages, process_size
@@ -42,11 +43,13 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=True)
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     number = DTYPES[policy.activation]
+    width = config.qk_head_dim if config.attention == "mla" else config.head_dim
+    kind = attention_kind(machine.device, width, packed=True)
     attention, loss = (
-        kernels.choices[operation, machine.device, number, ""].candidate.name
-        for operation in ("attention", "cross_entropy")
+        kernels.choices[operation, machine.device, number, kind].candidate.name
+        for operation, kind in (("attention", kind), ("cross_entropy", ""))
     )
-    masked = not compiled and attention != "amx"
+    masked = not compiled and attention not in WITHOUT_MASK
     embedding, layers, head = skeleton.weights(policy)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)

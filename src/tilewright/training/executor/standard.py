@@ -23,6 +23,7 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
+from tilewright.ops.documents import STARTS, document_starts
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import mean_over, sum_over
@@ -343,8 +344,15 @@ def after_step(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model computes."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """The batch where the model computes. For a GPU, where documents begin is found before, and stays here: nothing of
+    it is waited for."""
+    if device.type == "cpu":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
+    there = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+    if "segments" in batch and batch["segments"].dim() == 2:
+        there[STARTS] = document_starts(batch["segments"])
+    return there
 
 
 def count_targets(microbatches: Sequence[Batch]) -> int:
