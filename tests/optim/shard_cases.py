@@ -69,7 +69,8 @@ def sharded(value, mesh, *, whole=False) -> DTensor:
 
 def optimizer_of(case, params):
     """Of the case's kind."""
-    groups = [{"params": params[:1], "muon": case.muon}, {"params": params[1:], "muon": case.muon, "lr": 0.01}]
+    kind = {"muon": case.muon, "stacks": case.muon}
+    groups = [{"params": params[:1], **kind}, {"params": params[1:], **kind, "lr": 0.01}]
     if case.muon:
         return Muon(groups, **HYPER, **case.options)
     return DeepSeekAdam(groups, **HYPER, **case.options)

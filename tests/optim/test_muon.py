@@ -24,7 +24,7 @@ SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
 def muon(param, **options):
-    return Muon([{"params": [param], "muon": True}], **{**RATES, **options})
+    return Muon([{"params": [param], "muon": True, "stacks": param.ndim == 3}], **{**RATES, **options})
 
 
 def theirs(param, adjust_lr="match_rms_adamw", **options):
@@ -376,12 +376,6 @@ def test_a_vector_that_was_moved_into_a_group_of_muon_is_refused():
     with pytest.raises(ConfigError) as caught:
         optimizer.step()
     assert_in_words(caught.value, "(3,)")
-
-
-@pytest.mark.parametrize("bad", [{"momentum": 1.0}, {"momentum": -0.1}, {"num_steps": 0}, {"adjust_lr": "none"}])
-def test_hyperparameters_out_of_range(bad):
-    with pytest.raises(ValueError, match="momentum in"):
-        muon(nn.Parameter(normal(3, 3)), **bad)
 
 
 def test_states_of_the_other_law_are_refused_and_nothing_is_loaded():

@@ -67,7 +67,7 @@ def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
     options = {"master" if name == "master_weights" else name: value for name, value in STORAGE[storage].items()}
     dtype = torch.bfloat16 if "master" in options else torch.float32
     param = nn.Parameter(normal(*shape).to(dtype))
-    optimizer = Muon([{"params": [param], "muon": True}], **options)
+    optimizer = Muon([{"params": [param], "muon": True, "stacks": len(shape) == 3}], **options)
     optimizer.init_states()
     grad = normal(*shape)
     optimizer.step_params([param], [grad])

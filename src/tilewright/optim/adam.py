@@ -18,8 +18,9 @@ from tilewright.ops.backends.native.adam import fused
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.kernels import Kernels
+from tilewright.optim.param_groups import check_settings
 from tilewright.optim.shards import first_element, local, zeros_beside
-from tilewright.optim.states import Layout, Master, Moments, StateFormat, loadable, readable
+from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_formats, loadable, readable
 from tilewright.optim.validate import check_not_replaced, check_param, check_update
 
 _OWN = ("kernels", "format", "seed", "num_updates")
@@ -43,7 +44,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         seed: of the stochastic rounding.
 
     Raises:
-        ValueError: a hyperparameter out of range, or formats that do not go together or with the parameters.
+        ConfigError: a setting out of range or not known, or formats that do not go together or with the parameters.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -51,6 +52,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
         >>> weight.grad = torch.tensor([1.0, -1.0, 0.5]); optimizer.step(); weight.data
         tensor([0.9000, 1.1000, 0.9000])
     """
+
+    _has_muon = False
+    """Groups may be Muon's."""
 
     def __init__(
         self,
@@ -65,24 +69,16 @@ class DeepSeekAdam(torch.optim.Optimizer):
         kernels: Kernels | None = None,
         seed: int = 0,
     ):
-        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                "need lr >= 0, eps > 0, weight_decay >= 0 and betas in [0, 1); "
-                f"got {lr=}, {eps=}, {weight_decay=}, {betas=}"
-            )
-        if moments not in ("fp32", "bf16", "8bit") or master not in ("fp32", "split24", "stochastic"):
-            raise ValueError(
-                f"need moments fp32|bf16|8bit and master fp32|split24|stochastic; got {moments=}, {master=}"
-            )
-        if master == "split24" and moments != "8bit":
-            raise ValueError(f"master='split24' needs moments='8bit'; got {moments=}")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings(defaults, "arguments", muon=self._has_muon)
+        check_formats(moments, master)
         self.kernels = kernels or Kernels.default()
         self.format = StateFormat(moments, master)
         self.seed = seed
         self.num_updates = 0
         """Calls of `step` that updated all they had to; hooks may have failed after that."""
         self._places: dict[Tensor, _ParamSlot] = {}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle; without hooks, as torch has it."""
@@ -93,19 +89,25 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self._places = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.
+        """See torch. A group may have `lr`, `betas`, `eps` and `weight_decay` of its own.
 
         Raises:
-            ConfigError: a parameter that cannot be updated with states of this format; the group is not added.
+            ConfigError: a setting out of range or not known (`optim.param_groups`), or a parameter that cannot be
+                updated with states of this format; the group is not added.
         """
         super().add_param_group(param_group)
         try:
+            self._check_groups([len(self.param_groups) - 1])
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:
                     check_param(param, self.format_of(param))
         except ConfigError:
             self.param_groups.pop()
             raise
+
+    def _check_groups(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            check_settings(self.param_groups[index], f"parameter group {index}", muon=self._has_muon)
 
     def _all_params(self) -> list[Tensor]:
         return list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
@@ -176,7 +178,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         moments). All of it is loaded or, on an error, nothing.
 
         Raises:
-            CheckpointError: the states are of other formats or shapes, or follow another law.
+            CheckpointError: the states are of other formats or shapes, or follow another law, or settings of the groups
+                are out of range or not known.
             ValueError: other numbers of groups or parameters (torch's).
         """
         states: dict[Tensor, dict[str, Any]] = {}
@@ -186,7 +189,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 [len(group["params"]) for group in groups] for groups in (self.param_groups, loading["param_groups"])
             )
             if next(sizes) == next(sizes):  # else torch refuses
-                loading["param_groups"] = readable(loading["param_groups"], self.param_groups)
+                loading["param_groups"] = readable(loading["param_groups"], self.param_groups, has_muon=self._has_muon)
                 params = [param for group in self.param_groups for param in group["params"]]
                 states.update(loadable(loading, params, [self.format_of(param) for param in params]))
             return {**loading, "state": {}}  # nothing for torch to cast
@@ -209,7 +212,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         Where memory runs out on the way, call it again: see `step_params`.
 
         Raises:
-            ConfigError: a parameter, gradient or state that cannot be updated (`optim.validate`). Nothing has changed.
+            ConfigError: a parameter, gradient or state that cannot be updated (`optim.validate`), or
+                a setting of its group (`optim.param_groups`). Nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -251,9 +255,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if grads is None:
             params = [param for param in params if param.grad is not None]
             grads = [param.grad for param in params if param.grad is not None]
+        groups: set[int] = set()
         for param, grad in zip(params, grads, strict=True):
-            self._place(param)
+            groups.add(self._place(param).group)
             check_update(param, grad, self.state.get(param, {}), self.format_of(param))
+        self._check_groups(sorted(groups))
         self.init_states(params)
         done: list[Tensor] = []
         try:

@@ -17,6 +17,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon_shards import Axis, axis_of, directions, rounds
 from tilewright.optim.muon_update import AdjustLr, MatrixUpdate, MuonHyper, update_matrix
+from tilewright.optim.param_groups import check_settings
 from tilewright.optim.shards import first_element, holds_rows, local
 from tilewright.optim.states import Master, Moments, StateFormat
 
@@ -25,8 +26,9 @@ class Muon(DeepSeekAdam):
     """Muon for the parameters of groups with `"muon": True`, AdamW for those of all others.
 
     With FP32 parameters and FP32 moments matrices are updated as `torch.optim.Muon` does, bit for bit, and the rest as
-    `torch.optim.AdamW` does. A stack of matrices [E, R, C], such as the experts of a layer, is E matrices. A sharded
-    matrix is put together on one of its ranks in each step (`optim.muon_shards`); all ranks must step together.
+    `torch.optim.AdamW` does. A stack of matrices [E, R, C], such as the experts of a layer, is E matrices; its group
+    says `"stacks": True`, since weights of convolutions have three dims too. A sharded matrix is put together on one of
+    its ranks in each step (`optim.muon_shards`); all ranks must step together.
 
     Args:
         params: parameters or parameter groups.
@@ -45,8 +47,8 @@ class Muon(DeepSeekAdam):
         seed: of the stochastic rounding.
 
     Raises:
-        ValueError: a hyperparameter out of range, or formats that do not go together.
-        ConfigError: a parameter in a group of Muon that is no matrix, or is sharded otherwise than by rows.
+        ConfigError: a setting out of range or not known, formats that do not go together, no group with a "muon", or a
+            parameter in a group of Muon that is no matrix, or is sharded otherwise than by rows.
 
     Example:
         >>> import torch
@@ -57,6 +59,8 @@ class Muon(DeepSeekAdam):
         >>> optimizer.step(); sorted(optimizer.state[weight]), sorted(optimizer.state[bias])
         (['exp_avg', 'step'], ['exp_avg', 'exp_avg_sq', 'step'])
     """
+
+    _has_muon = True
 
     def __init__(
         self,
@@ -75,32 +79,36 @@ class Muon(DeepSeekAdam):
         kernels: Kernels | None = None,
         seed: int = 0,
     ):
-        if not 0 <= momentum < 1 or not 1 <= num_steps < 100 or adjust_lr not in ("match_rms_adamw", "original"):
-            raise ValueError(
-                "need momentum in [0, 1), num_steps from 1 to 99 and adjust_lr match_rms_adamw|original; "
-                f"got {momentum=}, {num_steps=}, {adjust_lr=}"
-            )
         self._muon = {"momentum": momentum, "nesterov": nesterov, "num_steps": num_steps, "adjust_lr": adjust_lr}
+        common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings(common | self._muon | {"muon": True, "stacks": False}, "arguments", muon=True)
         super().__init__(
             params, lr, betas, eps, weight_decay, moments=moments, master=master, kernels=kernels, seed=seed
         )
+        if not any("muon" in group for group in self.param_groups):
+            raise ConfigError(
+                "No group says which parameters are Muon's",
+                got=f'{len(self.param_groups)} groups without "muon", {len(self._all_params())} parameters in all',
+                need='"muon": True in the groups of hidden matrices; all other groups are AdamW\'s',
+                try_="Muon(muon_groups(model, hidden_matrices(model), weight_decay=0.1, stacks=True)), or\n"
+                'Muon([{"params": matrices, "muon": True}, {"params": rest}])',
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_muon": self._muon}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `DeepSeekAdam`. A group with `"muon": True` may have `momentum`, `nesterov`, `num_steps` and `adjust_lr`
-        of its own."""
-        if not param_group.get("muon"):
-            super().add_param_group(param_group)
-            return
-        group = {**self._muon, **param_group}
-        given = group["params"]
-        group["params"] = [given] if isinstance(given, Tensor) else list(given)
-        for item in group["params"]:
-            param = item[1] if isinstance(item, tuple) else item
-            if isinstance(param, Tensor):
-                _check_matrix(param)
+        of its own. With `"stacks": True` its parameters of three dims are stacks of matrices [E, R, C]."""
+        group = param_group
+        if group.get("muon"):
+            group = {**self._muon, "stacks": False, **group}
+            given = group["params"]
+            group["params"] = [given] if isinstance(given, Tensor) else list(given)
+            for item in group["params"]:
+                param = item[1] if isinstance(item, tuple) else item
+                if isinstance(param, Tensor):
+                    _check_matrix(param, group["stacks"])
         super().add_param_group(group)
 
     def format_of(self, param: Tensor) -> StateFormat:
@@ -115,8 +123,9 @@ class Muon(DeepSeekAdam):
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
         """See `DeepSeekAdam`."""
         for param in params:
-            if self._is_muon(param):
-                _check_matrix(param)
+            group = self.param_groups[self._place(param).group]
+            if group.get("muon"):
+                _check_matrix(param, group.get("stacks", False))
         super().step_params(params, grads)
 
     def _is_muon(self, param: Tensor) -> bool:
@@ -166,19 +175,27 @@ class Muon(DeepSeekAdam):
         return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, first_element(param))
 
 
-def _check_matrix(param: Tensor) -> None:
+def _check_matrix(param: Tensor, stacks: bool) -> None:
     """Raise where there is no update of Muon's.
+
+    Args:
+        param: in a group of Muon's.
+        stacks: of three dims it is a stack of matrices.
 
     Raises:
         ConfigError: no matrix, or sharded otherwise than by rows along one axis.
     """
     by_rows = not isinstance(param, DTensor) or (holds_rows(param) and param.placements.count(Shard(0)) <= 1)
-    if param.ndim in (2, 3) and by_rows and param.dtype.is_floating_point:
+    if param.ndim in ((2, 3) if stacks else (2,)) and by_rows and param.dtype.is_floating_point:
         return
     placed = f", placements {param.placements}" if isinstance(param, DTensor) else ""
+    try_ = 'a group of AdamW for it, without "muon"'
+    if param.ndim == 3 and not stacks:
+        try_ += ', if it is a convolution\'s\n"stacks": True in its group, if it is a stack of matrices, of experts say'
     raise ConfigError(
         "Parameter that Muon cannot update",
         got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{placed}",
-        need="a float matrix [R, C] or a stack of them [E, R, C], whole or sharded by rows along one axis of the mesh",
-        try_='a group of AdamW for it, without "muon"',
+        need='a float matrix [R, C], or in a group with "stacks": True a stack of them [E, R, C], whole or sharded by\n'
+        "rows along one axis of the mesh",
+        try_=try_,
     )

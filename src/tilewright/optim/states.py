@@ -9,13 +9,14 @@ states had the scales of the flat tensor; they get those of its rows (`scales_by
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tilewright.core.errors import CheckpointError
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats import quadratic_map
+from tilewright.optim.param_groups import TORCH_SETTINGS, find_problems
 from tilewright.optim.shards import beside
 
 Moments = Literal["fp32", "bf16", "8bit"]
@@ -24,9 +25,6 @@ Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Shape and dtype of each state by name, without the count of steps."""
 
 _MOMENTS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "8bit"}
-_HYPER = ("lr", "betas", "eps", "weight_decay")
-_TORCHS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
-"""Settings of torch's AdamW that are not read here."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,23 @@ class StateFormat:
     def layout(self, shape: torch.Size, dtype: torch.dtype) -> Layout:
         """The states of a parameter of this shape and dtype."""
         return _layout(self, shape, dtype)
+
+
+def check_formats(moments: str, master: str) -> None:
+    """Raise where these formats do not exist, or do not go together.
+
+    Raises:
+        ConfigError: see above.
+    """
+    got = f"moments={moments!r}, master={master!r}"
+    if moments not in get_args(Moments) or master not in get_args(Master):
+        need = f"moments one of {get_args(Moments)}, master one of {get_args(Master)}"
+        raise ConfigError(
+            "Unknown format of optimizer states", got=got, need=need, try_='moments="fp32", master="fp32"'
+        )
+    if master == "split24" and moments != "8bit":
+        need = 'moments="8bit", whose kernels read and write 24-bit weights'
+        raise ConfigError('master="split24" needs other moments', got=got, need=need, try_='moments="8bit"')
 
 
 @functools.lru_cache(maxsize=4096)  # it is compared with the states of every parameter in every step
@@ -161,16 +176,21 @@ def scales_by_row(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return made
 
 
-def readable(groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def readable(
+    groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], *, has_muon: bool
+) -> list[dict[str, Any]]:
     """Saved parameter groups without the settings of torch's AdamW that are not read here.
 
     Args:
         groups: as they were saved.
         present: the optimizer's own.
+        has_muon: the optimizer is `Muon`.
 
     Raises:
-        CheckpointError: the groups are of another law than AdamW's, or than Muon's where the optimizer's own are.
+        CheckpointError: the groups are of another law than AdamW's, or than Muon's where the optimizer's own are; or
+            have settings that the optimizer cannot follow.
     """
+    taken = []
     for number, (group, own) in enumerate(zip(groups, present, strict=True)):
         if bool(group.get("muon")) != bool(own.get("muon")):
             raise CheckpointError(
@@ -179,18 +199,13 @@ def readable(groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str,
                 need=f"states of {_law(own)}",
                 try_="the optimizer and the parameter groups that the states were saved with; or do not load them",
             )
-        missing = [name for name in _HYPER if name not in group]
-        coupled = group.get("decoupled_weight_decay") is False and group["weight_decay"] if not missing else False
-        other = [name for name in ("amsgrad", "maximize") if group.get(name)]
-        if missing or coupled or other:
-            raise CheckpointError(
-                "Saved states of another optimizer than AdamW",
-                got=f"group {number}: "
-                + (f"no {', '.join(missing)}" if missing else f"{other[0]}=True" if other else "coupled weight decay"),
-                need=f"groups with {', '.join(_HYPER)}; decoupled decay, neither amsgrad nor maximize",
-                try_="begin the optimizer's states at zero: do not load them",
-            )
-    return [{name: value for name, value in group.items() if name not in _TORCHS} for group in groups]
+        if own.get("muon"):
+            group = {**group, "stacks": own["stacks"]}  # it tells of the parameters, not of the update
+        problems = find_problems(group, f"group {number} of the saved states", muon=has_muon)
+        if problems:
+            raise CheckpointError.from_problems(problems)
+        taken.append({name: value for name, value in group.items() if name not in TORCH_SETTINGS})
+    return taken
 
 
 def _law(group: Mapping[str, Any]) -> str:

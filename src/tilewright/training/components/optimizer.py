@@ -42,4 +42,5 @@ def make_optimizer(section: OptimSection, model: nn.Module, kernels: Kernels, se
             need="linear layers between embedding and output head",
             try_='optim.kind = "adamw"',
         )
-    return Muon(muon_groups(model, matrices, section.weight_decay), momentum=section.momentum, **common)
+    groups = muon_groups(model, matrices, section.weight_decay, stacks=True)
+    return Muon(groups, momentum=section.momentum, **common)
