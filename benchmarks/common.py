@@ -106,7 +106,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
         lr: learning rate.
     """
     from tilewright.memory.tracking.malloc import trim_malloc
-    from tilewright.training.executor.standard import row_length
+    from tilewright.training.executor.microbatches import row_length
     from tilewright.training.executor.transaction import run_with_retries
 
     replanner.before_step(number, row_length(microbatches))

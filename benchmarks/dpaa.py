@@ -21,7 +21,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.training.assemble import Components, build, prepare_data, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
-from tilewright.training.executor.standard import count_targets
+from tilewright.training.executor.microbatches import count_targets
 
 CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "

@@ -29,7 +29,8 @@ from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
 from tilewright.training.assemble import RunContext, build, set_up
-from tilewright.training.executor.standard import Batch, StepResult, count_targets, count_tokens
+from tilewright.training.executor.microbatches import Batch, count_targets, count_tokens
+from tilewright.training.executor.standard import StepResult
 
 CLAIMS = {
     "largest": "42B parameters, all trained, on one H200: 20 steps or more of 8k tokens, loss falling, at most 130 GiB "

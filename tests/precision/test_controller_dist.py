@@ -14,7 +14,8 @@ from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.executor.standard import StandardExecutor, count_targets
+from tilewright.training.executor.microbatches import count_targets
+from tilewright.training.executor.standard import StandardExecutor
 
 ROWS, STEPS = 4, 16
 

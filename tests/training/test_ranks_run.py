@@ -186,7 +186,7 @@ def teacher(data, tmp_path_factory):
     return folder / "tiny"
 
 
-TAUGHT = {"train__global_batch_size": 4, "train__steps": 6, "train__log_interval": 1, "log__report": False}
+TAUGHT = {"train__global_batch_size": 5, "train__steps": 6, "train__log_interval": 1, "log__report": False}
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, tau
     for before, now in zip(one, many, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=2e-5)
         parts = [now[name] for name in ("cross_entropy", "distillation")]
-        assert parts == pytest.approx([before[name] for name in ("cross_entropy", "distillation")], rel=2e-2)
-        assert sum(parts) / 2 == pytest.approx(now["loss"], rel=1e-3)  # targets of rows differ a little
+        assert parts == pytest.approx([before[name] for name in ("cross_entropy", "distillation")], rel=2e-5)
+        assert sum(parts) / 2 == pytest.approx(now["loss"], rel=1e-6)  # five rows: one rank has an empty micro-batch
     assert found[0][1] == pytest.approx(loss, rel=2e-5)
     assert found[0][2] == pytest.approx(evals, rel=2e-5)
 

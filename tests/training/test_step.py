@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tilewright.core.errors import NumericsError
@@ -11,8 +13,9 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.training.executor.microbatches import count_targets
 from tilewright.training.executor.not_finite import all_finite
-from tilewright.training.executor.standard import StandardExecutor, count_targets
+from tilewright.training.executor.standard import StandardExecutor
 
 
 class Toy(nn.Module):
@@ -211,20 +214,38 @@ def test_padding_is_no_token():
     assert _executor(Toy()).step([batch], 0.1).num_tokens == 10
 
 
-def test_what_the_model_tells_besides_its_loss_is_the_mean_over_micro_batches():
-    class Telling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
+class Telling(nn.Module):
+    """Tells the mean of its labels; of a micro-batch without targets what 0 / 0 is."""
 
-        def loss(self, batch):
-            count = (batch["labels"] != -100).sum()
-            return LossOutput(self.weight.sum(), count, {"fullest": batch["labels"].float().mean()})
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
 
-        def after_step(self, group=None):
-            pass
+    def loss(self, batch):
+        is_target = batch["labels"] != -100
+        return LossOutput(self.weight.sum(), is_target.sum(), {"label": batch["labels"][is_target].float().mean()})
 
+    def after_step(self, group=None):
+        pass
+
+
+@st.composite
+def labelled(draw, most: int = 5):
+    """Micro-batches of one step, some without targets: labels by micro-batch."""
+    target = st.one_of(st.integers(0, 60), st.just(-100))
+    row = st.lists(target, min_size=1, max_size=6)
+    return draw(st.lists(row, min_size=1, max_size=most))
+
+
+def told(steps):
+    return [{"input_ids": torch.zeros(1, len(row), dtype=torch.int64), "labels": torch.tensor([row])} for row in steps]
+
+
+@given(labelled())
+def test_what_the_model_tells_is_the_mean_over_targets_whatever_the_micro_batches(steps):
+    """FP32 means of small integers, weighed in FP64: one rounding a micro-batch."""
     model = Telling()
     executor = StandardExecutor(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=GradClip(0.0))
-    batches = [{"input_ids": torch.zeros(1, 2), "labels": torch.tensor([[1, value]])} for value in (3, 5)]
-    assert executor.step(batches, lr=0.1).aux == {"fullest": 2.5}
+    targets = [label for row in steps for label in row if label != -100]
+    aux = executor.step(told(steps), lr=0.1).aux
+    assert aux == ({"label": pytest.approx(sum(targets) / len(targets), rel=2**-23)} if targets else {})

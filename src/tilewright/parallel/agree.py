@@ -32,23 +32,32 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
 
 
 def mean_over(
-    group: dist.ProcessGroup | None, values: Mapping[str, float], weight: float, device: torch.device | str = "cpu"
+    group: dist.ProcessGroup | None,
+    sums: Mapping[str, float | Tensor],
+    weight: float,
+    device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """The means of numbers over the group.
+    """Weighed means of numbers over the group; nothing where all weights are zero.
 
     Args:
-        group: None gives the numbers.
-        values: by names that are the same on all ranks.
-        weight: of this rank's.
+        group: None gives the means of this process.
+        sums: this rank's values times their weights, added up; by names that are the same on all ranks.
+        weight: the sum of this rank's weights.
         device: of the group's backend.
+
+    Example:
+        >>> mean_over(None, {"margin": 6.0}, 4), mean_over(None, {"margin": 0.0}, 0)
+        ({'margin': 1.5}, {})
     """
-    if group is None or not values:
-        return dict(values)
-    names = sorted(values)
-    sums = torch.tensor([weight, *(weight * values[name] for name in names)], dtype=torch.float64, device=device)
-    dist.all_reduce(sums, group=group)
-    total, *rest = sums.tolist()
-    return {name: value / total for name, value in zip(names, rest, strict=True)}
+    if not sums:
+        return {}
+    names = sorted(sums)
+    total, *rest = weight, *(float(sums[name]) for name in names)
+    if group is not None:
+        totals = torch.tensor([total, *rest], dtype=torch.float64, device=device)
+        dist.all_reduce(totals, group=group)
+        total, *rest = totals.tolist()
+    return {name: value / total for name, value in zip(names, rest, strict=True)} if total else {}
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:

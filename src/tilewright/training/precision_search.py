@@ -28,7 +28,7 @@ from tilewright.precision.search.loss_model import LossModel, Prediction, Produc
 from tilewright.precision.search.search import PolicyCandidate, SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
 from tilewright.training.assemble import Components, RunContext, build, set_up
-from tilewright.training.executor.standard import Batch
+from tilewright.training.executor.microbatches import Batch
 
 Weights = Callable[[Model], tuple[Sequence[float], Sequence[float]]]
 """Puts weights into a model; returns steps and losses of the run that they come from."""

@@ -26,7 +26,8 @@ from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
 from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
-from tilewright.training.executor.standard import Batch, StepResult, row_length
+from tilewright.training.executor.microbatches import Batch, row_length
+from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.ranks import Agreement

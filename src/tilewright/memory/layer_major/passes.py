@@ -128,13 +128,9 @@ class LayerMajor:
         context = self._contexts[micro]
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
-    def aux_metrics(self) -> dict[str, Tensor]:
-        """What the model reports in addition to its loss, summed over the micro-batches. Once a forward pass."""
-        told: dict[str, Tensor] = {}
-        for counted in self._counted:
-            for name, value in self.view.aux_metrics(counted).items():
-                told[name] = told[name] + value if name in told else value
-        return told
+    def aux_metrics(self) -> list[dict[str, Tensor]]:
+        """What the model reports in addition to its loss, by micro-batch. Once a forward pass."""
+        return [self.view.aux_metrics(counted) for counted in self._counted]
 
     # ---- backward ----
 

@@ -26,7 +26,8 @@ class LossOutput:
     Args:
         loss_sum: FP32 scalar, sum over targets in nats, differentiable.
         count: int64 scalar, number of targets (labels other than -100; images for classification).
-        aux: further detached FP32 scalars worth recording, by name.
+        aux: further detached FP32 scalars worth recording, by name; means over the targets. Of a step the mean over
+            all its targets is recorded, so a micro-batch without any adds nothing.
     """
 
     loss_sum: Tensor

@@ -16,7 +16,7 @@ from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.policy.schedule import FormatSchedule, lr_factor
-from tilewright.training.executor.standard import Batch, count_targets, to_device
+from tilewright.training.executor.microbatches import Batch, count_targets, to_device
 from tilewright.training.runlog.recorder import MetricsLogger
 
 _SHOWN = 3

@@ -15,7 +15,7 @@ from tilewright.models.base.protocols import TrainableModel
 from tilewright.parallel.agree import gather
 from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
-from tilewright.training.executor.standard import Batch, count_targets, to_device
+from tilewright.training.executor.microbatches import Batch, count_targets, to_device
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,15 @@ from tilewright.parallel.agree import any_of, mean_over, sum_of
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.layer_major_attempt import NOT_FINITE, Attempt, BadStep
-from tilewright.training.executor.standard import (
-    MAX_BAD_STEPS,
+from tilewright.training.executor.microbatches import (
     Batch,
-    StepResult,
-    after_step,
+    add_weighed,
     count_over,
     count_targets,
     count_tokens,
     to_device,
 )
+from tilewright.training.executor.standard import MAX_BAD_STEPS, StepResult, after_step
 from tilewright.training.executor.transaction import PartialUpdateError, StepTransaction, others_wait, partial_update
 
 Result = TypeVar("Result")
@@ -162,7 +161,7 @@ class LayerMajorExecutor:
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        attempt = Attempt(1.0 / num_targets)
+        attempt = Attempt(1.0 / num_targets, [count_targets([batch]) for batch in microbatches])
         delayed = self.delayed.now() if self.delayed is not None else None
         try:
             with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, attempt)) as before:
@@ -186,7 +185,7 @@ class LayerMajorExecutor:
         self.run.offloader.flush()
         # A step that is left out may have ended before there was anything to tell.
         group = self._group if attempt.skipped is None else None
-        aux = mean_over(group, attempt.aux, len(microbatches), self.device)
+        aux = mean_over(group, attempt.aux, sum(attempt.targets), self.device)
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux)
 
@@ -320,7 +319,8 @@ class LayerMajorExecutor:
 
     def _forward(self, batches: Sequence[Batch], attempt: Attempt) -> bool:
         finite = self.run.forward(batches)
-        attempt.aux = {name: float(value) / len(batches) for name, value in self.run.aux_metrics().items()}
+        for targets, told in zip(attempt.targets, self.run.aux_metrics(), strict=True):
+            add_weighed(attempt.aux, told, targets)
         return not any_of(self._group, not finite, self.device)
 
     def _sum(self, value: float) -> float:

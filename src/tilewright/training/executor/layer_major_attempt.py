@@ -1,7 +1,7 @@
 """How far a layer-major step has got, and what is known of its gradient then."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,12 +22,15 @@ class Attempt:
 
     factor: float
     """Of the summed loss: one over the number of targets."""
+    targets: Sequence[int]
+    """Of each micro-batch of this rank."""
     loss_sum: float = math.nan
     norms: dict[Tensor, Tensor] = field(default_factory=dict)
     """Length of each parameter's gradient so far, on the device."""
     skipped: str | None = None
     updated: list[LayerGroup] = field(default_factory=list)
-    aux: Mapping[str, float] = field(default_factory=dict)
+    aux: dict[str, Tensor] = field(default_factory=dict)
+    """What the model reports in addition to its loss, summed over the targets of this rank."""
 
     def norm(self, order: Sequence[Tensor] | None = None) -> float:
         """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.tracker import MemoryTracker
-from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
-from tilewright.ops.documents import STARTS, document_starts
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import mean_over, sum_over
@@ -32,6 +30,14 @@ from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
+from tilewright.training.executor.microbatches import (
+    Batch,
+    add_weighed,
+    count_over,
+    count_targets,
+    sum_dtype,
+    to_device,
+)
 from tilewright.training.executor.not_finite import not_finite_error
 from tilewright.training.executor.transaction import (
     PartialUpdateError,
@@ -40,9 +46,7 @@ from tilewright.training.executor.transaction import (
     partial_update,
 )
 
-IGNORED_LABEL = -100
 MAX_BAD_STEPS = 3
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class StepResult:
     """Loss scale that this step used, 1 without scaling."""
     seconds: float
     aux: Mapping[str, float] = field(default_factory=dict)
-    """What the model reports in addition to its loss, mean over the micro-batches of this rank."""
+    """What the model reports in addition to its loss: means over the step's targets, over all ranks."""
     redone: str | None = None
     """Why the step was computed a second time, in wider formats; None where it was not."""
 
@@ -76,6 +80,9 @@ class _StandardAttempt:
     norm: float
     skipped: str | None
     aux: Mapping[str, Tensor]
+    """What the model tells in addition, summed over the targets of this rank."""
+    targets: int
+    """Of this rank."""
 
 
 @dataclass
@@ -208,7 +215,6 @@ class StandardExecutor:
                 attempt, redone = self._attempt(microbatches, num_targets, scale), None
             else:
                 attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
-            told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
             with self._phase("update"):
                 if attempt.skipped is not None:
                     before.forget_pass(self.clip)
@@ -216,8 +222,7 @@ class StandardExecutor:
                 if attempt.skipped is None:
                     self._apply(lr, progress)
                 self.optimizer.zero_grad(set_to_none=True)
-        if self._group is not None:
-            told = mean_over(self._group, told, len(microbatches), self.device)
+        told = mean_over(self._group, attempt.aux, attempt.targets, self.device)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
@@ -244,8 +249,8 @@ class StandardExecutor:
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
-        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
-        loss_sum = torch.zeros((), dtype=dtype, device=self.device)
+        targets = [count_targets([batch]) for batch in microbatches]
+        loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         # Copies of a model meet after their passes; parts of one meet in them, where none can stop alone.
         apart = self._group is not None and not self._sharded
         with oom_on_all(self._group, self.device) if apart else nullcontext():
@@ -258,15 +263,14 @@ class StandardExecutor:
                 with self._phase("backward"):
                     (output.loss_sum * factor).backward()
                 loss_sum += output.loss_sum.detach()
-                for name, value in output.aux.items():
-                    aux[name] = aux[name] + value if name in aux else value
+                add_weighed(aux, output.aux, targets[index])
         with self._phase("update"):
             if self._group is not None:
                 sum_over(self._group, [loss_sum])
                 self._gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-        return _StandardAttempt(loss, norm, skipped, aux)
+        return _StandardAttempt(loss, norm, skipped, aux, sum(targets))
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
@@ -341,56 +345,3 @@ def after_step(
         retry: calls a piece again where an allocator finds no memory.
     """
     retry(model.after_step) if group is None else model.after_step(group)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model computes. For a GPU, where documents begin is found before, and stays here: nothing of
-    it is waited for."""
-    if device.type == "cpu":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
-    there = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
-    if "segments" in batch and batch["segments"].dim() == 2:
-        there[STARTS] = document_starts(batch["segments"])
-    return there
-
-
-def count_targets(microbatches: Sequence[Batch]) -> int:
-    """Labels that are not -100, or pairs of answers, over all micro-batches.
-
-    Example:
-        >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
-        3
-    """
-    return sum(_targets_in(batch) for batch in microbatches)
-
-
-def _targets_in(batch: Batch) -> int:
-    if is_pairs(batch):
-        return int((batch["rows"] >= 0).sum())
-    return int((batch["labels"] != IGNORED_LABEL).sum())
-
-
-def count_tokens(microbatches: Sequence[Batch]) -> int:
-    """Tokens that are not padding; of image batches the rows."""
-    return sum(_tokens_in(batch) for batch in microbatches)
-
-
-def _tokens_in(batch: Batch) -> int:
-    if "segments" in batch:
-        return int((batch["segments"] >= 0).sum())
-    return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
-
-
-def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
-    """Targets and tokens of all ranks of a group."""
-    totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)], device=device)
-    if group is not None:
-        sum_over(group, [totals])
-    num_targets, num_tokens = totals.tolist()
-    return num_targets, num_tokens
-
-
-def row_length(microbatches: Sequence[Batch]) -> int | None:
-    """Tokens of the longest row; None of images."""
-    return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)

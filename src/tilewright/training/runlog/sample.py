@@ -14,7 +14,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
-from tilewright.training.executor.standard import Batch
+from tilewright.training.executor.microbatches import Batch
 
 PROMPT_TOKENS = 24
 MAX_SAMPLES = 4

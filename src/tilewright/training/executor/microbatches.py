@@ -1,0 +1,79 @@
+"""Micro-batches of a step: their targets and tokens, counted on the host, and means that are weighed by targets."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.preference import is_pairs
+from tilewright.ops.documents import STARTS, document_starts
+from tilewright.parallel.agree import sum_over
+
+Batch = Mapping[str, Tensor]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model computes. For a GPU, where documents begin is found before, and stays here: nothing of
+    it is waited for."""
+    if device.type == "cpu":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
+    there = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+    if "segments" in batch and batch["segments"].dim() == 2:
+        there[STARTS] = document_starts(batch["segments"])
+    return there
+
+
+def count_targets(microbatches: Sequence[Batch]) -> int:
+    """Labels that are not -100, or pairs of answers, over all micro-batches.
+
+    Example:
+        >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
+        3
+    """
+    return sum(_targets_in(batch) for batch in microbatches)
+
+
+def _targets_in(batch: Batch) -> int:
+    if is_pairs(batch):
+        return int((batch["rows"] >= 0).sum())
+    return int((batch["labels"] != IGNORED_LABEL).sum())
+
+
+def count_tokens(microbatches: Sequence[Batch]) -> int:
+    """Tokens that are not padding; of image batches the rows."""
+    return sum(_tokens_in(batch) for batch in microbatches)
+
+
+def _tokens_in(batch: Batch) -> int:
+    if "segments" in batch:
+        return int((batch["segments"] >= 0).sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
+
+
+def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
+    """Targets and tokens of all ranks of a group."""
+    totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)], device=device)
+    if group is not None:
+        sum_over(group, [totals])
+    num_targets, num_tokens = totals.tolist()
+    return num_targets, num_tokens
+
+
+def row_length(microbatches: Sequence[Batch]) -> int | None:
+    """Tokens of the longest row; None of images."""
+    return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)
+
+
+def add_weighed(sums: dict[str, Tensor], values: Mapping[str, Tensor], targets: int) -> None:
+    """Add what a model told of one micro-batch, times its targets. What it tells of none is not looked at: 0 / 0."""
+    for name, value in values.items():
+        wide = value.new_zeros((), dtype=sum_dtype(value.device))
+        sums[name] = sums.get(name, wide) + (value.to(wide.dtype) * targets if targets else wide)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What losses are added up in."""
+    return torch.float64 if device.type == "cpu" else torch.float32
