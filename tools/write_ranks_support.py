@@ -55,6 +55,7 @@ FEATURES = {
     "Training": {
         "run": "a run has the losses and evaluations of one process",
         "accumulation": "micro-batches, uneven ones too",
+        "dropout": "dropout, masks of its own on each rank",
         "evaluation": "evaluation",
         "finetune": "`finetune`",
         "pairs": "preferences (DPO)",

@@ -16,7 +16,7 @@ from tilewright.ops import documents
 from tilewright.ops.backends.native.varlen_attention import by_efficient
 from tilewright.ops.documents import STARTS, document_starts
 from tilewright.ops.kernels import Kernels
-from tilewright.training.executor.standard import to_device
+from tilewright.training.executor.microbatches import to_device
 
 KEY = ("attention", "cpu", torch.float32, "")
 

@@ -44,6 +44,7 @@ def _resnet(folder):
 
 @pytest.mark.parametrize("make", [pytest.param(_bert, marks=pytest.mark.slow), _resnet])
 @pytest.mark.support("hf", "one")
+@pytest.mark.support("dropout", "one")
 def test_resumed_equals_never_stopped_bitwise(make, data, tmp_path, monkeypatch):
     changes = make(tmp_path / "model") | {"optim__lr": 0.01}
     train(tiny(data, tmp_path / "straight", **changes))

@@ -44,6 +44,7 @@ from tilewright.precision.float8.audit import Audit
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
+from tilewright.training.checkpoint.generators import draw_apart
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
@@ -324,12 +325,14 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     stream = _stream(recipe, setup.prepared, setup.world)
     plan, counters = setup.plan, Counters()
     heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
+    draw_apart(world)
     run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, control
     return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the process-wide generators that models may draw from; all three are in the checkpoint."""
+    """Seed the process-wide generators that models may draw from, alike on all ranks, which make the same model; all
+    three are in the checkpoint."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

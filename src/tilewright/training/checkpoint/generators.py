@@ -3,8 +3,9 @@
 The first rank's have the names of a run of one process: tensors `rng.<device>`, and Python's and numpy's in the JSON.
 Any other rank's are tensors `rng.rank<r>.<device>` and `rng.rank<r>.host`. Each rank of the run that goes on takes the
 states of its number: in a run of as many ranks, what is drawn then is what would have been drawn without the stop. A
-rank that the checkpoint does not know begins with a seed made of the first rank's state and its own number. A rank has
-one GPU, called `cuda.0` whatever its number on the machine.
+rank that the checkpoint does not know begins with a seed made of the first rank's state and its own number, and so does
+each rank but the first of a fresh run: ranks that read different data must not drop the same elements. A rank has one
+GPU, called `cuda.0` whatever its number on the machine.
 """
 
 import json
@@ -23,6 +24,13 @@ from tilewright.precision.snapshot import host_states, set_host_states, set_torc
 _PREFIX, _HOST = "rng.", "host"
 
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def draw_apart(world: World) -> None:
+    """Let each rank draw its own numbers from now on: the first as it would have, the others from a seed made of its
+    state, which all have until here, and of their own number."""
+    if not world.is_first:
+        _seed({f"{_PREFIX}cpu": torch.get_rng_state()}, world.rank)
 
 
 def generator_tensors(world: World) -> dict[str, Tensor]:
@@ -66,7 +74,7 @@ def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], 
 
 
 def _seed(states: Mapping[str, Tensor], rank: int) -> None:
-    """Generators of a rank that the checkpoint does not know."""
+    """Generators of a rank that takes no states of its own."""
     digest = xxhash.xxh3_64(rank.to_bytes(8, "little"))
     for name in sorted(states):
         digest.update(states[name].numpy().tobytes())
