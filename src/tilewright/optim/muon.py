@@ -195,7 +195,7 @@ def _check_matrix(param: Tensor, stacks: bool) -> None:
     raise ConfigError(
         "Parameter that Muon cannot update",
         got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{placed}",
-        need='a float matrix [R, C], or in a group with "stacks": True a stack of them [E, R, C], whole or sharded by\n'
-        "rows along one axis of the mesh",
+        need='a float matrix [R, C], or in a group with "stacks": True a stack of them [E, R, C],\n'
+        "whole or sharded by rows along one axis of the mesh",
         try_=try_,
     )
