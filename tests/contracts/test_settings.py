@@ -223,6 +223,7 @@ PROOFS: dict[str, Probe | str] = {
     "ops.cross_entropy": Probe("native", "kernels"),
     "ops.adam": Probe("native", "kernels"),
     "ops.low_bit_adam": Probe("ref", "kernels"),
+    "ops.follow_writes": Probe("ref", "kernels"),
     "ops.quantize": Probe("ref", "kernels"),
     "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_memory": Probe("1MB", "error"),

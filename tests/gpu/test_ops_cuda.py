@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from tests.gpu.device import CUDA, DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
 from tests.ops.cases import AttentionCase, attention_cases
 from tests.ops.compare import assert_snr
+from tests.ops.follow import DTYPES as FOLLOWED
+from tests.ops.follow import SHAPES, pair, same_bits
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
@@ -19,6 +21,7 @@ from tilewright.formats.integer import INT8, quantize_integer
 from tilewright.ops.adam import ADAM
 from tilewright.ops.attention import ATTENTION, attention_kind
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
+from tilewright.ops.follow_writes import FOLLOW_WRITES
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR
@@ -193,3 +196,15 @@ def test_low_bit_adam_has_the_bits_of_the_law(name, kind):
         low_bit_adam(replace(law, grad=grad), hyper(step))
         found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in vars(ours).items()}
         assert_same(replace(law, **found), law, f"{case}, step {step}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FOLLOWED)
+@names(FOLLOW_WRITES)
+def test_masters_follow_writes(name, dtype, shape):
+    run = run_poisoned(FOLLOW_WRITES, name, dtype)
+    for share in (0.0, 0.01, 1.0):
+        master, weight, want = pair(dtype, shape, share)
+        master = master.to(DEVICE)
+        run(master, weight.to(DEVICE))
+        assert same_bits(master.cpu(), want), f"{share} written"

@@ -1,6 +1,6 @@
 """Cases of `ops.low_bit_adam` for the tests of all candidates, and a comparison that shows the first difference."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,15 @@ class LowBitCase:
             grad[384:512] *= 1e-30
             grad[512:640] *= 1e-42
         return found
+
+
+def written_pairs(low: int) -> LowBitTensors:
+    """BF16 weights of all exponents beside a correction of 8 bits that another number left, with moments and gradients
+    of zero."""
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    weights = weights[(weights & 0x7F) % 63 < 2].to(torch.int16).view(torch.bfloat16)
+    tensors = LowBitCase("split24", len(weights)).tensors()
+    return replace(tensors, target=weights, low=torch.full_like(tensors.low, low), grad=torch.zeros(len(weights)))
 
 
 def hyper(step: int, lr: float = 1e-3) -> AdamHyper:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.compare import assert_snr
-from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper
+from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper, written_pairs
 from tilewright.core.hardware import detect_machine
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24
@@ -164,6 +164,16 @@ def test_cpp_with_numbers_that_are_awkward(kind):
         cpu.low_bit_adam(replace(ours, grad=grad), hyper(step))
         low_bit_adam(replace(law, grad=grad), hyper(step))
         assert_same(ours, law, f"{case}, step {step}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("low", [-128, -1, 0, 1, 127])
+def test_cpp_with_weights_that_were_written(low):
+    ours, law = written_pairs(low), written_pairs(low)
+    cpu.low_bit_adam(ours, hyper(1, lr=0.0))
+    low_bit_adam(law, hyper(1, lr=0.0))
+    assert_same(ours, law)
+    assert torch.equal(ours.target.isnan(), written_pairs(low).target.isnan()), "a zero is no NaN"
 
 
 @needs_compiler

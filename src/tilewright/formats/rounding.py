@@ -2,10 +2,14 @@
 
 The two parts are the BF16 number nearest to the 24-bit one, and 8 bits of correction. They are stored apart: layers
 multiply with the BF16 weight as it is, and the optimizer reads both. As integers, the FP32 pattern of the number is
-(BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. Where someone else writes the weight, the
-correction that is left over is half a BF16 step off at most.
+(BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. A zero, an infinity or NaN has none.
 
-This file is the definition; `ops/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the same bits.
+Where someone else writes the weight, the correction beside it is another number's, and a pair does not tell: all its 24
+bits are bits of a number. It makes the weight half a BF16 step wrong at most, about as much as its own rounding to BF16
+did. A zero and what is not finite are exact, and so is a change of the sign or by a power of two.
+
+This file is the definition; `ops/backends/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the same
+bits.
 """
 
 import torch
@@ -33,7 +37,8 @@ def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 numbers to BF16 and int8, stochastically rounded to 24 bits. What is not finite gets the correction 0.
+    """FP32 numbers to BF16 and int8, stochastically rounded to 24 bits. A number that BF16 has as zero or as infinity
+    is rounded to that.
 
     Args:
         x: FP32.
@@ -49,14 +54,27 @@ def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     finite = (bits & _EXPONENT) != _EXPONENT
     rounded = (bits + noise) & -256
     high = torch.where(finite, (rounded + 0x8000) >> 16, _not_finite(bits))
-    low = torch.where(finite, (rounded - (high << 16)) >> 8, 0)
+    low = torch.where(_has_correction(high << 16), (rounded - (high << 16)) >> 8, 0)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int8)
 
 
 def join24(weight: Tensor, low: Tensor) -> Tensor:
-    """FP32 numbers of the two parts."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + (low.to(torch.int32) << 8)
+    """FP32 numbers of the two parts.
+
+    Example:
+        >>> written = torch.tensor([0.0, -0.0, 1.0], dtype=torch.bfloat16)  # beside corrections of other numbers
+        >>> join24(written, torch.tensor([-1, 5, 0], dtype=torch.int8))
+        tensor([0., -0., 1.])
+    """
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    bits = bits + torch.where(_has_correction(bits), low.to(torch.int32) << 8, 0)
     return bits.view(torch.float32)
+
+
+def _has_correction(bits: Tensor) -> Tensor:
+    """Of FP32 patterns: neither zero, whose neighbours as integers are no neighbours as numbers, nor not finite."""
+    magnitude = bits & 0x7FFFFFFF
+    return (magnitude != 0) & (magnitude < _EXPONENT)
 
 
 def _not_finite(bits: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.documents import STARTS, Segments, documents_of, segments_of
+from tilewright.ops.follow_writes import FOLLOW_WRITES
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import LINEAR
@@ -37,7 +38,7 @@ from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM, INT8_LINEAR),
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM, FOLLOW_WRITES, INT8_LINEAR),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -182,6 +183,10 @@ class Kernels:
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
         """See `ops.low_bit_adam`."""
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
+
+    def follow_writes(self, master: Tensor, weight: Tensor) -> None:
+        """See `ops.follow_writes`."""
+        self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, FP32 inside; one form only, fused by the compiler."""

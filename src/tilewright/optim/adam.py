@@ -278,16 +278,22 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _wide(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Updates with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""
-        for (group_index, step, device, dtype), batch in self._batches(params, grads).items():
-            update = self.kernels.adam(device, dtype)
-            hyper = self._hyper(group_index, step)
-            # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor.
-            for part in [batch] if update is fused else batch.singles():
-                update(part.targets, part.grads, part.exp_avgs, part.exp_avg_sqs, part.numbers, hyper, part.firsts)
-                for param in part.params:
-                    if "master" in self.state[param]:
-                        local(param).copy_(local(self.state[param]["master"]))
-                yield part.params
+        for alike, pairs in self._batches(params, grads).items():
+            update = self.kernels.adam(alike.device_type, alike.narrowest)
+            hyper = self._hyper(alike.group, alike.step)
+            # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor. A master is
+            # read three times, so on a CPU each is updated while the cache has it.
+            together = update is fused and not (alike.masters and alike.device_type == "cpu")
+            for part in [pairs] if together else [[pair] for pair in pairs]:
+                batch = self._tensors(part)
+                update(
+                    batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper, batch.firsts
+                )
+                done = [param for param, _ in part]
+                if alike.masters:
+                    for param, master in zip(done, batch.targets, strict=True):
+                        local(param).copy_(master)
+                yield done
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Updates with moments in 8 bits, one tensor at a time."""
@@ -301,7 +307,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
         """Contiguous tensors are updated in place, others by way of a copy."""
-        place, state = self._place(param), {name: local(value) for name, value in self.state[param].items()}
+        place, state = self._place(param), self._held_state(param)
         written = {"target": state.get("master", local(param.data)), "low": state.get("low")}
         written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
@@ -315,29 +321,44 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if "master" in state:
             local(param).copy_(state["master"])
 
+    def _held_state(self, param: Tensor) -> dict[str, Tensor]:
+        """What this rank holds of a parameter's states, with what was written to the parameter since they were made."""
+        state = {name: local(value) for name, value in self.state[param].items()}
+        if "master" in state:
+            self.kernels.follow_writes(state["master"], local(param.data))
+        return state
+
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> dict[tuple[int, int, str, torch.dtype], "_Batch"]:
-        """Parameters by group, number of the update, device and narrowest dtype stored."""
-        batches: dict[tuple[int, int, str, torch.dtype], _Batch] = {}
+    ) -> dict["_Alike", list[tuple[Tensor, Tensor]]]:
+        """Parameters and their gradients by what a call of an update has in common."""
+        batches: dict[_Alike, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in zip(params, grads, strict=True):
-            place, state = self._place(param), self.state[param]
+            state = self.state[param]
+            dtypes = state.get("master", param).dtype, state["exp_avg"].dtype
+            narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+            group, step = self._place(param).group, int(state["step"]) + 1
+            alike = _Alike(group, step, param.device.type, narrowest, "master" in state)
+            batches.setdefault(alike, []).append((param, grad))
+        return batches
+
+    def _tensors(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "_Batch":
+        """What an update takes of parameters and their gradients."""
+        batch = _Batch()
+        for param, grad in pairs:
+            state = self._held_state(param)
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
-            target = local(state.get("master", param.data))
-            narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
-            key = (place.group, int(state["step"]) + 1, param.device.type, narrowest)
-            batch = batches.setdefault(key, _Batch())
-            batch.params.append(param)
-            batch.numbers.append(place.number)
+            target = state.get("master", local(param.data))
+            batch.numbers.append(self._place(param).number)
             batch.firsts.append(first_element(param))
             batch.targets.append(target)
             # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
             wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
             grad = local(grad, like=param)
             batch.grads.append(grad.to(target.dtype) if wide else grad)
-            batch.exp_avgs.append(local(state["exp_avg"]))
-            batch.exp_avg_sqs.append(local(state["exp_avg_sq"]))
-        return batches
+            batch.exp_avgs.append(state["exp_avg"])
+            batch.exp_avg_sqs.append(state["exp_avg_sq"])
+        return batch
 
 
 @dataclass(frozen=True)
@@ -355,21 +376,26 @@ class _ParamSlot:
         return self.index < len(members) and members[self.index] is param
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """What parameters have in common that one call may update: group, number of the update, device, narrowest dtype
+    stored, and whether masters are what is updated."""
+
+    group: int
+    step: int
+    device_type: str
+    narrowest: torch.dtype
+    masters: bool
+
+
 @dataclass
 class _Batch:
-    """Tensors that one call updates, of shards what this rank holds: parameters, their numbers and first elements, what
-    is updated, gradients, moments."""
+    """Tensors that one call updates, of shards what this rank holds: numbers of the parameters and their first
+    elements, what is updated, gradients, moments."""
 
-    params: list[Tensor] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
-
-    def singles(self) -> Iterator["_Batch"]:
-        """The same, one tensor at a time."""
-        columns = (self.params, self.numbers, self.firsts, self.targets, self.grads, self.exp_avgs, self.exp_avg_sqs)
-        for row in zip(*columns, strict=True):
-            yield _Batch(*([item] for item in row))

@@ -105,7 +105,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE
     from tilewright.formats.spec import E4M3, E5M2
     from tilewright.formats.tiled import TiledTensor
-    from tilewright.ops.backends.triton import fused, gemm
+    from tilewright.ops.backends.triton import follow_writes, fused, gemm
     from tilewright.ops.backends.triton import low_bit_adam as adam
     from tilewright.ops.backends.triton import quantize as q
 
@@ -129,13 +129,15 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for kind in KINDS:
         tensors = replace(LowBitCase(kind, 2**20).tensors(), grad=torch.empty(2**20))
         yield f"low_bit_adam {kind}", lambda t=tensors: adam.low_bit_adam(t, hyper(7))
+    for weight in (x, x.half()):
+        yield f"follow_writes {weight.dtype}", lambda w=weight: follow_writes.follow_writes(torch.empty(256, 512), w)
 
 
 def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
     """Compile every launch, or those whose names begin so, for an architecture (80, 89, 90, ...)."""
     from unittest import mock
 
-    from tilewright.ops.backends.triton import fused, gemm, low_bit_adam
+    from tilewright.ops.backends.triton import follow_writes, fused, gemm, low_bit_adam
     from tilewright.ops.backends.triton import quantize as q
 
     found = {}
@@ -147,7 +149,8 @@ def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[st
         with contextlib.ExitStack() as patches:
             for module in (q, fused, gemm):
                 patches.enter_context(mock.patch.multiple(module, wrap_triton=recorder, has_fp8=fast))
-            patches.enter_context(mock.patch.multiple(low_bit_adam, wrap_triton=recorder))
+            for module in (low_bit_adam, follow_writes):
+                patches.enter_context(mock.patch.multiple(module, wrap_triton=recorder))
             run()
         found[name] = [{"kernel": kernel, **usage(compiled)} for kernel, compiled in recorder.built]
     return found

@@ -21,7 +21,7 @@ def program(*args: str) -> dict:
     ("arch", "only"),
     [
         (80, FEW),
-        (90, (*FEW, "tile_gemm e4m3 tensorwise", "low_bit_adam split24")),
+        (90, (*FEW, "tile_gemm e4m3 tensorwise", "low_bit_adam split24", "follow")),
         pytest.param(80, (), marks=pytest.mark.slow),
         pytest.param(90, (), marks=pytest.mark.slow),
     ],
@@ -41,7 +41,7 @@ def test_compiles(arch, only):
                 assert min(ptx["sqrt.rn"], ptx["div.rn"]) > 0, name
             assert kernel["stack"] == 0, f"{name}: {kernel}"
             assert kernel["registers"] <= 128, f"{name}: {kernel}"
-            converts = arch >= 89 and "noise" not in name and "adam" not in name
+            converts = arch >= 89 and not any(word in name for word in ("noise", "adam", "follow"))
             assert (ptx["cvt.rn.satfinite"] > 0) == converts, name
     for name in ("quantize_both e4m3", "swiglu_quantize"):
         assert found[name][0]["registers"] <= 64, f"{name}: no room for four programs on a multiprocessor"

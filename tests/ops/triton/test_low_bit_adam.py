@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper
+from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper, written_pairs
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam as law
 from tilewright.ops.backends.triton import launch
 from tilewright.ops.backends.triton.low_bit_adam import low_bit_adam
@@ -43,6 +43,14 @@ def test_numbers_that_are_awkward(kind):
         low_bit_adam(replace(ours, grad=grad), hyper(step))
         law(replace(want, grad=grad), hyper(step))
         assert_same(ours, want, f"{case}, step {step}")
+
+
+@pytest.mark.parametrize("low", [-128, 0, 127])
+def test_weights_that_were_written(low):
+    ours, want = written_pairs(low), written_pairs(low)
+    low_bit_adam(ours, hyper(1, lr=0.0))
+    law(want, hyper(1, lr=0.0))
+    assert_same(ours, want)
 
 
 def test_nothing():

@@ -21,6 +21,7 @@ CheckpointInputs = Literal["exact", "fp8"]
 full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
 AttentionBackend = Literal["auto", "amx", "varlen", "efficient", "native", "ref"]
+FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
@@ -304,6 +305,8 @@ class OpsSection(Section):
     """AdamW update, with moments in FP32 or BF16."""
     low_bit_adam: QuantizeBackend = "auto"
     """AdamW update with moments in 8 bits."""
+    follow_writes: FollowBackend = "auto"
+    """FP32 masters that take over what other code wrote to their 16-bit weights."""
     quantize: QuantizeBackend = "auto"
     """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
     tile_gemm: TileGemmBackend = "auto"

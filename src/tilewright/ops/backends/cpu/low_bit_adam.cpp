@@ -52,6 +52,11 @@ inline int32_t hash(int32_t element, int32_t stream) {
 }
 // BF16 of what is not finite.
 inline int32_t not_finite(int32_t bits) { return bits >> 16 | ((bits & 0x7FFFFF) ? 0x40 : 0); }
+// Whether a pattern's correction of 8 bits counts: neither zero nor not finite.
+inline bool has_correction(int32_t bits) {
+  const int32_t magnitude = bits & 0x7FFFFFFF;
+  return magnitude != 0 && magnitude < INFINITE;
+}
 
 // 128 numbers, and those of them that there are: `N` is constant but in the last block.
 struct alignas(64) Floats { float at[BLOCK]; };
@@ -99,7 +104,10 @@ inline void load_target(const Adam& a, i64 start, Floats& p, int n) {
     for (int i = 0; i < n; i++) p.at[i] = as_float((int32_t)((uint32_t)narrow[i] << 16));
   } else {
     const int8_t* low = a.low + start;
-    for (int i = 0; i < n; i++) p.at[i] = as_float((int32_t)((uint32_t)narrow[i] << 16) + low[i] * 256);
+    for (int i = 0; i < n; i++) {
+      const int32_t bits = (int32_t)((uint32_t)narrow[i] << 16);
+      p.at[i] = as_float(bits + (has_correction(bits) ? low[i] * 256 : 0));
+    }
   }
 }
 inline void store_target(const Adam& a, i64 start, const Floats& p, const Ints& random, int n) {
@@ -115,10 +123,10 @@ inline void store_target(const Adam& a, i64 start, const Floats& p, const Ints& 
     int8_t* low = a.low + start;
     for (int i = 0; i < n; i++) {
       const int32_t bits = as_bits(p.at[i]), rounded = (bits + (random.at[i] & 0xFF)) & -256;
-      const int32_t high = (rounded + 0x8000) >> 16;
-      const bool finite = (bits & INFINITE) != INFINITE;
-      narrow[i] = (uint16_t)(finite ? high : not_finite(bits));
-      low[i] = (int8_t)(finite ? (rounded - (int32_t)((uint32_t)high << 16)) >> 8 : 0);
+      const int32_t high = (bits & INFINITE) != INFINITE ? (rounded + 0x8000) >> 16 : not_finite(bits);
+      const int32_t stored = (int32_t)((uint32_t)high << 16);
+      narrow[i] = (uint16_t)high;
+      low[i] = (int8_t)(has_correction(stored) ? (rounded - stored) >> 8 : 0);
     }
   }
 }

@@ -52,6 +52,12 @@ def _as_bits(x):
 
 
 @triton.jit
+def _has_correction(bits):
+    magnitude = bits & MAGNITUDE
+    return (magnitude != 0) & (magnitude < INF_BITS)
+
+
+@triton.jit
 def _random_bits(element, stream):
     """32 bits per element: `ops.backends.ref.adam.hash32`."""
     x = element.to(tl.uint32) * 0x9E3779B9 + stream.to(tl.uint32, bitcast=True)
@@ -99,8 +105,8 @@ def _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND: tl.cons
             high = (bits + (random & 0xFFFF)) >> 16
         else:
             rounded = (bits + (random & 0xFF)) & -256
-            high = (rounded + 0x8000) >> 16
-            low = tl.where(finite, (rounded - (high << 16)) >> 8, 0)
+            high = tl.where(finite, (rounded + 0x8000) >> 16, not_finite)
+            low = tl.where(_has_correction(high << 16), (rounded - (high << 16)) >> 8, 0)
             tl.store(low_ptr + offsets, low.to(tl.int8), mask=inside)
         tl.store(target_ptr + offsets, tl.where(finite, high, not_finite).to(tl.int16), mask=inside)
 
@@ -121,7 +127,8 @@ def _kernel(
     else:
         bits = tl.load(target_ptr + offsets, mask=inside, other=0).to(tl.int32) << 16
         if KIND == SPLIT24:
-            bits += tl.load(low_ptr + offsets, mask=inside, other=0).to(tl.int32) << 8
+            low = tl.load(low_ptr + offsets, mask=inside, other=0).to(tl.int32) << 8
+            bits += tl.where(_has_correction(bits), low, 0)
         p = _as_float(bits)
     grad = to_fp32(tl.load(grad_ptr + offsets, mask=inside, other=0))
     m = _decode(tl.load(m_ptr + offsets, mask=inside, other=0), tl.load(m_scale_ptr + rows, mask=is_block, other=0))

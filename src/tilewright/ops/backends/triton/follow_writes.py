@@ -1,0 +1,43 @@
+"""Masters that follow writes to their weights on GPUs: 6 bytes read per element, and written what differs."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.ops.backends.ref import follow_writes as ref
+from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE
+from tilewright.ops.backends.triton.launch import wrap_triton
+
+_BLOCK = 4096
+
+
+def follow_writes(master: Tensor, weight: Tensor) -> None:
+    """See `ops.follow_writes`. Tensors with gaps, or in other orders of memory, go by torch."""
+    count = weight.numel()
+    if not count or master.dtype == weight.dtype:
+        return
+    if master.dtype != torch.float32 or not (master.is_contiguous() and weight.is_contiguous()):
+        ref.follow_writes(master, weight)
+        return
+    wrap_triton(_kernel)[(triton.cdiv(count, _BLOCK),)](
+        master, weight.view(torch.int16), count, BF16=weight.dtype == torch.bfloat16, BLOCK=_BLOCK, num_warps=8
+    )
+
+
+@triton.jit
+def _kernel(master_ptr, weight_ptr, count, BF16: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    master = tl.load(master_ptr + at, mask=inside, other=0.0)
+    stored = tl.load(weight_ptr + at, mask=inside, other=0)
+    if BF16:  # as integers: the interpreter's own conversion is not exact
+        bits = master.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        value = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        differs = (rounded != stored) | ((bits & MAGNITUDE) > INF_BITS)
+    else:
+        rounded = master.to(tl.float16).to(tl.int16, bitcast=True)
+        value = stored.to(tl.float16, bitcast=True).to(tl.float32)
+        differs = rounded != stored
+    tl.store(master_ptr + at, value, mask=inside & differs)
