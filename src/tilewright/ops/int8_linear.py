@@ -4,8 +4,9 @@ int8_linear(x [..., K], weight: Int8Weight, bias_N) -> [..., N] in x's dtype; ev
 Codes and scales of x are those of `formats.integer`, symmetric, per row; a token with a value that is not finite
 becomes NaN, the others are as they are. Leading dims are flattened, so one token (1, 1, K) is a matrix like any other.
 
-A candidate multiplies integers only: (codes_MK int8, qdata_NK int8, packed) -> [M, N] FP32, the sum of the integer
-products, exact in INT32 and rounded once: all candidates give the same bits. `Int8Weight.of` prepares `packed`.
+A candidate multiplies integers only: (codes_MK int8, qdata_NK int8, packed, made_from) -> [M, N] FP32, the sum of the
+integer products, exact in INT32 and rounded once: all candidates give the same bits. `Int8Weight.of` prepares `packed`,
+and `made_from` is the fingerprint of the codes that it was made from: a candidate that reads `packed` compares.
 
 Legend: M tokens  N out features  K in features.
 """
@@ -21,21 +22,22 @@ from tilewright.formats.integer import INT8, SMALLEST_SCALE, IntegerTensor
 from tilewright.formats.scaling import Tile
 from tilewright.ops.backends.ref import int8 as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Choice, Op, always, choose
+from tilewright.ops.base.fingerprint import fingerprint
 
 CHANNEL = Tile(1, 0)
 """A scale per out feature."""
 
 
-def _onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+def _onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
     from tilewright.ops.backends.native import int8  # it registers torch operators
 
-    return int8.onednn(codes_MK, qdata_NK, packed)
+    return int8.onednn(codes_MK, qdata_NK, packed, made_from)
 
 
-def _int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+def _int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
     from tilewright.ops.backends.native import int8  # it registers torch operators
 
-    return int8.int_mm(codes_MK, qdata_NK, packed)
+    return int8.int_mm(codes_MK, qdata_NK, packed, made_from)
 
 
 def _why_not_onednn(machine: Machine, case: Case) -> str | None:
@@ -68,6 +70,7 @@ class Int8Weight:
         qdata_NK: int8 codes, -127..127.
         scale_N: FP32, one per out feature.
         packed: what the candidate reads instead of the codes; no elements where it reads those.
+        made_from: int64 [1], fingerprint of the codes that `packed` was made from; None: it is known to be of these.
         run: the candidate.
         chosen: which one, with the reasons against the others.
     """
@@ -75,8 +78,13 @@ class Int8Weight:
     qdata_NK: Tensor
     scale_N: Tensor
     packed: Tensor
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    made_from: Tensor | None
+    run: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     chosen: Choice
+
+    def is_packed_of(self, qdata_NK: Tensor) -> bool:
+        """Whether `packed` was made from codes of these values, or nothing was."""
+        return self.made_from is None or int(self.made_from) == fingerprint(qdata_NK.contiguous())
 
     @classmethod
     def of(cls, weight: IntegerTensor, machine: Machine, candidate: str = "auto") -> "Int8Weight":
@@ -90,12 +98,13 @@ class Int8Weight:
             raise ValueError(f"int8_linear takes symmetric INT8 per row, not {weight.spec.name} in {weight.tile}")
         case = Case(weight.codes.device.type, torch.float32)
         chosen = choose(INT8_LINEAR, machine, case, candidate)
-        packed = ref.prepack(weight.codes)
+        packed, made_from = ref.prepack(weight.codes), None
         if chosen.candidate.name == "onednn":
             from tilewright.ops.backends.native import int8  # it registers torch operators
 
             packed = int8.onednn_prepack(weight.codes)
-        return cls(weight.codes, weight.scale[:, 0].contiguous(), packed, chosen.candidate.run, chosen)
+            made_from = torch.tensor([fingerprint(weight.codes.contiguous())])
+        return cls(weight.codes, weight.scale[:, 0], packed, made_from, chosen.candidate.run, chosen)
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> Tensor:
@@ -115,7 +124,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> 
         out_MN = x_MK.new_zeros((x_MK.shape[0], num_out), dtype=torch.float32)
     else:
         codes_MK, scale_M1 = quantize_tokens(x_MK)
-        out_MN = weight.run(codes_MK, weight.qdata_NK, weight.packed) * scale_M1 * weight.scale_N
+        out_MN = weight.run(codes_MK, weight.qdata_NK, weight.packed, weight.made_from) * scale_M1 * weight.scale_N
     if bias_N is not None:
         out_MN = out_MN + bias_N.to(torch.float32)
     return out_MN.to(x.dtype).reshape(*x.shape[:-1], num_out)

@@ -3,6 +3,7 @@
 Legend: N out features  K in features.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from tilewright.ops.int8_linear import CHANNEL, Int8Weight, int8_linear
 class Int8Linear(nn.Module):
     """out = x @ weight.T + bias with integer matmuls; see `ops.int8_linear`. No gradient.
 
-    What a kernel prepares of the weight is made at the first use and dropped with copies, pickles and new weights.
+    Scales and bias are read in each call. What a kernel prepares of the codes is made at the first use, compared with
+    the codes' bytes in each call, and made again where they differ, whatever wrote them; compiled code makes it in each
+    call then, until the layer is called uncompiled. Copies and pickles start without it.
 
     Args:
         weight: symmetric INT8, a scale per out feature.
@@ -45,7 +48,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("qdata", weight.codes)
         self.register_buffer("scale", weight.scale)
         self.register_buffer("bias", None if bias_N is None else bias_N.detach().to(torch.float32))
-        self._prepared: tuple[tuple[int, int, int], Int8Weight] | None = None
+        self._prepared: Int8Weight | None = None
         self.prepared()
 
     @classmethod
@@ -68,17 +71,20 @@ class Int8Linear(nn.Module):
 
     def prepared(self) -> Int8Weight:
         """The weight as its kernel reads it, and which kernel that is (`chosen`)."""
-        stamp = (self.qdata.data_ptr(), self.qdata._version, self.scale._version)
-        if self._prepared is None or self._prepared[0] != stamp:
+        made = self._prepared
+        if made is None or not made.is_packed_of(self.qdata) or made.scale_N.shape != self.scale.shape[:1]:
             weight = IntegerTensor(self.qdata, self.scale, None, CHANNEL, INT8)
-            self._prepared = (stamp, Int8Weight.of(weight, self.machine, self.kernel))
-        return self._prepared[1]
+            made = self._prepared = Int8Weight.of(weight, self.machine, self.kernel)
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] of any float dtype -> [..., N] of the same."""
         if torch.compiler.is_compiling() and self._prepared is not None:
-            return int8_linear(x, self._prepared[1], self.bias)
-        return int8_linear(x, self.prepared(), self.bias)
+            made, made_from = self._prepared, self._prepared.made_from  # compared in the kernel
+        else:
+            made, made_from = self.prepared(), None
+        weight = replace(made, qdata_NK=self.qdata, scale_N=self.scale[:, 0], made_from=made_from)
+        return int8_linear(x, weight, self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_prepared": None}

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.ref.int8 import prepack
 from tilewright.ops.base.dispatch import Case
+from tilewright.ops.base.fingerprint import fingerprint
 
 __all__ = ["int_mm", "onednn", "onednn_prepack", "prepack", "why_not_int_mm", "why_not_onednn"]
 
@@ -45,18 +46,20 @@ def onednn_prepack(qdata_NK: Tensor) -> Tensor:
     return torch.ops.onednn.qlinear_prepack(qdata_NK, None)
 
 
-def onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+def onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
     """See `ops.int8_linear`."""
     run = _onednn_op if torch.compiler.is_compiling() else _onednn
-    return run(codes_MK, qdata_NK, packed)
+    return run(codes_MK, qdata_NK, packed, made_from)
 
 
-def int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+def int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
     """See `ops.int8_linear`."""
     return _int_mm_op(codes_MK, qdata_NK) if torch.compiler.is_compiling() else _int_mm(codes_MK, qdata_NK)
 
 
-def _onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+def _onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
+    if made_from is not None and int(made_from) != fingerprint(qdata_NK.contiguous()):
+        packed = onednn_prepack(qdata_NK)
     unsigned_MK = (codes_MK.view(torch.uint8) ^ 0x80).contiguous()  # plus 128
     ones_N = torch.ones(qdata_NK.shape[0])
     zeros_N = torch.zeros(qdata_NK.shape[0], dtype=torch.int32)
@@ -72,8 +75,8 @@ def _int_mm(codes_MK: Tensor, qdata_NK: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tilewright::int8_onednn", mutates_args=())
-def _onednn_op(codes: Tensor, qdata: Tensor, packed: Tensor) -> Tensor:
-    return _onednn(codes, qdata, packed)
+def _onednn_op(codes: Tensor, qdata: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
+    return _onednn(codes, qdata, packed, made_from)
 
 
 @torch.library.custom_op("tilewright::int8_int_mm", mutates_args=())
@@ -82,7 +85,7 @@ def _int_mm_op(codes: Tensor, qdata: Tensor) -> Tensor:
 
 
 @_onednn_op.register_fake
-def _(codes, qdata, packed):
+def _(codes, qdata, packed, made_from):
     return codes.new_empty((codes.shape[0], qdata.shape[0]), dtype=torch.float32)
 
 

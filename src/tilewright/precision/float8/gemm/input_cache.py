@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.formats.tiled import TiledTensor
-from tilewright.precision.float8.gemm.weight_store import fingerprint
+from tilewright.ops.base.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)

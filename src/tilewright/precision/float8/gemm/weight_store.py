@@ -17,11 +17,11 @@ Legend: M output features  K input features.
 import math
 
 import torch
-import xxhash
 from torch import Tensor
 
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.base.fingerprint import fingerprint
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.operands import quantize_weight, weight_tile
 
@@ -76,19 +76,6 @@ def contents(store: Tensor, shape: tuple[int, ...], *, tensorwise: bool) -> Tile
     scale_inv = store[_ALIGN : _ALIGN + 4 * math.prod(grid)].view(torch.float32).view(grid)
     start = store.numel() - _padded(math.prod(shape))
     return TiledTensor(store[start : start + math.prod(shape)].view(shape), scale_inv, tile, E4M3)
-
-
-def fingerprint(x: Tensor) -> int:
-    """XXH3 of the bytes of a contiguous CPU tensor, with its first dimension as the seed: a signed 64-bit number.
-
-    Example:
-        >>> x = torch.ones(2, 8)
-        >>> fingerprint(x) == fingerprint(torch.ones(2, 8)), fingerprint(x) == fingerprint(x.view(4, 4))
-        (True, False)
-    """
-    data = x.detach().view(-1).view(torch.uint8).numpy()
-    digest = xxhash.xxh3_64_intdigest(data, seed=x.shape[0] if x.ndim else 0)
-    return digest - 2**64 if digest >= 2**63 else digest
 
 
 def store_bytes(shape: tuple[int, ...], *, tensorwise: bool) -> int:
