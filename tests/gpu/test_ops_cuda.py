@@ -18,10 +18,9 @@ from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
-from tilewright.ops.adam import ADAM
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES
 from tilewright.ops.attention import ATTENTION, attention_kind
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
-from tilewright.ops.follow_writes import FOLLOW_WRITES
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR

@@ -12,9 +12,9 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.ops import varlen_contract
 from tests.ops.compare import assert_snr
 from tilewright.core.hardware import detect_machine
-from tilewright.ops import documents
 from tilewright.ops.backends.native.varlen_attention import by_efficient
-from tilewright.ops.documents import STARTS, document_starts
+from tilewright.ops.base import documents
+from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.ops.kernels import Kernels
 from tilewright.training.executor.microbatches import to_device
 

@@ -18,7 +18,7 @@ from tilewright.core.errors import DataError
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.backends.native.varlen_attention import by_efficient, by_flash
-from tilewright.ops.documents import STARTS, document_starts, documents_of, segments_of
+from tilewright.ops.base.documents import STARTS, document_starts, documents_of, segments_of
 from tilewright.ops.kernels import Kernels
 
 CASES = [*attention_cases(), AttentionCase(3, 6, 2, 40, 20, 12, docs=9), AttentionCase(2, 4, 2, 1, 8, 8, docs=1)]

@@ -41,7 +41,7 @@ def module_of(shape, dtype, mesh):
 def optimizer_of(cls, param, format):
     plain = format[1:] == ("fp32", "fp32")
     options = {"moments": format[1], "master": format[2], "kernels": kernels_with(None if plain else "ref")}
-    groups = [{"params": [param], "muon": True}] if cls is Muon else [param]
+    groups = [{"params": [param], "muon": True, "stacks": param.ndim == 3}] if cls is Muon else [param]
     return cls(groups, **HYPER, **options)
 
 

@@ -1,6 +1,6 @@
-"""adam: one AdamW step over lists of tensors, in place, with parameters and states of FP32 or BF16.
+"""adam: one AdamW step over lists of tensors, in place, with parameters and states of FP32 or BF16; and follow_writes.
 
-For each tensor, in FP32 (decoupled decay, Loshchilov and Hutter 2019; as torch.optim.AdamW orders it):
+adam, for each tensor, in FP32 (decoupled decay, Loshchilov and Hutter 2019; as torch.optim.AdamW orders it):
     p <- p * (1 - lr * weight_decay)
     m <- m + (1 - beta1) * (g - m);   v <- beta2 * v + (1 - beta2) * g^2
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -9,13 +9,24 @@ stored is the FP32 value, so updates below half a BF16 step are not lost. The ra
 (seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
 tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and each element
 gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored.
+
+follow_writes: FP32 masters take over what was written to their 16-bit weights. An optimizer updates a master and stores
+it as the weight, rounded to nearest. So a weight has the bits of its master rounded, or something else has written it
+since: a clamp, a loaded checkpoint, a broadcast. Each element whose bits differ becomes its master; the others keep the
+bits that they have beyond the weight. It goes by content, since writes through `.data`, or past torch, leave no other
+trace. The case's dtype is the weight's.
+
+    follow_writes(master, weight): both of one shape; writes to `master` alone.
 """
 
 import torch
+from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import adam as native
 from tilewright.ops.backends.ref import adam as ref
+from tilewright.ops.backends.ref.follow_writes import follow_writes
+from tilewright.ops.backends.triton.availability import needs_triton
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always, needs_compiler
 
 
@@ -32,4 +43,16 @@ ADAM = Op(
         Candidate("compiled", native.compiled, needs_compiler),
         Candidate("ref", ref.adam, always),
     ),
+)
+
+
+def _triton_follow_writes(master: Tensor, weight: Tensor) -> None:
+    from tilewright.ops.backends.triton import follow_writes as triton  # it imports triton
+
+    triton.follow_writes(master, weight)
+
+
+FOLLOW_WRITES = Op(
+    "follow_writes",
+    (Candidate("triton", _triton_follow_writes, needs_triton), Candidate("ref", follow_writes, always)),
 )

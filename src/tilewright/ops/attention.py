@@ -2,7 +2,7 @@
 
 q [B, H, S, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv] with H a multiple of Hkv (grouped-query) and Dv <= Dk;
 segments [B, S] integers or None: a position sees earlier positions of its own segment only. Equal values stand together
-in a row (`ops.documents`); candidates in `BY_DOCUMENTS` take `Documents` too, found once for all layers.
+in a row (`ops.base.documents`); candidates in `BY_DOCUMENTS` take `Documents` too, found once for all layers.
 scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
 block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
 holds all. Changes memory and time, not the result.
@@ -15,7 +15,7 @@ from tilewright.ops.backends.native import attention as native
 from tilewright.ops.backends.native.varlen_availability import FLASH_WIDTH, KINDS, why_not_efficient, why_not_varlen
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
-from tilewright.ops.documents import Segments
+from tilewright.ops.base.documents import Segments
 
 
 def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):

@@ -19,7 +19,7 @@ from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.adam import ADAM
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES
 from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.native.loss import LOSS_TILE
@@ -27,8 +27,7 @@ from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
-from tilewright.ops.documents import STARTS, Segments, documents_of, segments_of
-from tilewright.ops.follow_writes import FOLLOW_WRITES
+from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import LINEAR
@@ -157,7 +156,7 @@ class Kernels:
         where documents begin, that too, found once. None where each row is one document.
 
         Args:
-            batch: `segments` [B, S] where rows are packed; with `ops.documents.STARTS` no device is waited for.
+            batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for.
 
         Raises:
             DataError: a document is in pieces.
@@ -185,7 +184,7 @@ class Kernels:
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def follow_writes(self, master: Tensor, weight: Tensor) -> None:
-        """See `ops.follow_writes`."""
+        """See `ops.adam`."""
         self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -282,18 +282,17 @@ class DeepSeekAdam(torch.optim.Optimizer):
             update = self.kernels.adam(alike.device_type, alike.narrowest)
             hyper = self._hyper(alike.group, alike.step)
             # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor. A master is
-            # read three times, so on a CPU each is updated while the cache has it.
+            # read three times: on a CPU while the cache has it.
             together = update is fused and not (alike.masters and alike.device_type == "cpu")
             for part in [pairs] if together else [[pair] for pair in pairs]:
                 batch = self._tensors(part)
                 update(
                     batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper, batch.firsts
                 )
-                done = [param for param, _ in part]
-                if alike.masters:
-                    for param, master in zip(done, batch.targets, strict=True):
-                        local(param).copy_(master)
-                yield done
+                for (param, _), target in zip(part, batch.targets, strict=True):
+                    if alike.masters:
+                        local(param).copy_(target)
+                yield [param for param, _ in part]
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Updates with moments in 8 bits, one tensor at a time."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilewright.models.decoder.cache import LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import RMSNorm
-from tilewright.ops.documents import Segments
+from tilewright.ops.base.documents import Segments
 from tilewright.ops.kernels import Kernels
 
 LATENT_NORM_EPS = 1e-6

@@ -40,7 +40,7 @@ from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.base.compile import graph_limit, layer_options
-from tilewright.ops.documents import Segments
+from tilewright.ops.base.documents import Segments
 from tilewright.ops.kernels import Kernels
 
 LayerContext = tuple[Tensor, Tensor, Segments]

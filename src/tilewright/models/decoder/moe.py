@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import MLP
-from tilewright.ops.documents import Segments, segments_of
+from tilewright.ops.base.documents import Segments, segments_of
 from tilewright.ops.kernels import Kernels
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.preference import is_pairs
-from tilewright.ops.documents import STARTS, document_starts
+from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.parallel.agree import sum_over
 
 Batch = Mapping[str, Tensor]

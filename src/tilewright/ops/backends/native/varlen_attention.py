@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.backends.native.attention import padded_values
-from tilewright.ops.documents import Documents, Segments, documents_of, rows_as_documents
+from tilewright.ops.base.documents import Documents, Segments, documents_of, rows_as_documents
 
 _ALIGNED = 8
 """Widths of heads that both kernels take are multiples of this."""

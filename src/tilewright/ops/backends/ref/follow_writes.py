@@ -1,4 +1,4 @@
-"""Masters that follow writes to their weights. See `ops.follow_writes`.
+"""Masters that follow writes to their weights. See `ops.adam`.
 
 On a CPU a weight that nobody wrote costs what it takes to read it and its master: rounded and compared in pieces that
 the cache holds. On other devices nothing is asked for that the host would wait for.
@@ -13,7 +13,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """See `ops.follow_writes`."""
+    """See `ops.adam`."""
     if master.dtype == weight.dtype or not weight.numel():
         return
     if weight.device.type != "cpu":

@@ -13,7 +13,7 @@ _BLOCK = 4096
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """See `ops.follow_writes`. Tensors with gaps, or in other orders of memory, go by torch."""
+    """See `ops.adam`. Tensors with gaps, or in other orders of memory, go by torch."""
     count = weight.numel()
     if not count or master.dtype == weight.dtype:
         return
