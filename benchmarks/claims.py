@@ -370,6 +370,7 @@ def _costs() -> Iterator[Row]:
 
 UNUSED = {
     "data_scores_avx512": "noise that is made, in the text of one Python; processor time, beside other jobs",
+    "encodings": "files of another project's tests, which are not in this repository; the changelog has the number",
     "golden_avx512": "reference values of a test, not a claim",
     "default_job_steps_avx512": "seconds per step, from which the rungs of the default job get their steps",
     "int8_linear_avx512": "measured beside other jobs on the same cores; the claim waits for a quiet machine",

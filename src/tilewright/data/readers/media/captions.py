@@ -105,7 +105,7 @@ def _side_file(path: Path, longest: int) -> Caption | None:
 
 def _decoded(data: bytes) -> str:
     wide = wide_encoding_of(data[:4096])
-    return data.decode(wide, "replace") if wide else decode_text(data.removeprefix(b"\xef\xbb\xbf"))[0]
+    return data.decode(wide, "replace") if wide else decode_text(data.removeprefix(b"\xef\xbb\xbf")).text
 
 
 def _first(row: Mapping[str, object], names: tuple[str, ...]) -> str:

@@ -1,19 +1,17 @@
 """HTML and PDF files as records of text: parsed by a process of its own, within limits."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 from tilewright.data.readers.entry import Entry
-from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.readers.text.detect import declared_encoding
+from tilewright.data.readers.text.encodings import Decoded, decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain import Items, lost_lines, text_record
 from tilewright.data.readers.worker import parser_process
 from tilewright.data.records import Rejected
 from tilewright.data.sources.documents import looks_binary
-
-_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.-]{2,40})", re.IGNORECASE)
 
 
 def read_html(entry: Entry) -> Items:
@@ -31,20 +29,19 @@ def read_html(entry: Entry) -> Items:
     if not wide and looks_binary(data):
         yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=size)
         return
-    named = _CHARSET.search(data[:4096])
     if wide:
-        text, encoding, lost = data.decode(wide, "replace"), wide, []
+        decoded = Decoded(data.decode(wide, "replace"), wide, [])
     else:
-        text, encoding, lost = decode_text(data.removeprefix(b"\xef\xbb\xbf"), named[1].decode() if named else "")
-    if lost:
-        yield lost_lines(entry, lost, encoding)
-    for item in _parsed(entry, kind="html", html=text):
+        decoded = decode_text(data.removeprefix(b"\xef\xbb\xbf"), declared_encoding(data))
+    if decoded.lost:
+        yield lost_lines(entry, decoded.lost, decoded.encoding)
+    for item in _parsed(entry, kind="html", html=decoded.text):
         if isinstance(item, Rejected):
             yield item
         elif "error" in item:
             yield entry.reject("damaged HTML", item["error"], num_bytes=size)
         else:
-            facts = {"encoding": encoding, "title": item["title"][:200], "html_language": item["language"]}
+            facts = {**decoded.facts, "title": item["title"][:200], "html_language": item["language"]}
             facts = {name: value for name, value in facts.items() if value}
             yield from text_record(entry, item["text"], 0, size, facts)
 

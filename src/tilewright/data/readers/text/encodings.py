@@ -1,21 +1,20 @@
-"""Bytes of text in whatever encoding, as text: marked, found, or mixed line by line. And mojibake, undone.
+"""Bytes of text in whatever encoding, as text: marked, declared, found, or mixed line by line. And mojibake, undone.
 
-UTF-8 is taken for UTF-8. Other bytes go to charset-normalizer, which finds most encodings from a few sentences. Turkish
-it takes for Central European, and encodings that write a text with the same bytes cannot be told apart. Where nothing
-fits, nothing is guessed. Mojibake (UTF-8 that was read as a legacy encoding) is undone by ftfy, line by line, and only
-in lines that a cheap test suspects: ftfy reads 3 MB/s.
+UTF-8 is taken for UTF-8; of other bytes `detect` finds the encoding. Where nothing fits, nothing is guessed. Mojibake
+(UTF-8 that was read as a legacy encoding) is undone by ftfy, line by line, and only in lines that a cheap test
+suspects: ftfy reads 3 MB/s.
 """
 
 import re
-from importlib.util import find_spec
+from typing import NamedTuple
 
+from tilewright.data.readers.text.detect import CONTROL, find_encoding, try_decode
 from tilewright.data.sources.documents import wide_encoding
 
-_SAMPLE = 1 << 16
-"""Bytes from which an encoding is found."""
+_DAMAGED_SHARE = 0.1
+"""Share of lines that do not decode up to which a declared encoding is taken, and the lines are lost."""
 _MIXED_SHARE = 0.1
 """Share of lines that are not UTF-8 up to which the others are read as UTF-8 all the same."""
-_C1 = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufffd\ue000-\uf8ff]")
 _CP1252 = (
     "\x80-\xbf\u20ac\u201a\u0192\u201e\u2026\u2020\u2021\u02c6\u2030\u0160\u2039\u0152\u017d\u2018\u2019"
     "\u201c\u201d\u2022\u2013\u2014\u02dc\u2122\u0161\u203a\u0153\u017e\u0178"
@@ -41,6 +40,7 @@ def wide_encoding_of(head: bytes) -> str:
     if marked or b"\0" not in head:
         return marked
     head = head[: len(head) & ~3] if len(head) >= 4 else head
+    found = {}
     for name in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
         try:
             text = head.decode(name)
@@ -49,9 +49,9 @@ def wide_encoding_of(head: bytes) -> str:
                 continue
             text = head[: error.start].decode(name)
         common = sum(map(text.count, " \n\t.,0123456789\u3000\u3002"))
-        if text and not _C1.search(text) and common >= 0.02 * len(text):
-            return name
-    return ""
+        if text and not CONTROL.search(text) and common >= 0.02 * len(text):
+            found[name] = common + 0.5 * sum(c.isascii() for c in text)
+    return max(found, key=lambda name: found[name], default="")
 
 
 def begins_as_utf8(head: bytes) -> bool:
@@ -68,65 +68,63 @@ def begins_as_utf8(head: bytes) -> bool:
     return True
 
 
-def find_encoding(data: bytes) -> str:
-    """The legacy encoding of `data`, as Python calls it; "" where none fits, or charset-normalizer is not installed.
+class Decoded(NamedTuple):
+    """Text, the encodings that it was in ("utf-8", "utf-8 + koi8_r"), the lines that are in none and not in the text,
+    and an encoding that may be meant as well."""
 
-    Example:
-        >>> find_encoding("Все счастливые семьи похожи друг на друга, каждая несчастлива.".encode("koi8-r"))
-        'koi8_r'
-    """
-    if find_spec("charset_normalizer") is None:
-        return ""
-    from charset_normalizer import from_bytes
+    text: str
+    encoding: str
+    lost: list[bytes]
+    doubt: str = ""
 
-    best = from_bytes(data[:_SAMPLE]).best()
-    if best is None:
-        return ""
-    text = str(best)
-    return "" if len(_C1.findall(text)) > 0.005 * len(text) else best.encoding
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a record says of it."""
+        return {"encoding": self.encoding} | ({"encoding_doubt": self.doubt} if self.doubt else {})
 
 
-def decode_text(data: bytes, hint: str = "") -> tuple[str, str, list[bytes]]:
-    """The text of `data`, the encodings that it was in, and the lines that are in none.
+def decode_text(data: bytes, hint: str = "") -> Decoded:
+    """The text of `data`.
 
     Args:
         data: bytes that are not UTF-16, UTF-32 or binary, whole lines.
-        hint: an encoding that the document names, or that an earlier part of the file is in: taken where all fits.
+        hint: a codec that the document declares, or that an earlier part of the file is in: taken where all but a few
+            lines fit. UTF-8 goes before it.
 
     Returns:
-        The text without the lost lines, as "utf-8" or "utf-8 + koi8_r", and the lost lines. Where no encoding fits,
-        all lines are lost.
+        The text without the lost lines. Where no encoding fits, all lines are lost.
     """
-    if b"\x1b$" in data:  # ISO-2022 writes everything with the bytes of ASCII
-        text = _try(data, "iso2022_jp_2") or _try(data, "iso2022_kr")
-        if text is not None:
-            return text, "iso2022_jp_2" if _try(data, "iso2022_jp_2") else "iso2022_kr", []
+    if b"\x1b$" in data:  # ISO-2022 writes everything with the bytes of ASCII; the Korean one says so first
+        for name in ("iso2022_kr", "iso2022_jp_2") if b"\x1b$)C" in data else ("iso2022_jp_2", "iso2022_kr"):
+            text = try_decode(data, name)
+            if text is not None:
+                return Decoded(text, name, [])
     try:
-        return data.decode("utf-8"), "utf-8", []
+        return Decoded(data.decode("utf-8"), "utf-8", [])
     except UnicodeDecodeError:
         lines = data.split(b"\n")
     bad = [number for number, line in enumerate(lines) if not _is_utf8(line)]
-    sample = b"\n".join(lines[number] for number in bad)
-    fits = bool(hint) and hint.lower() not in ("utf-8", "utf8") and _try(sample, hint) is not None
-    legacy = hint if fits else find_encoding(sample)
+    doubt, legacy = "", hint
+    if not hint or hint == "utf_8" or sum(try_decode(lines[i], hint) is None for i in bad) > _DAMAGED_SHARE * len(bad):
+        legacy, doubt = find_encoding(b"\n".join(lines[number] for number in bad))
     if len(bad) > _MIXED_SHARE * len(lines):
-        whole = _try(data, legacy) if legacy else None
+        whole = try_decode(data, legacy) if legacy else None
         if whole is not None:
-            return whole, legacy, []
+            return Decoded(whole, legacy, [], doubt)
         if not legacy:
-            return "", "", lines
+            return Decoded("", "", lines)
         bad, good = list(range(len(lines))), set()
     else:
         good = set(range(len(lines))).difference(bad)
     texts, lost = [], []
     for number, line in enumerate(lines):
-        text = line.decode("utf-8") if number in good else _try(line, legacy) if legacy else None
+        text = line.decode("utf-8") if number in good else try_decode(line, legacy) if legacy else None
         if text is None:
             lost.append(line)
         else:
             texts.append(text)
     names = (["utf-8"] if good else []) + ([legacy] if len(lost) < len(bad) else [])
-    return "\n".join(texts), " + ".join(names), lost
+    return Decoded("\n".join(texts), " + ".join(names), lost, doubt)
 
 
 def _is_utf8(line: bytes) -> bool:
@@ -135,13 +133,6 @@ def _is_utf8(line: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _try(data: bytes, encoding: str) -> str | None:
-    try:
-        return data.decode(encoding)
-    except (UnicodeError, LookupError):
-        return None
 
 
 def is_suspect(text: str) -> bool:

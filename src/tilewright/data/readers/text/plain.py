@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.text.detect import declared_encoding
 from tilewright.data.readers.text.encodings import decode_text, is_suspect, undo_mojibake, wide_encoding_of
 from tilewright.data.records import Record, Rejected
 from tilewright.data.sources.documents import looks_binary
@@ -51,7 +52,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
     size = entry.path.stat().st_size
     if start >= size:
         yield entry.reject("blank text", 0.0, 1.0, num_bytes=size)
-    encoding = ""
+    encoding = declared_encoding(head)
     for at, block in _blocks(entry, start):
         if isinstance(block, Rejected):
             yield block
@@ -61,13 +62,13 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
         if looks_binary(block):
             yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=len(block))
             continue
-        text, found, lost = decode_text(block, encoding)
-        encoding = found.removeprefix("utf-8").removeprefix(" + ") or encoding
-        if lost:
-            yield lost_lines(entry, lost, found)
-            if not found:
+        decoded = decode_text(block, encoding)
+        encoding = decoded.encoding.removeprefix("utf-8").removeprefix(" + ") or encoding
+        if decoded.lost:
+            yield lost_lines(entry, decoded.lost, decoded.encoding)
+            if not decoded.encoding:
                 continue
-        yield from text_record(entry, text, at, at + len(block), {"encoding": found, **facts})
+        yield from text_record(entry, decoded.text, at, at + len(block), {**decoded.facts, **facts})
         facts = {}
 
 

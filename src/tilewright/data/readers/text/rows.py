@@ -64,8 +64,8 @@ def _legacy_encoding(entry: Entry) -> str:
     if begins_as_utf8(head):
         return ""
     whole = head[: head.rfind(b"\n") + 1] or head
-    _, encoding, lost = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
-    return "" if lost or "utf-8" in encoding else encoding
+    decoded = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
+    return "" if decoded.lost or "utf-8" in decoded.encoding else decoded.encoding
 
 
 def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
@@ -95,7 +95,7 @@ def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
         if len(line) > longest:
             yield entry.reject("line length", f"over {longest}", longest, ascii(line[:60]), part)
             continue
-        text, encoding, lost = decode_text(line, legacy)
+        text, encoding, lost, _ = decode_text(line, legacy)
         if lost or encoding not in ("utf-8", legacy):
             yield entry.reject("row is not UTF-8", encoding or "none fits", "utf-8", ascii(line[:60]), part)
             continue
