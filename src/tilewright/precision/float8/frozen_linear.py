@@ -118,8 +118,13 @@ class FrozenFloat8Linear(Cast, nn.Linear):
 
 
 @torch.no_grad()
-def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
+def freeze_in_fp8(module: nn.Linear, kernels: Kernels, coded: tuple[Tensor, Tensor] | None = None) -> None:
     """Turn a linear layer into an `FrozenFloat8Linear`, in place; on the meta device into the shapes of one.
+
+    Args:
+        module: a layer whose weight is a parameter.
+        kernels: implementations.
+        coded: codes and scales of the weight, of another layer that shares it.
 
     Example:
         >>> layer = nn.Linear(200, 3)
@@ -127,7 +132,7 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
         >>> layer.weight.dtype, list(layer.weight_scale_inv.shape), layer(torch.ones(2, 200)).shape
         (torch.float8_e4m3fn, [1, 2], torch.Size([2, 3]))
     """
-    qdata, scale_inv = to_stored(module.weight)
+    qdata, scale_inv = coded or to_stored(module.weight)
     if isinstance(module, Float8Linear):
         module.keep_weight(False)
     del module.weight
@@ -141,7 +146,7 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
 
 @torch.no_grad()
 def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
-    """Turn an `FrozenFloat8Linear` back into the layer that it was, with this weight as its parameter."""
+    """Turn an `FrozenFloat8Linear` back into the layer that it was, with this weight as its parameter, frozen still."""
     del module.weight, module.weight_scale_inv
     plain = module.plain_class
     if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so
@@ -154,7 +159,7 @@ def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
         module.configure(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
     for name in ("plain_class", "fprop", "dgrad"):
         vars(module).pop(name, None)
-    module.register_parameter("weight", nn.Parameter(weight_MK))
+    module.register_parameter("weight", nn.Parameter(weight_MK, requires_grad=False))
 
 
 class _FrozenMatmuls(torch.autograd.Function):

@@ -10,8 +10,9 @@ Legend: K input features  M output features  R rank.
 """
 
 import difflib
+import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -33,7 +34,10 @@ from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.wiring import share_inputs
+from tilewright.precision.lora.before import freeze, listed, owns_its_weight, shared_weights, unfreeze
 from tilewright.precision.mixed.cast import CastLinear
+
+_log = logging.getLogger(__name__)
 
 
 def add_lora(
@@ -49,12 +53,14 @@ def add_lora(
     """Freeze a model and put adapters on its linear layers, in place. The first output is that of the base alone.
 
     Args:
-        model: any model; heads, routers and embeddings get no adapter.
+        model: any model; heads, routers and embeddings get no adapter, nor do layers whose weight is computed in each
+            forward (weight norm, parametrizations).
         rank: width of the adapters.
         alpha: adapters count alpha / rank.
         targets: globs on the names of linear layers.
         base: "fp8" keeps the layers' weights as FP8 codes with a scale for each 128x128 block and multiplies in FP8,
-            forward and backward; "keep" leaves weights and formats as they are.
+            forward and backward; "keep" leaves weights and formats as they are. Layers that share a weight share its
+            codes; what has no adapter keeps the weight.
         kernels: implementations; None picks the best for this machine.
         seed: of the initial values of A. B begins at zero.
 
@@ -75,20 +81,35 @@ def add_lora(
     linears = {
         site.fqn: site.module
         for site in find_sites(model)
-        if site.kind == "linear" and isinstance(site.module, nn.Linear)
+        if site.kind == "linear"
+        and isinstance(site.module, nn.Linear)
+        and (isinstance(site.module, FrozenFloat8Linear) or owns_its_weight(site.module))
     }
     names = _matched(list(linears), targets)
     kernels = kernels or Kernels.default()
-    model.requires_grad_(False)
+    freeze(model)
+    if base == "fp8":
+        _freeze_in_fp8(model, {name: linears[name] for name in names}, kernels)
     for name in names:
-        module = linears[name]
-        if base == "fp8" and not isinstance(module, FrozenFloat8Linear):
-            freeze_in_fp8(module, kernels)
-        _attach(module, rank, alpha)
+        _attach(linears[name], rank, alpha)
     share_inputs(model)
     _convert_again(model)
     init_lora(model, seed)
     return names
+
+
+def _freeze_in_fp8(model: nn.Module, layers: Mapping[str, nn.Linear], kernels: Kernels) -> None:
+    shared = shared_weights(model)
+    coded: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+    for name, module in layers.items():
+        if isinstance(module, FrozenFloat8Linear):
+            continue
+        weight = module.weight
+        freeze_in_fp8(module, kernels, coded.get(weight))
+        coded[weight] = (module.weight, module.weight_scale_inv)
+        others = [other for other in shared.get(weight, ()) if other not in layers]
+        if others:
+            _log.warning("lora: %s has FP8 codes of the weight that %s still uses as it is", name, listed(others))
 
 
 @torch.no_grad()
@@ -109,7 +130,10 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Add the adapters to the weights and take them off: layers as before `add_lora`, FP8 ones in FP32 and trainable.
+    """Add the adapters to the weights and take them off: layers as before `add_lora`, FP8 ones in FP32.
+
+    What was frozen before `add_lora` is frozen again, all else trains. A layer that shared its weight has one of its
+    own afterwards, as its adapters were its own; a warning names it.
 
     The sum is made in FP32. To keep a merged model in FP8, save it with `save_hf(dtype=torch.float8_e4m3fn)`, which
     rounds the sum: small adapters may vanish in it.
@@ -117,16 +141,22 @@ def merge_lora(model: nn.Module) -> list[str]:
     Returns:
         Names of the merged layers.
     """
-    layers = adapted_layers(model)
-    for module in layers.values():
+    layers, shared = adapted_layers(model), shared_weights(model)
+    for name, module in layers.items():
         delta_MK = (module.lora_B.float() @ module.lora_A.float()) * module.lora_scaling
+        others = [other for other in shared.get(module.weight, ()) if other != name]
+        if others:
+            _log.warning("lora: %s has a weight of its own after merging, no longer that of %s", name, listed(others))
         if isinstance(module, FrozenFloat8Linear):
             thaw(module, module.tiled_weight().dequantize() + delta_MK)
+        elif others:
+            merged_MK = (module.weight.float() + delta_MK).to(module.weight.dtype)
+            module.weight = nn.Parameter(merged_MK, requires_grad=module.weight.requires_grad)
         else:
             module.weight.copy_(module.weight.float() + delta_MK)
         module.lora_hook.remove()
         del module.lora_A, module.lora_B, module.lora_scaling, module.lora_hook
-    model.requires_grad_(True)
+    unfreeze(model)
     _convert_again(model)
     return list(layers)
 
