@@ -33,9 +33,9 @@ def groups() -> list[Group]:
     """All sections of the page."""
     gpu = "python -m benchmarks.gpu"
     return [
-        Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], f"{gpu} fp8 paths"),
-        Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], f"{gpu} memory"),
-        Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], f"{gpu} loss"),
+        Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], gpu),
+        Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], gpu),
+        Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], gpu),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver(), *rank_rows.rows()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Data builds", list(data_rows.rows()), note=DATA),

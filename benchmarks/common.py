@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -73,6 +74,38 @@ def spread(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
+class Deadline:
+    """The time that a benchmark may take: what is begun after it would be lost.
+
+    Args:
+        seconds: from now; None for no end.
+
+    Example:
+        >>> Deadline(None).left(), Deadline(0).passed("last case", results := {}), results
+        (inf, True, {'not_run_for_time': ['last case']})
+    """
+
+    def __init__(self, seconds: float | None):
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._end - time.monotonic())
+
+    def share(self, parts: int) -> float | None:
+        """Seconds for the next of so many parts: twice an even share, all for the last; None where there is no end."""
+        left = self.left()
+        return None if math.isinf(left) else left if parts == 1 else min(left, 2 * left / parts)
+
+    def passed(self, name: str, results: dict[str, Any]) -> bool:
+        """Whether `name` must not be begun; noted in the results then."""
+        if self.left() > 0:
+            return False
+        results.setdefault("not_run_for_time", []).append(name)
+        print(f"{name}: not run: no time left", flush=True)
+        return True
+
+
 class Stolen:
     """How much of the processors' time a hypervisor gave to other machines meanwhile.
 
@@ -136,7 +169,9 @@ def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequ
         "machine": machine_facts(),
         "results": results,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    new = path.with_suffix(".new")  # a process may be ended here, and what it had written before must stay
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
     print(f"wrote {path.name}")
     return path
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.common import keep_section
-from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products, StepShape
+from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products
 from benchmarks.loss_gpu import SHAPE as LOSS_SHAPE
 from benchmarks.memory_gpu import EIGHT_B, SLICED, floor
+from benchmarks.step_gpu import StepShape
 from tilewright.core.config.load import load_recipe
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_flops, count_parameters
@@ -46,7 +47,7 @@ def products() -> list[str]:
         names = ("bf16_floor_ms", "fp8_products_floor_ms", "quantise_floor_ms")
         rows.append([f"{inputs} to {outputs}", *(f"{found[name]:.2f}" for name in names), f"{best:.2f}x"])
     title = f"Three GEMMs (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
-    return [title, "", *page_table(["layer", "BF16", "FP8", "quantise x and dy", "at best"], rows)]
+    return [title, "", *page_table(["layer", "BF16 and its cast", "FP8", "quantise x, dy, weight", "at best"], rows)]
 
 
 def step() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Stolen, machine_kind, spread, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, spread, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights
@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="cpu", help="auto: a GPU if there is one")
     parser.add_argument("--transformers", action="store_true", help="and transformers' own loop")
+    parser.add_argument("--seconds", type=float, help="no turn is begun after that")
     asked = parser.parse_args()
+    deadline = Deadline(asked.seconds)
     device = detect_machine().device if asked.device == "auto" else asked.device
     torch.set_num_threads(asked.threads)
     recipe = load_recipe("default", environ={}).recipe
@@ -79,7 +81,9 @@ def main() -> None:
     cached, whole, same = [], [], True
     processor: list[float] = []
     with Stolen() as stolen:
-        for _ in range(asked.turns):
+        for turn in range(asked.turns):
+            if turn and not deadline.left():
+                break
             fast, fast_cpu, row = timed(model, prompt, asked.tokens, True)
             slow, slow_cpu, wanted = timed(model, prompt, asked.tokens, False)
             cached.append(fast)

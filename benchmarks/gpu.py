@@ -1,31 +1,24 @@
-"""Everything that needs a GPU, in groups for calls of under ten minutes each, most valuable parts first:
+"""Everything that needs a GPU, the most valuable parts first, in three calls of under ten minutes.
 
-fp8     checks of every kernel, then timings: matmuls and quantisation, a training step, what is left
-memory  42 billion parameters on one card; 8 billion beside other tools, then in 24 GiB; the largest model
-paths   compiled Hugging Face layers, adapters on an FP8 base, Muon, cached generation, planned beside measured
-loss    FP8 with the controller beside BF16, a 1B-shaped model on real text, for the time that is left
+python -m benchmarks.gpu            # three times: each goes on where the one before ended
+python -m benchmarks.gpu --call 2   # or the second third alone, where the first's files are not at hand
 
-Half an hour of one card is three calls, in this order:
+Each part is a process of its own that stops by itself when its time is over, is ended at its limit, and writes
+`<part>.json` (under $OUT, else benchmarks/results/gpu) before the next begins: its exit code, seconds, the end of what
+it printed, and the results it had written by then, also where it was cut short. Where all is cut short, what the last
+part had written is in the folder `under_way`. Parts that are there already are passed over. At the end each number
+stands beside its target: `benchmarks.gpu_targets`.
 
-python -m benchmarks.gpu fp8
-python -m benchmarks.gpu memory
-python -m benchmarks.gpu paths loss
-
-Each part is a process of its own with a time limit and writes `<part>.json` (under $OUT, else benchmarks/results/gpu)
-before the next begins: its exit code, seconds, the end of what it printed, and the results it had written by then, also
-where it was cut short. Parts that are there already are passed over, so an interrupted run continues where it stopped.
-At the end each number stands beside its target: `benchmarks.gpu_targets`.
-
-python -m benchmarks.gpu [fp8|memory|paths|loss ...] [--only PART ...] [--again] [--tiny] [--minutes 9.2]
+python -m benchmarks.gpu [--call N] [--only PART ...] [--again] [--tiny] [--minutes 9.2]
 """
 
 import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +26,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import RESULTS, current_commit, machine_facts
-from benchmarks.gpu_targets import table
+from benchmarks.gpu_targets import TARGETS, table
 
 TAIL_CHARACTERS = 6000
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HYPOTHESIS_PROFILE": "fuzz", "GPU_TESTS_ON": "cpu"}
 """Of parts: tests draw new inputs each time, and run on a CPU where there is no GPU (`tests/gpu/device.py`)."""
 TINY_LIMIT_S = 600
 """Of a small form, on whatever processor."""
+CALL_S = 9.2 * 60
+UNDER_WAY = "under_way"
+"""Folder of what the part that runs has written so far."""
+BEFORE_S = 12
+"""What a part with "{seconds}" needs before it looks at the time, and to end: imports, the last write."""
+AROUND_S = 45
+"""What a part that is given "{minutes}" needs before and after them: imports, data, building, compiling."""
 
 
 @dataclass(frozen=True)
@@ -49,144 +49,163 @@ class Part:
     Args:
         name: of the part and its file.
         arguments: of Python.
-        limit_s: it is ended after that.
+        limit_s: it is ended after that, and not begun where a call has less left than `least_s`.
         tiny: arguments of its small form on a CPU.
-        least_s: with less time left it is not begun.
+        least_s: 0: three quarters of the limit.
 
-    "{minutes}" among the arguments becomes the time that it may take, less what it needs before and after.
+    "{seconds}" among the arguments becomes the time in which it has to stop, "{minutes}" the time that it may take
+    between what it needs before and after.
     """
 
     name: str
     arguments: tuple[str, ...]
     limit_s: int
     tiny: tuple[str, ...]
-    least_s: int = 10
+    least_s: int = 0
+
+    @property
+    def needs_s(self) -> float:
+        """Seconds without which it is not begun."""
+        return self.least_s or 0.75 * self.limit_s
 
 
-def _pytest(*arguments: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments)
+BY_TIME = ("--seconds", "{seconds}")
 
 
-def _tiny(name: str, *arguments: str) -> tuple[str, ...]:
-    return ("-m", f"benchmarks.{name.removeprefix('benchmarks.')}", *arguments, "--tiny")
+def _part(limit_s: int, name: str, module: str, *arguments: str, tiny: tuple[str, ...] = ()) -> Part:
+    """A part that stops by its time; `tiny`: more arguments of its small form."""
+    command = ("-m", f"benchmarks.{module}", *arguments)
+    return Part(name, (*command, *BY_TIME), limit_s, (*command, *tiny, "--tiny"))
 
 
-def _fp8(part: str, *arguments: str) -> Part:
-    command = ("-m", "benchmarks.fp8_gpu", part, *arguments)
-    limits = {"quantize": 60, "gemm": 90, "step": 200}
-    return Part(f"fp8_{part}", command, limits[part], (*command, "--tiny"))
+def _tests(limit_s: int, name: str, *arguments: str) -> Part:
+    command = ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments)
+    return Part(name, command, limit_s, command)
 
 
-THROUGHPUT = ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright")
-FP8_PARTS = (
-    Part("tests_fp8", _pytest("tests/gpu/test_fp8_cuda.py"), 150, _pytest("tests/gpu/test_fp8_cuda.py")),
-    _fp8("gemm"),
-    _fp8("step", "--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise"),
-    _fp8("quantize"),
-    Part("tests_rest", _pytest("tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"), 90, _pytest("tests/gpu")),
-    Part("ops", ("-m", "benchmarks.ops"), 60, _tiny("ops")),
-    Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 100, ("-m", "benchmarks.tiers", "--tiny")),
-    Part("throughput", THROUGHPUT, 100, _tiny(*THROUGHPUT[1:])),
-)
-OFFLOAD = ("-m", "benchmarks.memory_gpu", "offload", "--steps", "3")
-CAPPED = (*OFFLOAD, "--device-gib", "24")
-MEMORY_PARTS = (
-    Part("largest", ("-m", "benchmarks.memory_gpu", "largest", "--steps", "24"), 290, _tiny("memory_gpu", "largest")),
-    Part("offload", OFFLOAD, 150, (*OFFLOAD, "--tiny")),
-    Part("offload_24gib", CAPPED, 110, (*CAPPED, "--tiny")),
-    Part("limit", ("-m", "benchmarks.memory_gpu", "limit"), 240, _tiny("memory_gpu", "limit"), least_s=120),
-)
-HF_LAYERS = ("benchmarks.throughput", "--only", "trainer", "tilewright_hf_eager", "tilewright_hf")
-GENERATE = ("benchmarks.generate", "--device", "auto", "--transformers", "--turns", "2")
-PATHS_PARTS = (
-    Part("hf_layers", ("-m", *HF_LAYERS, "--rounds", "6", "--wide"), 90, _tiny(*HF_LAYERS, "--rounds", "2")),
-    Part("lora", ("-m", "benchmarks.lora_gpu"), 100, _tiny("lora_gpu")),
-    Part("muon", ("-m", "benchmarks.muon_step"), 50, _tiny("muon_step")),
-    Part("generate", ("-m", *GENERATE, "--tokens", "256"), 50, ("-m", *GENERATE, "--tokens", "8")),
-    Part(
-        "plan_measured", ("-m", "benchmarks.plan_measured", "--device", "cuda", "--rounds", "5"), 170,
-        _tiny("plan_measured", "--rounds", "1", "--only", "llama"),
-    ),
-)  # fmt: skip
+STEP = ("--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise")
+HF_LAYERS = ("--only", "trainer", "tilewright_hf_eager", "tilewright_hf")
+GENERATE = ("-m", "benchmarks.generate", "--device", "auto", "--transformers", "--turns", "2", "--tokens")
 LOSS = ("-m", "benchmarks.loss_gpu", "--minutes", "{minutes}")
-LOSS_PARTS = (Part("loss", LOSS, 560, _tiny("loss_gpu"), least_s=80),)
-GROUPS = {"fp8": FP8_PARTS, "memory": MEMORY_PARTS, "paths": PATHS_PARTS, "loss": LOSS_PARTS}
-AROUND_S = 45
-"""What a part that is given "{minutes}" needs before and after them: imports, data, building, compiling."""
+PLANS = ("-m", "benchmarks.plan_measured", "--rounds")
+PARTS = (
+    _part(40, "warm", "warm_gpu"),
+    _part(80, "fp8_gemm", "fp8_gpu", "gemm"),
+    _part(170, "fp8_step", "step_gpu", *STEP),
+    _part(35, "attention", "attention_gpu"),
+    _tests(110, "tests_fp8", "tests/gpu/test_fp8_cuda.py"),
+    _part(30, "fp8_quantize", "fp8_gpu", "quantize"),
+    _tests(80, "tests_rest", "tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"),
+    _part(215, "largest", "memory_gpu", "largest", "--steps", "40"),
+    _part(110, "offload", "memory_gpu", "offload", "--steps", "3"),
+    _part(70, "hf_layers", "throughput", *HF_LAYERS, "--rounds", "6", "--wide", tiny=("--rounds", "2")),
+    _part(60, "lora", "lora_gpu"),
+    _part(80, "offload_24gib", "memory_gpu", "offload", "--steps", "3", "--device-gib", "24"),
+    Part("loss", LOSS, 180, ("-m", "benchmarks.loss_gpu", "--tiny"), least_s=110),
+    Part("plan_measured", (*PLANS, "5", "--device", "cuda", *BY_TIME), 90, (*PLANS, "1", "--only", "llama", "--tiny")),
+    _part(60, "throughput", "throughput", "--rounds", "3", "--only", "autocast", "tilewright"),
+    _part(30, "muon", "muon_step"),
+    Part("generate", (*GENERATE, "256", *BY_TIME), 35, (*GENERATE, "8")),
+    _part(35, "ops", "ops"),
+    Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 40, ("-m", "benchmarks.tiers", "--tiny")),
+    _part(75, "limit", "memory_gpu", "limit"),
+)
+"""In the order of their value; what each limit adds up to fits into three calls."""
+
+
+def calls() -> list[tuple[Part, ...]]:
+    """The parts of each call: as many, in order, as fit even if each takes all of its limit."""
+    found: list[list[Part]] = [[]]
+    for part in PARTS:
+        if sum(one.limit_s for one in found[-1]) + part.limit_s > CALL_S:
+            found.append([])
+        found[-1].append(part)
+    return [tuple(parts) for parts in found]
 
 
 def within(arguments: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
     """The arguments of a part that may run for so long."""
-    minutes = f"{max(limit_s - AROUND_S, 1) / 60:.2f}"
-    return tuple(argument.replace("{minutes}", minutes) for argument in arguments)
+    times = {
+        "{minutes}": f"{max(limit_s - AROUND_S, 1) / 60:.2f}",
+        "{seconds}": f"{max(limit_s - BEFORE_S, 1):.0f}",
+    }
+    return tuple(times.get(argument, argument) for argument in arguments)
 
 
-def run_part(part: Part, arguments: tuple[str, ...], limit_s: float) -> dict[str, object]:
-    """Run a part, and gather what it wrote. Never raises for what the part does."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        start = time.monotonic()
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **ENVIRONMENT, "OUT": folder},
-            )  # fmt: skip
-            try:
-                code: int | str = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)  # its workers with it: they hold the device's memory
-                process.wait()
-                code = f"ended after {limit_s:.0f} s"
-        written = {path.stem: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}
-        text = log.read_text(errors="replace")
+def run_part(part: Part, arguments: tuple[str, ...], limit_s: float, folder: Path) -> dict[str, object]:
+    """Run a part, and gather what it wrote. Never raises for what the part does.
+
+    Args:
+        folder: where it writes, and its output as `log`: there until the next part, should all of this be ended.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log, start = folder / "log", time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, **ENVIRONMENT, "OUT": str(folder)},
+        )  # fmt: skip
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its workers with it: they hold the device's memory
+            process.wait()
+            code = f"ended after {limit_s:.0f} s"
     return {
         "part": part.name,
         "command": "python " + " ".join(arguments),
         "exit_code": code,
         "seconds": round(time.monotonic() - start, 1),
-        "results": written,
-        "output_tail": text[-TAIL_CHARACTERS:],
+        "results": {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))},
+        "output_tail": log.read_text(errors="replace")[-TAIL_CHARACTERS:],
     }
 
 
 def main() -> None:
     """Run the parts; exit with 1 if one failed."""
     parser = argparse.ArgumentParser()
-    names = tuple(part.name for parts in GROUPS.values() for part in parts)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(GROUPS)}; fp8 where none is named")
-    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    names = tuple(part.name for part in PARTS)
+    parser.add_argument("--call", type=int, choices=range(1, len(calls()) + 1), help="parts of this call alone")
+    parser.add_argument("--only", nargs="*", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
     parser.add_argument("--tiny", action="store_true", help="small sizes; also on a CPU")
-    parser.add_argument("--minutes", type=float, default=9.2, help="no part runs beyond this")
+    parser.add_argument("--minutes", type=float, default=CALL_S / 60, help="no part runs beyond this")
     args = parser.parse_args()
-    groups = args.groups or ["fp8"]
-    if unknown := set(groups) - GROUPS.keys():
-        parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu: no CUDA device here; --tiny runs the parts at small sizes on a CPU")
     folder = Path(os.environ.get("OUT", RESULTS / "gpu"))
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + (3600 if args.tiny else 60 * args.minutes)
-    facts = machine_facts() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
-    about = {"commit": current_commit(), "date": datetime.date.today().isoformat()}
+    wanted = [
+        part for part in (PARTS if args.call is None else calls()[args.call - 1]) if part.name in (args.only or names)
+    ]
     failed = False
-    for part in (part for group in groups for part in GROUPS[group]):
-        path = folder / f"{part.name}.json"
-        arguments = part.tiny if args.tiny else part.arguments
-        left_s = end - time.monotonic()
-        if part.name not in args.only or (path.exists() and not args.again):
+    for part in wanted:
+        if (folder / f"{part.name}.json").exists() and not args.again:
             continue
-        if left_s < part.least_s:
-            print(f"{part.name}: not run: no time left", flush=True)
-            continue
-        limit_s = min(TINY_LIMIT_S if args.tiny else part.limit_s, left_s)
-        record = run_part(part, within(arguments, limit_s), limit_s)
-        path.write_text(json.dumps({**record, **about, "tiny": args.tiny, "machine": facts}, indent=1) + "\n")
-        failed |= record["exit_code"] != 0
-        print(f"{part.name}: exit code {record['exit_code']}, {record['seconds']} s", flush=True)
-        print("\n".join(str(record["output_tail"]).splitlines()[-12:]), flush=True)
-    print("\n".join(["", *table(groups, folder)]), flush=True)
+        failed |= not run_in_time(part, folder, end - time.monotonic(), tiny=args.tiny)
+    print("\n".join(["", *table(list(TARGETS), folder)]), flush=True)
     sys.exit(int(failed))
+
+
+def run_in_time(part: Part, folder: Path, left_s: float, *, tiny: bool) -> bool:
+    """Run a part where there is time for it, and write its file; whether nothing failed."""
+    if left_s < part.needs_s:
+        print(f"{part.name}: not run: no time left", flush=True)
+        return True
+    limit_s = min(TINY_LIMIT_S if tiny else part.limit_s, left_s)
+    arguments = within(part.tiny if tiny else part.arguments, limit_s)
+    record = run_part(part, arguments, limit_s, folder / UNDER_WAY)
+    facts = machine_facts() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    about = {"commit": current_commit(), "date": datetime.date.today().isoformat(), "tiny": tiny, "machine": facts}
+    path = folder / f"{part.name}.json"
+    path.with_suffix(".part").write_text(json.dumps({**record, **about}, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
+    shutil.rmtree(folder / UNDER_WAY)
+    print(f"{part.name}: exit code {record['exit_code']}, {record['seconds']} s", flush=True)
+    print("\n".join(str(record["output_tail"]).splitlines()[-12:]), flush=True)
+    return record["exit_code"] == 0
 
 
 if __name__ == "__main__":

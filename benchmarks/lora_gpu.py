@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import Deadline, spread, write_result
 from benchmarks.memory_gpu import DEVICE, device_peak_bytes, host_peak_bytes
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
@@ -140,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
+    parser.add_argument("--seconds", type=float, help="contenders are ended after their share of it")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -150,13 +151,16 @@ def main() -> None:
     if args.worker:
         print(json.dumps(contend(args.worker, args.folder, steps, args.tiny)))
         return
+    deadline = Deadline(args.seconds)
     config = LLAMA | (TINY_LLAMA if args.tiny else {})
     results: dict[str, Any] = {"shape": config}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        for name in CONTENDERS:
+        for index, name in enumerate(CONTENDERS):
+            if deadline.passed(name, results):
+                break
             more = ["--worker", name, "--folder", folder, "--steps", str(steps), *["--tiny"] * args.tiny]
-            results[name] = call_worker("lora_gpu", *more)
+            results[name] = call_worker("lora_gpu", *more, timeout_s=deadline.share(len(CONTENDERS) - index))
             print(f"{name}: {json.dumps(results[name])[:300]}", flush=True)
             write_result("lora", CLAIM, results)
 

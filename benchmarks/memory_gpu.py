@@ -10,7 +10,7 @@ Parts, each a command of its own; results are written after every step, so that 
 
 Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16; and 50 GB/s of its link (assumed).
 
-python -m benchmarks.memory_gpu largest|offload|limit [--steps 20] [--device-gib 24] [--tiny]
+python -m benchmarks.memory_gpu largest|offload|limit [--steps 20] [--seconds 220] [--device-gib 24] [--tiny]
 """
 
 import argparse
@@ -18,16 +18,18 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import Deadline, spread, write_result
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
+from tilewright.models.decoder.init import initial_rules
 from tilewright.training.assemble import RunContext, build, set_up
 from tilewright.training.executor.microbatches import Batch, count_targets, count_tokens
 from tilewright.training.executor.standard import StepResult
@@ -95,12 +97,12 @@ def device_peak_bytes() -> int:
 # ---- 42 billion ----
 
 
-def largest_part(steps: int, tiny: bool) -> None:
+def largest_part(steps: int, tiny: bool, deadline: Deadline) -> None:
     """Train the recipe, and write after each step."""
-    train_layers("largest", {}, steps, tiny)
+    train_layers("largest", {}, steps, tiny, deadline)
 
 
-def limit_part(steps: int, tiny: bool) -> None:
+def limit_part(steps: int, tiny: bool, deadline: Deadline) -> None:
     """As many layers as the plan fits, found by halving."""
     fits, over = 1, 8 if tiny else 160
     while over - fits > 1:
@@ -108,14 +110,31 @@ def limit_part(steps: int, tiny: bool) -> None:
         plan = setup_of("slice_42b_h200", {"model.num_layers": str(number)}, tiny, keep=True).plan
         fits, over = (number, over) if plan.fits else (fits, number)
         print(f"{number} layers: {'fit' if plan.fits else 'do not fit'}", flush=True)
-    train_layers("limit", {"model.num_layers": str(fits)}, min(steps, 2), tiny)
+    train_layers("limit", {"model.num_layers": str(fits)}, min(steps, 2), tiny, deadline)
 
 
-def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool) -> None:
-    """Steps of the 42B recipe with other settings."""
+def drawn_on_device(model: Decoder) -> InitialValues:
+    """First weights of the recipe's distribution, drawn where that is fast: a core draws 100 million per second. Other
+    numbers than a run has, which are the same on every machine."""
+    rules = dict(initial_rules(model))
+
+    @torch.no_grad()
+    def fill(tensors: Mapping[str, torch.Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
+        for name, tensor in tensors.items():
+            rule = rules[name]
+            if callable(rule):
+                rule(tensor)
+            else:
+                tensor.copy_(torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE).normal_(0.0, rule))
+
+    return fill
+
+
+def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool, deadline: Deadline) -> None:
+    """Steps of the 42B recipe with other settings, as many as there is time for."""
     started = time.perf_counter()
     setup = setup_of("slice_42b_h200", settings, tiny, keep=bool(settings))
-    parts = build(setup, fresh=True)
+    parts = build(setup, fresh=True, values_of=drawn_on_device)
     assert isinstance(parts.model, Decoder)
     parameters = count_parameters(parts.model.config).total
     tokens = setup.recipe.train.global_batch_size * setup.recipe.data.seq_len
@@ -130,6 +149,8 @@ def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool) ->
         "step_s": [],
     }
     for step in range(steps):
+        if step and deadline.left() < max(results["step_s"][-1:]):
+            break
         done = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
         results["losses"].append(done.loss)
         results["step_s"].append(done.seconds)
@@ -147,12 +168,14 @@ def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool) ->
 # ---- 8 billion beside others ----
 
 
-def offload_part(steps: int, tiny: bool, device_gib: float) -> None:
+def offload_part(steps: int, tiny: bool, device_gib: float, deadline: Deadline) -> None:
     """Each contender in a process of its own, so that its peaks are its own."""
     results: dict[str, Any] = {"shape": TINY if tiny else EIGHT_B, "rates": RATES, "device_gib": device_gib}
-    for name in CONTENDERS:
+    for index, name in enumerate(CONTENDERS):
+        if deadline.passed(name, results):
+            break
         more = ["--worker", name, "--steps", str(steps), "--device-gib", str(device_gib), *["--tiny"] * tiny]
-        results[name] = call_worker("memory_gpu", "offload", *more)
+        results[name] = call_worker("memory_gpu", "offload", *more, timeout_s=deadline.share(len(CONTENDERS) - index))
         print(f"{name}: {json.dumps(results[name])[:300]}", flush=True)
         write_result("offload", CLAIMS["offload"], results)
 
@@ -286,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=tuple(CLAIMS))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="no step is begun that would end after it")
     parser.add_argument("--device-gib", type=float, default=0.0, help="of `offload`: no more of the device than this")
     parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -294,12 +318,13 @@ def main() -> None:
         raise SystemExit("benchmarks.memory_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
     steps = min(args.steps, 4) if args.tiny else args.steps
     torch.manual_seed(0)
+    deadline = Deadline(args.seconds)
     if args.worker:
         print(json.dumps(contend(args.worker, steps, args.tiny, args.device_gib)))
     elif args.part == "offload":
-        offload_part(steps, args.tiny, args.device_gib)
+        offload_part(steps, args.tiny, args.device_gib, deadline)
     else:
-        {"largest": largest_part, "limit": limit_part}[args.part](steps, args.tiny)
+        {"largest": largest_part, "limit": limit_part}[args.part](steps, args.tiny, deadline)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Stolen, machine_kind, spread, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, spread, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.env import tune_cpu_runtime
@@ -100,12 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
+    parser.add_argument("--seconds", type=float, help="no round is begun after that")
     args = parser.parse_args()
     rounds = min(args.rounds, 2) if args.tiny else args.rounds
     if "GOMP_SPINCOUNT" not in os.environ:  # torch has read its settings by now: start again with them
         tune_cpu_runtime()
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.muon_step", *sys.argv[1:]])
     torch.set_num_threads(detect_machine().physical_cores)
+    deadline = Deadline(args.seconds)
     shape = TINY if args.tiny else ON_CUDA if torch.cuda.is_available() else DEFAULT
     timed = {kind: Timed(kind, shape) for kind in KINDS}
     for number in range(3):  # compiles, and makes the states
@@ -116,6 +118,8 @@ def main() -> None:
         one.update_s.clear()
     with Stolen() as stolen:
         for number in range(rounds):
+            if number and not deadline.left():
+                break
             for kind in KINDS if number % 2 else reversed(KINDS):
                 timed[kind].step(number)
     ratios = [muon / adamw for muon, adamw in zip(timed["muon"].step_s, timed["adamw"].step_s, strict=True)]
@@ -124,7 +128,7 @@ def main() -> None:
         "update_s": {kind: spread(one.update_s) for kind, one in timed.items()},
         "muon_over_adamw": spread(ratios),
         "shape": asdict(shape),
-        "rounds": rounds,
+        "rounds": len(ratios),
         "stolen_share": round(stolen.share, 4),
     }
     for kind in KINDS:

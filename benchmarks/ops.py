@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import Deadline, machine_kind, spread, write_result
+from benchmarks.device_time import CudaClock, device_ms
 from tests.ops.cases import AttentionCase
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
@@ -27,26 +28,27 @@ DEVICE = detect_machine().device
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """Wall time of one call, the device's work included."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    """Wall time of one call on a CPU."""
     start = time.perf_counter()
     run()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
 def pairs(runs: dict[str, Callable[[], None]]) -> dict[str, object]:
-    """Each run in turn, ROUNDS times after two warm-ups."""
+    """Each run in turn, ROUNDS times after two warm-ups; on a GPU the device's time of each, see `device_time`."""
     for run in runs.values():
         run()
         run()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            samples[name].append(milliseconds(run))
-    result: dict[str, object] = {name: spread(times) for name, times in samples.items()}
+    if DEVICE == "cuda":
+        clock = CudaClock()
+        result: dict[str, object] = {name: device_ms(run, clock) for name, run in runs.items()}
+        samples = {name: found["samples"] for name, found in result.items()}
+    else:
+        samples = {name: [] for name in runs}
+        for _ in range(ROUNDS):
+            for name, run in runs.items():
+                samples[name].append(milliseconds(run))
+        result = {name: spread(times) for name, times in samples.items()}
     ours, theirs = samples.values()
     result["speedup"] = spread([b / a for a, b in zip(ours, theirs, strict=True)])
     return result
@@ -57,6 +59,7 @@ def attention(case: AttentionCase, dtype: torch.dtype) -> dict[str, object]:
     q, k, v, segments = (None if t is None else t.detach().to(DEVICE) for t in case.tensors(dtype))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     kernels = Kernels.default()
+    documents = kernels.documents({} if segments is None else {"segments": segments})
 
     def torch_attention(q, k, v):
         if segments is None:
@@ -65,7 +68,7 @@ def attention(case: AttentionCase, dtype: torch.dtype) -> dict[str, object]:
         allowed = same & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
 
-    ours = torch.compile(lambda q, k, v: kernels.attention(q, k, v, segments=segments))
+    ours = torch.compile(lambda q, k, v: kernels.attention(q, k, v, segments=documents))
     theirs = torch.compile(torch_attention)
     out_grad = torch.randn_like(q)
     return pairs(
@@ -111,6 +114,7 @@ def main() -> None:
     """Run all cases and write the result, in the environment that `tilewright train` makes for itself."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
+    parser.add_argument("--seconds", type=float, help="no case is begun after that")
     args = parser.parse_args()
     if "GOMP_SPINCOUNT" not in os.environ:  # torch has read its settings by now: start again with them
         tune_cpu_runtime()
@@ -118,18 +122,21 @@ def main() -> None:
     length, tokens, vocab = (64, 64, 512) if args.tiny else (512, 4096, 16384)
     case = AttentionCase(8, 8, 8, length, 64, 64)
     packed = AttentionCase(8, 8, 8, length, 64, 64, docs=4)
-    results = {
-        "unit": "ms, forward and backward",
-        f"attention 8x8x{length}x64 bf16": attention(case, torch.bfloat16),
-        f"attention 8x8x{length}x64 bf16, packed documents": attention(packed, torch.bfloat16),
-        f"linear {tokens}x512x1408 bf16": linear(tokens, 512, 1408, torch.bfloat16),
-        f"linear {tokens}x1024x4096 bf16": linear(tokens, 1024, 4096, torch.bfloat16),
-        f"loss {tokens}x512x{vocab} bf16": cross_entropy(tokens, 512, vocab, torch.bfloat16),
+    low = torch.bfloat16
+    cases: dict[str, Callable[[], dict[str, object]]] = {
+        f"attention 8x8x{length}x64 bf16": lambda: attention(case, low),
+        f"attention 8x8x{length}x64 bf16, packed documents": lambda: attention(packed, low),
+        f"linear {tokens}x512x1408 bf16": lambda: linear(tokens, 512, 1408, low),
+        f"linear {tokens}x1024x4096 bf16": lambda: linear(tokens, 1024, 4096, low),
+        f"loss {tokens}x512x{vocab} bf16": lambda: cross_entropy(tokens, 512, vocab, low),
     }
-    for name, result in results.items():
-        if isinstance(result, dict):
-            print(f"{name:<45}", " ".join(f"{k} {v['median']:.2f}" for k, v in result.items()))
-    write_result(f"ops_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
+    deadline, results = Deadline(args.seconds), {"unit": "ms, forward and backward"}
+    for name, run in cases.items():
+        if deadline.passed(name, results):
+            break
+        results[name] = result = run()
+        print(f"{name:<45}", " ".join(f"{k} {v['median']:.2f}" for k, v in result.items()))
+        write_result(f"ops_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
-from benchmarks.common import Stolen, machine_kind, watched_step, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, watched_step, write_result
 from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
@@ -236,7 +236,13 @@ class Case:
 
 
 def measure(
-    recipe: str, settings: dict[str, str], plans: Sequence[str], rounds: int, patience: int, refresh: bool
+    recipe: str,
+    settings: dict[str, str],
+    plans: Sequence[str],
+    rounds: int,
+    patience: int,
+    refresh: bool,
+    deadline: Deadline,
 ) -> dict[str, dict[str, Any]]:
     """The plans of a model in turns, and their errors."""
     # Measured here and not in a case's process, because what that leaves there is not a run's.
@@ -254,6 +260,8 @@ def measure(
             whole = planned_bytes(recipe, settings)
     counted = dict.fromkeys(cases, 0)
     for turn in range(1, patience * rounds + 1):
+        if turn > 1 and not deadline.left():
+            break
         for plan, case in cases.items():
             counted[plan] += case.step()
         rates.append(measured_rates(device, refresh))
@@ -302,6 +310,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tiny", action="store_true", help="small models and one round; its numbers mean nothing")
+    parser.add_argument("--seconds", type=float, help="no model is begun after that, and no round but the first")
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()
     if args.worker is not None:
@@ -310,6 +319,7 @@ def main() -> None:
     tune_cpu_runtime()  # as `tilewright train` does for itself
     torch.set_num_threads(detect_machine("cpu").physical_cores)
     results: dict[str, Any] = {}
+    deadline, late = Deadline(args.seconds), {}
     with tempfile.TemporaryDirectory() as folder:
         wide = args.device == "cuda"
         models = ON_CUDA if wide or args.tiny else MODELS
@@ -321,13 +331,15 @@ def main() -> None:
         common = {"run.dir": folder, "run.device": args.device, "plan.enforce": "false"}
         common |= {"checkpoint.interval": "100", "train.eval_batches": "1"}
         for model in args.only or models:
+            if deadline.passed(model, late):
+                break
             recipe, settings, plans = models[model]
             if args.tiny:
                 settings = settings | TINY | ({} if model in foreign else TINY_DECODER)
             settings = common | settings | ({"model.path": f"{folder}/{model}"} if model in foreign else {})
             planned_bytes(recipe, settings)  # prepares the data
             patience = 1 if args.tiny or wide else PATIENCE
-            cases = measure(recipe, settings, plans, args.rounds, patience, refresh=not args.tiny)
+            cases = measure(recipe, settings, plans, args.rounds, patience, refresh=not args.tiny, deadline=deadline)
             pairs = [(row["step_s_planned"], row["measured_step_s"]) for row in cases.values() if "step_error" in row]
             if len(pairs) > 2:
                 order[model] = float(spearmanr(*zip(*pairs, strict=True)).statistic)

@@ -25,11 +25,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import Deadline, machine_kind, spread, write_result
 from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
@@ -231,8 +232,14 @@ PLAIN = ("fp32", "autocast", "trainer")
 """Contenders in the environment as it is."""
 
 
-def contest(names: tuple[str, ...], rounds: int, size: str) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds a step by contender, one sample a round; and peak bytes by contender."""
+Times, Peaks = dict[str, list[float]], dict[str, int]
+
+
+def contest(
+    names: tuple[str, ...], rounds: int, size: str, deadline: Deadline, say: Callable[[Times, Peaks], None]
+) -> None:
+    """After each round `say` is given the seconds of a step by contender, one per round, and peak bytes by contender.
+    No round is begun where the one before took more than the time that is left."""
     plain = dict(os.environ)
     tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
     workers = {}
@@ -245,7 +252,11 @@ def contest(names: tuple[str, ...], rounds: int, size: str) -> tuple[dict[str, l
         print(f"{name}: ready", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, int] = {}
+    taken_s = 0.0
     for done in range(rounds):
+        if done and deadline.left() < taken_s:
+            break
+        began = time.monotonic()
         for name, worker in workers.items():
             worker.stdin.write("go\n")
             worker.stdin.flush()
@@ -253,10 +264,11 @@ def contest(names: tuple[str, ...], rounds: int, size: str) -> tuple[dict[str, l
             seconds[name].append(taken)
         latest = {name: round(times[-1], 3) for name, times in seconds.items()}
         print(f"round {done + 1}: {json.dumps(latest)}", flush=True)
+        say(seconds, peaks)
+        taken_s = time.monotonic() - began
     for worker in workers.values():
         worker.stdin.close()
         worker.wait(timeout=120)
-    return seconds, peaks
 
 
 def answer(worker: subprocess.Popen, name: str) -> str:
@@ -275,12 +287,24 @@ def main() -> None:
     parser.add_argument("--worker", choices=CONTENDERS)
     parser.add_argument("--wide", action="store_true", help="a model of 0.6B parameters, for a GPU")
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
+    parser.add_argument("--seconds", type=float, help="rounds end by then")
     args = parser.parse_args()
     shape = TINY if args.tiny else WIDE if args.wide else Shape()
     if args.worker:
         RUNS[args.worker](shape)
         return
-    samples, peaks = contest(tuple(args.only), args.rounds, "--tiny" if args.tiny else "--wide" if args.wide else "")
+    kind = machine_kind()
+    size = "tiny" if args.tiny else f"wide_{kind}" if args.wide else kind
+
+    def say(samples: Times, peaks: Peaks) -> None:
+        write_result(f"throughput_{size}", CLAIM, compared(shape, samples, peaks))
+
+    flags = "--tiny" if args.tiny else "--wide" if args.wide else ""
+    contest(tuple(args.only), args.rounds, flags, Deadline(args.seconds), say)
+
+
+def compared(shape: Shape, samples: Times, peaks: Peaks) -> dict[str, object]:
+    """Tokens per second of each contender, and ours over the others, round by round."""
     results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": shape.tokens}
     for name, times in samples.items():
         results[name] = spread([shape.tokens / taken for taken in times]) | {"peak_bytes": peaks[name]}
@@ -289,8 +313,7 @@ def main() -> None:
             ratios = [theirs / mine for theirs, mine in zip(times, samples[ours], strict=True)]
             results[f"{ours} over {name}"] = spread(ratios)
             print(f"{ours} over {name}: {statistics.median(ratios):.2f}x")
-    size = "tiny" if args.tiny else f"wide_{machine_kind()}" if args.wide else machine_kind()
-    write_result(f"throughput_{size}", CLAIM, results)
+    return results
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ def main() -> None:
         for tier in ("host", "disk"):
             results[tier] = measure_tier(tier, device, Path(folder), args)
             print(tier, json.dumps(results[tier], indent=1), flush=True)
-    if not args.tiny:
-        write_result(f"tiers_{machine_kind()}", CLAIM, results)
+            if not args.tiny:
+                write_result(f"tiers_{machine_kind()}", CLAIM, results)
 
 
 if __name__ == "__main__":

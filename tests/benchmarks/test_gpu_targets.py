@@ -54,6 +54,14 @@ def quantised(*shares):
     }
 
 
+def attention(packed, peak, plain=10.0):
+    """As `attention_gpu`: rows of 1, 4 and 64 documents in BF16, and FP32."""
+    row = {"tilewright": {"median": plain, "peak_bytes": 10}, "all_pairs_bytes": 100}
+    other = {"tilewright": {"median": packed, "peak_bytes": peak}, "all_pairs_bytes": 100}
+    names = ("bfloat16, 1 documents", "bfloat16, 4 documents", "float32, 4 documents")
+    return {"unit": "ms"} | dict(zip(names, (row, other, other | {"tilewright": row["tilewright"]}), strict=True))
+
+
 def lora(memory, seconds):
     return {
         name: {"device_peak_bytes": size, "step_s": {"median": taken}}
@@ -75,6 +83,10 @@ def lora(memory, seconds):
         ("fp8 2", step(1.31, 1.0), MISS),
         ("fp8 torchao", step(1.31, 0.9), NO_TARGET),
         ("fp8 torchao", {"fp8_tile": {"step": {"median": 1.0}}}, NOT_RUN),
+        ("attention", attention(10.9, 49), PASS),
+        ("attention", attention(11.1, 49), MISS),
+        ("attention", attention(9.0, 51), MISS),
+        ("attention", {"unit": "ms"}, NOT_RUN),
         ("memory 0", largest(), PASS),
         ("memory 0", largest(tokens_per_s=1099), MISS),
         ("memory 0", largest(steps=19), MISS),

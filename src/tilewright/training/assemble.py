@@ -5,6 +5,7 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.tracker import FreeHeap, MemoryTracker
-from tilewright.models.base.protocols import Model
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -271,13 +272,21 @@ def set_up(
     return RunContext(machine, kernels, prepared, plan, other, world)
 
 
-def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = None) -> Components:
+def build(
+    setup: RunContext,
+    *,
+    fresh: bool,
+    memory_plan: MemoryPlan | None = None,
+    values_of: Callable[[Model], InitialValues] | None = None,
+) -> Components:
     """Model, precision, optimizer, data stream and executor, in the state before the first step.
 
     Args:
         setup: machine, data and plan.
         fresh: give the model its initial weights; False where a checkpoint overwrites them.
         memory plan: what is done with each layer; None: what the plan, or the recipe, says.
+        values_of: gives a model its first weights where they are written late (layer by layer, shards); None: those
+            that the recipe says.
     """
     recipe, device, world = setup.recipe, setup.device, setup.world
     memory_plan = memory_plan or setup.memory_plan
@@ -286,6 +295,8 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         model, each = _model(setup, fresh, memory_plan)
         values = first_values(recipe, model, world)
+        if values is not None and values_of is not None:
+            values = values_of(model)
         policy, schedule, scaled = _precision(setup, model)
         parallel = recipe.parallel
         sharding = Sharding(parallel.reshard_after_forward, parallel.cpu_offload)

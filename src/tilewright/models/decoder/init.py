@@ -40,7 +40,7 @@ def name_seed(seed: int, name: str) -> int:
 
 def init_decoder(model: Decoder, seed: int) -> None:
     """Give all parameters and buffers the values of `decoder_values`, in place."""
-    own, rules = model.state_dict(keep_vars=True), dict(_rules(model))
+    own, rules = model.state_dict(keep_vars=True), dict(initial_rules(model))
     _apply(rules, {}, seed, {name: own[name] for name in rules})
 
 
@@ -55,14 +55,14 @@ def decoder_values(model: Decoder, seed: int) -> InitialValues:
         seed: of the run.
     """
     numels = {name: tensor.numel() for name, tensor in model.state_dict().items()}
-    return functools.partial(_apply, dict(_rules(model)), numels, seed)
+    return functools.partial(_apply, dict(initial_rules(model)), numels, seed)
 
 
-_Rule = float | Callable[[Tensor], object]
+Rule = float | Callable[[Tensor], object]
 """A deviation to draw with, or what fills a tensor."""
 
 
-def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
+def initial_rules(model: Decoder) -> Iterator[tuple[str, Rule]]:
     """For each parameter and buffer what its initial values are."""
     std = model.config.init_std
     into_residual = std / (2 * model.config.num_layers) ** 0.5
@@ -79,7 +79,7 @@ def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
 
 
 def _apply(
-    rules: Mapping[str, _Rule],
+    rules: Mapping[str, Rule],
     numels: Mapping[str, int],
     seed: int,
     tensors: Mapping[str, Tensor],
