@@ -20,7 +20,7 @@ from benchmarks.common import Deadline, write_result
 from benchmarks.fp8_gpu import DEVICE, attempt, milliseconds, say
 from tilewright.ops.attention import attention_kind
 from tilewright.ops.backends.ref.math import allowed_pairs
-from tilewright.ops.documents import segments_of
+from tilewright.ops.base.documents import segments_of
 from tilewright.ops.kernels import Kernels
 
 CLAIM = "rows of several documents take no more time than rows of one, and nothing of all pairs of positions"
