@@ -224,6 +224,7 @@ PROOFS: dict[str, Probe | str] = {
     "ops.adam": Probe("native", "kernels"),
     "ops.low_bit_adam": Probe("ref", "kernels"),
     "ops.follow_writes": Probe("ref", "kernels"),
+    "ops.newton_schulz": Probe("ref", "kernels"),
     "ops.quantize": Probe("ref", "kernels"),
     "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_memory": Probe("1MB", "error"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from torch.nn import functional as F
 
 from tests.gpu.device import CUDA, DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
@@ -25,7 +26,6 @@ from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_li
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
-from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.norm import RMS_NORM
 
 pytestmark = ON_A_GPU_OR_TRIED

@@ -1,4 +1,4 @@
-"""Cases of `ops.low_bit_adam` for the tests of all candidates, and a comparison that shows the first difference."""
+"""Cases of `ops.adam` for the tests of all candidates, and a comparison that shows the first difference."""
 
 from dataclasses import dataclass, fields, replace
 

@@ -13,18 +13,22 @@ from tests.optim.test_adam import FORMATS
 from tests.optim.test_citizen import EVERY_FORMAT, assert_in_words, grads_of, normal, train, uncompiled
 from tests.optim.test_states import COPIES
 from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.core.hardware import detect_machine
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24
-from tilewright.ops.backends.native.newton_schulz import newton_schulz
+from tilewright.ops.backends.native.newton_schulz import native as newton_schulz
+from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon import Muon
 
 RATES = {"lr": 0.02, "weight_decay": 0.1}
+BF16 = Kernels(detect_machine("cpu"), {"newton_schulz": "native"})
+"""torch.optim.Muon multiplies in BF16 on every machine; `auto` does not."""
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
 def muon(param, **options):
-    return Muon([{"params": [param], "muon": True, "stacks": param.ndim == 3}], **{**RATES, **options})
+    return Muon([{"params": [param], "muon": True, "stacks": param.ndim == 3}], **{**RATES, "kernels": BF16, **options})
 
 
 def theirs(param, adjust_lr="match_rms_adamw", **options):
@@ -175,7 +179,7 @@ def test_stochastic_weights_keep_updates_below_half_a_step():
     """400 updates of at most 2^-4 of a BF16 step: rounding to nearest would lose all of them."""
     param = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = Muon([{"params": [param], "muon": True}], lr=2.0**-10, weight_decay=0.0, momentum=0.0,
-                     adjust_lr="original", moments="bf16", master="stochastic")  # fmt: skip
+                     adjust_lr="original", moments="bf16", master="stochastic", kernels=BF16)  # fmt: skip
     direction = newton_schulz(normal(64, 64)).float()
     for _ in range(400):
         param.grad = normal(64, 64).bfloat16()
@@ -219,7 +223,10 @@ def groups_of(model):
 
 def mixed(model, **options):
     matrices, rest = groups_of(model)
-    return Muon([{"params": matrices, "muon": True}, {"params": rest, "weight_decay": 0.0}], **RATES, **options)
+    return Muon(
+        [{"params": matrices, "muon": True}, {"params": rest, "weight_decay": 0.0}],
+        **{**RATES, "kernels": BF16, **options},
+    )
 
 
 def backward(model, step):
@@ -337,19 +344,22 @@ def test_an_update_that_finds_no_memory_is_done_whole_or_not_at_all(monkeypatch)
     before = [param.detach().clone() for param in model.parameters()]
     calls = []
 
+    run = optimizer.kernels.newton_schulz("cpu")
+
     def fails(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise MemoryError
-        return newton_schulz(*arguments)
+        return run(*arguments)
 
-    monkeypatch.setattr("tilewright.optim.muon_update.newton_schulz", fails)
+    monkeypatch.setattr(optimizer.kernels, "newton_schulz", lambda device_type: fails)
     with pytest.raises(MemoryError):
         optimizer.step()
     changed = {name for (name, param), old in zip(model.named_parameters(), before, strict=True)
                if not torch.equal(param, old)}  # fmt: skip
     assert changed == {name for name, param in model.named_parameters() if param.grad is None}
     optimizer.step()  # what has a gradient still
+    monkeypatch.undo()
     whole = net()
     run_net(whole, [mixed(whole)], 1)
     for (name, want), got in zip(whole.named_parameters(), model.parameters(), strict=True):

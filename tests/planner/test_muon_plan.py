@@ -1,6 +1,7 @@
 """What the plan says of Muon: states as the optimizer makes them, work as the update takes it, seconds by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from torch import nn
 from tests.optim.test_citizen import normal
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.planner.test_cost import HF, MLA, MOE
+from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.newton_schulz import operand_format
 from tilewright.optim.muon import Muon
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.gemms import BYTES
 from tilewright.planner.model.weights import Matrices
 from tilewright.planner.summary import make_plan
 from tilewright.precision.convert import convert
@@ -55,19 +59,24 @@ def test_states_of_a_foreign_model(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(HF))
     recipe = make_recipe(model={"kind": "hf", "path": str(tmp_path)}, optim={"kind": "muon"})
-    planned = state_bytes(ShapeFinder(512, CPU).find(recipe).weights, GlobalConfig.of(recipe))
-    assert planned == held_bytes(recipe)
+    shape = ShapeFinder(512, CPU).find(recipe)
+    assert state_bytes(shape.weights, GlobalConfig.of(recipe)) == held_bytes(recipe)
+    assert shape.direction_format == "fp32", "this CPU has no instructions for BF16"
 
 
+@pytest.mark.parametrize("candidate", ["native", "wide"])
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("shape", [(768, 1024), (2048, 512), (3, 512, 512)])
-def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
+def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape, candidate):
     """Measured with torch's profiler of memory, which sees each allocation. Bound: the chunks that rounding works on,
     2^18 elements of at most 44 bytes, are not counted, nor are the GEMMs' own buffers."""
     options = {"master" if name == "master_weights" else name: value for name, value in STORAGE[storage].items()}
     dtype = torch.bfloat16 if "master" in options else torch.float32
     param = nn.Parameter(normal(*shape).to(dtype))
-    optimizer = Muon([{"params": [param], "muon": True, "stacks": len(shape) == 3}], **options)
+    machine = detect_machine("cpu")
+    bare = replace(machine, cpu_features=frozenset()) if candidate == "wide" else machine
+    kernels = Kernels(bare, {"newton_schulz": candidate})
+    optimizer = Muon([{"params": [param], "muon": True, "stacks": len(shape) == 3}], **options, kernels=kernels)
     optimizer.init_states()
     grad = normal(*shape)
     optimizer.step_params([param], [grad])
@@ -79,7 +88,9 @@ def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
             held += event.nbytes()
             most = max(most, held)
     matrices = Matrices({tuple(param.shape): 1})
-    planned = matrices.update_bytes(options.get("moments", "fp32"), options.get("master", "fp32"))
+    planned = matrices.update_bytes(
+        options.get("moments", "fp32"), options.get("master", "fp32"), multiplied=BYTES[operand_format(bare, candidate)]
+    )
     chunks = 0 if storage == "fp32" else 44 * 2**18
     assert most <= planned + chunks + 2**18, f"{most:,} bytes, planned {planned:,.0f}"
     assert planned <= most + 2**16, f"{most:,} bytes, planned {planned:,.0f}"
@@ -98,7 +109,7 @@ def test_on_a_gpu_the_update_of_the_largest_matrix_is_in_the_peak(executor):
         plan = make_plan(recipe, 512, H200, make_rates())
         shape, setting = ShapeFinder(512, H200).find(recipe), GlobalConfig.of(recipe)
         peaks[kind] = plan.peak_bytes - state_bytes(shape.weights, setting)
-        takes = update_bytes(shape.weights, setting)
+        takes = update_bytes(shape.weights, setting, shape)
     gradients = 4 * shape.weights.trained
     assert takes == 6 * 4096 * ffn_dim  # momentum in FP32 and BF16
     assert peaks["muon"] >= gradients * (executor == "standard") + takes
@@ -122,3 +133,27 @@ def test_a_step_with_muon_takes_longer_by_that(executor):
     more = matrices.newton_schulz_s(lambda _, flops: flops / 1e12)
     more += matrices.elements * (70 / 1e10 - 1 / 1e9)  # bytes through the bandwidth, for elements through AdamW
     assert plans["muon"] - plans["adamw"] == pytest.approx(more, rel=0.01)
+
+
+@pytest.mark.parametrize("features", [(), ("avx2",), ("avx512_bf16",), ("amx_bf16",)])
+def test_a_step_is_planned_at_the_candidate_that_runs(features):
+    """BF16 products run at 2 GFLOP/s on a CPU without instructions for them: there Newton-Schulz is in FP32."""
+    machine = replace(CPU, cpu_features=frozenset(features))
+    rates = make_rates(matmul={fmt: {256: 1e9 if fmt == "bf16" else 1e12} for fmt in ("fp32", "tf32", "bf16", "fp16")})
+    seconds = {}
+    for forced in ("auto", "wide", "native"):
+        if forced == "wide" and machine.cpu_multiplies(torch.bfloat16):
+            continue
+        recipe = make_recipe(optim={"kind": "muon"}, ops={"newton_schulz": forced})
+        matrices = ShapeFinder(512, machine).find(recipe).weights.matrices
+        adamw = make_plan(make_recipe(), 512, machine, rates).step_s
+        seconds[forced] = make_plan(recipe, 512, machine, rates).step_s - adamw
+        chosen = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+        name = chosen.choices["newton_schulz", "cpu", torch.bfloat16, ""].candidate.name
+        rate = 1e12 if name == "wide" else 1e9
+        assert seconds[forced] == pytest.approx(
+            matrices.newton_schulz_s(lambda _, flops, rate=rate: flops / rate)
+            + matrices.elements * (70 / 1e10 - 1 / 1e9),
+            rel=0.02,
+        )
+    assert seconds["auto"] == seconds.get("wide", seconds["native"])

@@ -11,7 +11,7 @@ from tests.ranks import on_ranks
 from tests.training.tiny import rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.optim import muon_shards
+from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.parallel.liveness.failure import RankFailedError
 from tilewright.parallel.liveness.heartbeat import records
@@ -78,13 +78,18 @@ def _update(plant):
 
 
 def _round(plant):
-    before = muon_shards.newton_schulz
+    before = Kernels.newton_schulz
 
-    def newton_schulz(*args):
-        plant()
-        return before(*args)
+    def newton_schulz(kernels, device_type):
+        run = before(kernels, device_type)
 
-    muon_shards.newton_schulz = newton_schulz
+        def planted(*args):
+            plant()
+            return run(*args)
+
+        return planted
+
+    Kernels.newton_schulz = newton_schulz
 
 
 PLACES = {"forward": _forward, "backward": _backward, "update": _update, "round": _round}

@@ -1,6 +1,7 @@
-"""adam: one AdamW step over lists of tensors, in place, with parameters and states of FP32 or BF16; and follow_writes.
+"""adam and low_bit_adam: one AdamW step, in place. follow_writes: FP32 masters that take over what others wrote.
 
-adam, for each tensor, in FP32 (decoupled decay, Loshchilov and Hutter 2019; as torch.optim.AdamW orders it):
+adam: over lists of tensors, with parameters and states of FP32 or BF16. For each tensor, in FP32 (decoupled decay,
+Loshchilov and Hutter 2019; as torch.optim.AdamW orders it):
     p <- p * (1 - lr * weight_decay)
     m <- m + (1 - beta1) * (g - m);   v <- beta2 * v + (1 - beta2) * g^2
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -9,6 +10,18 @@ stored is the FP32 value, so updates below half a BF16 step are not lost. The ra
 (seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
 tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and each element
 gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored.
+
+low_bit_adam: of one tensor, with both moments in 8 bits. The same formulas. Between steps the first moment m and the
+root of the second moment v are in square codes (`formats.quadratic_map`), 2.06 bytes per parameter. The root, because
+that is what the update divides by: v alone would lose its small values. The target is one of
+
+    FP32       a parameter, or the master of one
+    BF16       rounded stochastically
+    24 bits    BF16 and 8 bits of correction (`formats.rounding`)
+
+All roundings are stochastic, with bits of one hash of (seed, step, the tensor's number, element): 0-15 for the target,
+16-23 for m, 24-31 for v. Elements of a shard count from `first`. `ops.backends.ref.low_bit_adam` is the definition:
+targets, codes and scales of every candidate are equal to its, bit for bit. The case's dtype is the target's.
 
 follow_writes: FP32 masters take over what was written to their 16-bit weights. An optimizer updates a master and stores
 it as the weight, rounded to nearest. So a weight has the bits of its master rounded, or something else has written it
@@ -23,8 +36,10 @@ import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
+from tilewright.ops.backends.cpu.build import LOW_BIT_ADAM as LIBRARY
 from tilewright.ops.backends.native import adam as native
 from tilewright.ops.backends.ref import adam as ref
+from tilewright.ops.backends.ref import low_bit_adam as low_bit
 from tilewright.ops.backends.ref.follow_writes import follow_writes
 from tilewright.ops.backends.triton.availability import needs_triton
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always, needs_compiler
@@ -36,12 +51,32 @@ def _needs_wide(machine: Machine, case: Case) -> str | None:
     return None
 
 
+def _triton(tensors: low_bit.LowBitTensors, hyper: ref.AdamHyper) -> None:
+    from tilewright.ops.backends.triton import low_bit_adam  # it imports triton
+
+    low_bit_adam.low_bit_adam(tensors, hyper)
+
+
+def _cpu(tensors: low_bit.LowBitTensors, hyper: ref.AdamHyper) -> None:
+    from tilewright.ops.backends.cpu import low_bit_adam
+
+    low_bit_adam.low_bit_adam(tensors, hyper)
+
+
 ADAM = Op(
     "adam",
     (
         Candidate("native", native.fused, _needs_wide),
         Candidate("compiled", native.compiled, needs_compiler),
         Candidate("ref", ref.adam, always),
+    ),
+)
+LOW_BIT_ADAM = Op(
+    "low_bit_adam",
+    (
+        Candidate("triton", _triton, needs_triton),
+        Candidate("cpu", _cpu, LIBRARY.why_not),
+        Candidate("ref", low_bit.low_bit_adam, always),
     ),
 )
 

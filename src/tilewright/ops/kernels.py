@@ -19,7 +19,7 @@ from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.adam import ADAM, FOLLOW_WRITES
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM
 from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.native.loss import LOSS_TILE
@@ -32,12 +32,12 @@ from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
-from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
+from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM, FOLLOW_WRITES, INT8_LINEAR),
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM, FOLLOW_WRITES, NEWTON_SCHULZ, INT8_LINEAR),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -180,12 +180,16 @@ class Kernels:
         return self._find("adam", device_type, dtype)
 
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
-        """See `ops.low_bit_adam`."""
+        """See `ops.adam`."""
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def follow_writes(self, master: Tensor, weight: Tensor) -> None:
         """See `ops.adam`."""
         self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
+
+    def newton_schulz(self, device_type: str) -> Callable[..., Tensor]:
+        """Muon's iteration on this device: a function, which has its argument to itself. See `ops.newton_schulz`."""
+        return self._find("newton_schulz", device_type, torch.bfloat16)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, FP32 inside; one form only, fused by the compiler."""

@@ -36,7 +36,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, as a rate (multiplied by lr).
-        moments: storage of both moments. "8bit": codes with a scale for 128 of them, see `ops.low_bit_adam`.
+        moments: storage of both moments. "8bit": codes with a scale for 128 of them, see `ops.adam`.
         master: "fp32" keeps an FP32 copy of every 16-bit parameter in the state (FP32 parameters are their own
             master); "split24" keeps 8 bits more of every BF16 parameter there; "stochastic" keeps nothing. The last two
             round stochastically. "split24" goes with 8-bit moments.

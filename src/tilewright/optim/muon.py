@@ -142,7 +142,7 @@ class Muon(DeepSeekAdam):
                 continue
             axis = axis_of(param)
             if axis is None:
-                update_matrix(self._matrix_update(param), local(grad, like=param))
+                update_matrix(self._matrix_update(param), local(grad, like=param), self.kernels)
                 yield [param]
             else:
                 steps = self.param_groups[self._place(param).group]["num_steps"]
@@ -156,7 +156,7 @@ class Muon(DeepSeekAdam):
         updates = [self._matrix_update(param) for param in params]
         parts = [update.begin(local(grad, like=param)) for update, (param, grad) in zip(updates, matrices, strict=True)]
         shapes = [param.shape for param in params]
-        for update, direction in zip(updates, directions(parts, shapes, num_steps, axis), strict=True):
+        for update, direction in zip(updates, directions(parts, shapes, num_steps, axis, self.kernels), strict=True):
             update.end(direction)
         return list(params)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewright.ops.backends.native.newton_schulz import newton_schulz
+from tilewright.ops.kernels import Kernels
 
 Axis = tuple[dist.ProcessGroup, int]
 """The ranks that share a matrix, and how many they are."""
@@ -40,7 +40,9 @@ def rounds(params: Sequence[DTensor], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
-def directions(parts_RC: Sequence[Tensor], shapes: Sequence[torch.Size], num_steps: int, axis: Axis) -> list[Tensor]:
+def directions(
+    parts_RC: Sequence[Tensor], shapes: Sequence[torch.Size], num_steps: int, axis: Axis, kernels: Kernels
+) -> list[Tensor]:
     """This rank's rows of each direction.
 
     Args:
@@ -48,6 +50,7 @@ def directions(parts_RC: Sequence[Tensor], shapes: Sequence[torch.Size], num_ste
         shapes: of the whole matrices.
         num_steps: iterations.
         axis: the ranks, which all call this.
+        kernels: implementations, the same on all ranks.
     """
     group, size = axis
     rank = dist.get_rank(group)
@@ -57,7 +60,7 @@ def directions(parts_RC: Sequence[Tensor], shapes: Sequence[torch.Size], num_ste
     flat = torch.cat([part.reshape(-1) for part in parts_RC])
     whole = flat.new_empty(mine.numel())
     dist.all_to_all_single(whole, flat, received, sent, group=group)
-    whole = newton_schulz(whole.view(mine), num_steps).contiguous()
+    whole = kernels.newton_schulz(whole.device.type)(whole.view(mine), num_steps).contiguous()
     dist.all_to_all_single(flat, whole.view(-1), sent, received, group=group)
     return [piece.view(part.shape) for piece, part in zip(flat.split(sent), parts_RC, strict=False)]
 

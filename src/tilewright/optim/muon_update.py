@@ -3,7 +3,7 @@
 In FP32, with decoupled decay, in torch.optim.Muon's order of operations:
     m <- m + (1 - momentum) * (g - m);   u <- g + momentum * (m - g) (Nesterov), else m
     p <- p * (1 - lr * weight_decay) - lr * adjustment * newton_schulz(u)
-Storage in 16, 24 and 8 bits is that of `ops.adam` and `ops.low_bit_adam`, rounded stochastically with bits of the same
+Storage in 16, 24 and 8 bits is that of `ops.adam`, rounded stochastically with bits of the same
 hash, so a resumed run draws the same, and so does one that updates the matrices in another order. It is read and
 written `CHUNK` elements at a time, so that what rounding takes does not grow with the matrix.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24, round_bf16, split24
-from tilewright.ops.backends.native.newton_schulz import newton_schulz
 from tilewright.ops.backends.ref.adam import AdamHyper, hash_of
+from tilewright.ops.kernels import Kernels
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Writes = list[tuple[Tensor, Tensor]]
@@ -182,7 +182,7 @@ def _rows(tensor: Tensor, scale_RB: Tensor | None) -> tuple[int, int]:
     return (1, tensor.numel()) if whole else (len(scale_RB), length)
 
 
-def update_matrix(update: MatrixUpdate, grad: Tensor) -> None:
+def update_matrix(update: MatrixUpdate, grad: Tensor, kernels: Kernels) -> None:
     """An update on one rank. `newton_schulz` has its argument to itself."""
-    narrow = [update.begin(grad)]
+    narrow, newton_schulz = [update.begin(grad)], kernels.newton_schulz(grad.device.type)
     update.end(newton_schulz(narrow.pop(), update.hyper.num_steps))

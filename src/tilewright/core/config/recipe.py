@@ -23,6 +23,7 @@ LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
 AttentionBackend = Literal["auto", "amx", "varlen", "efficient", "native", "ref"]
 FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
+NewtonSchulzBackend = Literal["auto", "wide", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
 Tier = Literal["device", "host", "disk"]
@@ -307,6 +308,8 @@ class OpsSection(Section):
     """AdamW update with moments in 8 bits."""
     follow_writes: FollowBackend = "auto"
     """FP32 masters that take over what other code wrote to their 16-bit weights."""
+    newton_schulz: NewtonSchulzBackend = "auto"
+    """Muon's iteration: `wide` in FP32, for CPUs that do not multiply BF16; `native` in BF16."""
     quantize: QuantizeBackend = "auto"
     """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
     tile_gemm: TileGemmBackend = "auto"

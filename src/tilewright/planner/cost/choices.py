@@ -17,6 +17,7 @@ from tilewright.core.memory_plan import KIND_OF, Activations, LayerMemory
 from tilewright.planner.cost.shards import Shards
 from tilewright.planner.cost.traffic import RankSpeed
 from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Constraints
+from tilewright.planner.model.gemms import BYTES
 from tilewright.planner.model.roofline import backward_passes
 from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.model.weights import Weights
@@ -128,11 +129,12 @@ def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
     return moments + MASTER_BYTES[setting.master] * weights.narrow_trained
 
 
-def update_bytes(weights: Weights, setting: GlobalConfig) -> float:
+def update_bytes(weights: Weights, setting: GlobalConfig, shape: ModelShape) -> float:
     """Bytes that the update of some parameters, of all ranks together, takes for itself: none with AdamW."""
     if setting.optimizer != "muon":
         return 0.0
-    return weights.matrices.update_bytes(setting.moments, setting.master, setting.shards.count)
+    multiplied = BYTES[shape.direction_format]
+    return weights.matrices.update_bytes(setting.moments, setting.master, setting.shards.count, multiplied)
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:

@@ -6,7 +6,7 @@ or `gpu_specs` (guessed shares).
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
@@ -187,7 +187,7 @@ class _Layer:
         states = copies * self.states if choice.states != "device" else 0.0
         gradients = group * (4.0 * found.weights.trained + self.shape.matmul_bytes * found.weights.count)
         need = group * (found.work(self.rows) if choice.activations == "keep" else self.rebuilt())
-        need = max(need, update_bytes(found.weights, self.setting))  # the update comes when that is freed
+        need = max(need, update_bytes(found.weights, self.setting, self.shape))  # the update comes when that is freed
         at = {"device": 0.0, "host": 0.0, "disk": 0.0}
         at[choice.parameters] += self.parameters
         at["device"] += found.buffers if choice.parameters == "device" else 0.0
@@ -340,7 +340,7 @@ class _Layer:
         if self.setting.optimizer == "muon" and matrices.elements:
             of_adam -= matrices.elements
             whole = self.found.weights.matrices  # each on one rank
-            of_muon = whole.newton_schulz_s(lambda width, flops: self.rates.matmul_s("bf16", width, flops))
+            of_muon = whole.newton_schulz_s(partial(self.rates.matmul_s, self.shape.direction_format))
             of_muon /= self.setting.shards.count
             of_muon += MUON_BYTES[self.setting.moments] * matrices.elements / self.rates.bandwidth
         return (

@@ -227,7 +227,7 @@ def _standard(
     if cut:  # the last gradients that are whole
         reduced = {"gradients": gathered.rest_gradients, "work": gathered.rest_reduced}
         found.append(Phase("backward, embedding and head reduced", always | reduced, gradients=everything))
-    takes = update_bytes(shape.weights, setting)
+    takes = update_bytes(shape.weights, setting, shape)
     if takes and (cpu or not setting.shards.offload):  # on a CPU in the pages that others left, if they are so many
         found.append(Phase("update, largest matrix", always | {"work": takes}, gradients=everything))
     evaluated = {"parameters": _evaluated(gathered, recipe), "loss": base.evaluated_loss}

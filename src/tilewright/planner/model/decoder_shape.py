@@ -12,6 +12,7 @@ from tilewright.models.decoder.flops import count_flops, mlp_weights
 from tilewright.ops.attention import WITHOUT_MASK, attention_kind
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.newton_schulz import operand_format
 from tilewright.planner.machine.overhead import KIND_BYTES, Pages, process_size
 from tilewright.planner.model.gemms import (
     BYTES,
@@ -78,6 +79,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         stream_bytes=BYTES[policy.stream],
         matmul_bytes=BYTES[policy.matmul],
         matmul_format=policy.matmul,
+        direction_format=operand_format(machine, recipe.ops.newton_schulz),
         logit_bytes=BYTES[policy.activation],
         compiled=compiled,
         loss_compiled=loss == "compiled",

@@ -12,6 +12,7 @@ from tilewright.models.base.routers import find_routers
 from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.newton_schulz import operand_format
 from tilewright.planner.machine.overhead import free_pages, process_size
 from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, held_qdata, keeps_qdata, matmuls_of, operand_work
 from tilewright.planner.model.roofline import element_passes, walked
@@ -95,6 +96,7 @@ def foreign_shape(
         stream_bytes=BYTES[policy.stream],
         matmul_bytes=BYTES[policy.matmul],
         matmul_format=policy.matmul,
+        direction_format=operand_format(machine, recipe.ops.newton_schulz),
         logit_bytes=BYTES[policy.activation],
         compiled=compiled,
         loss_compiled=loss_compiled,

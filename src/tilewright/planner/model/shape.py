@@ -178,6 +178,8 @@ class ModelShape:
     """Of what a layer makes again, what counts in addition to its work (there too)."""
     backward: Line = Line()
     """Of a model without a list of layers: most bytes in backward of a first micro-batch, all gradients included."""
+    direction_format: str = "bf16"
+    """That Muon multiplies in (`ops.newton_schulz`)."""
     teacher: "TeacherShape | None" = None
     """That it learns from."""
     notes: tuple[str, ...] = ()

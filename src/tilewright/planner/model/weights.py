@@ -49,7 +49,7 @@ class Matrices:
         return sum(count * prod(scale_shape(shape)) for shape, count in self.shapes.items())
 
     def newton_schulz_s(self, matmul_s: Callable[[float, float], float]) -> float:
-        """Seconds of one update's iterations, of `matmul_s(width, FLOPs)` for one GEMM in BF16.
+        """Seconds of one update's iterations, of `matmul_s(width, FLOPs)` for one GEMM.
 
         Each iteration multiplies [S, L] by its transpose, [S, S] by itself, and [S, S] by [S, L].
         """
@@ -60,11 +60,11 @@ class Matrices:
             total += count * ITERATIONS * (2 * wide + matmul_s(short, 2.0 * stacked * short**3))
         return total
 
-    def update_bytes(self, moments: str, master: str, shards: int = 1) -> float:
+    def update_bytes(self, moments: str, master: str, shards: int = 1, multiplied: int = _NARROW) -> float:
         """Most bytes that an update of one of them takes beyond weights, gradient and states (`optim.muon_update`).
 
-        In turn: the next momentum in FP32 and in BF16; two matrices and two products [S, S] in BF16; the direction in
-        BF16 and FP32. With all of it, what is to be stored where that is rounded.
+        In turn: the next momentum in FP32 and in BF16; two matrices and two products [S, S], of `multiplied` bytes an
+        element; the direction in BF16 and FP32. With all of it, what is to be stored where that is rounded.
 
         Of shards the same: a rank begins and ends its part of as many matrices as there are ranks, and runs
         Newton-Schulz on one whole one, which it has besides in BF16, sent and received (`optim.muon_shards`). Of a
@@ -74,7 +74,7 @@ class Matrices:
         for shape in self.shapes:
             one = part_shape(shape, shards) if len(shape) > 2 else shape
             number, grams = prod(one), prod(one[:-2]) * min(one[-2:]) ** 2
-            iteration = 2 * _NARROW * (number + grams)
+            iteration = 2 * multiplied * (number + grams)
             iteration += 2 * _NARROW * number if shards > 1 and len(shape) == 2 else 0
             stored = {"fp32": 0, "bf16": 2, "8bit": 1}[moments] * number
             after = {"fp32": 0, "split24": 3, "stochastic": 2}[master] * number

@@ -11,7 +11,7 @@ _FP32, _BF16, _SPLIT24 = range(3)
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.low_bit_adam`."""
+    """See `ops.adam`."""
     target, low, grad = tensors.target, tensors.low, tensors.grad
     kind = _FP32 if target.dtype == torch.float32 else _BF16 if low is None else _SPLIT24
     qdata = (tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale)

@@ -1,4 +1,4 @@
-"""The law of AdamW with moments in 8 bits, one tensor at a time. See `ops.low_bit_adam`.
+"""The law of AdamW with moments in 8 bits, one tensor at a time. See `ops.adam`.
 
 Legend: N elements  R rows  K elements of a row  B blocks of 128 of a row.
 """
@@ -62,7 +62,7 @@ def factors(hyper: AdamHyper) -> tuple[float, ...]:
 
 @torch.no_grad()
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.low_bit_adam`. Nothing changes before all memory is there."""
+    """See `ops.adam`. Nothing changes before all memory is there."""
     decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
     rows_RK = tensors.rows
     blocks_RB = rows_RK[0], quadratic_map.num_blocks(rows_RK[1])

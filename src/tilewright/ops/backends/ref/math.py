@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+MUON_EPS = 1e-7
+"""Least norm that a matrix is divided by before the iteration of `newton_schulz`."""
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the reference computes in."""
@@ -84,3 +88,15 @@ def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
     first, second = x_BSHD.to(wide(x_BSHD.dtype)).chunk(2, dim=-1)
     cos, sin = cos_BSD.unsqueeze(2), sin_BSD.unsqueeze(2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+
+
+def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
+    """See `ops.newton_schulz.NEWTON_SCHULZ`."""
+    x = x_RC.to(torch.bfloat16).to(wide(x_RC.dtype))
+    x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=MUON_EPS)
+    a, b, c = MUON_COEFFICIENTS
+    for _ in range(num_steps):
+        gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+        polynomial = b * gram + c * (gram @ gram)
+        x = a * x + (polynomial @ x if x.shape[-2] <= x.shape[-1] else x @ polynomial)
+    return x.to(torch.bfloat16)

@@ -24,7 +24,7 @@ TINY_BITS = tl.constexpr(int(torch.tensor(quadratic_map.TINY).view(torch.int32))
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.low_bit_adam`."""
+    """See `ops.adam`."""
     target, low = tensors.target, tensors.low
     kind = (FP32 if target.dtype == torch.float32 else BF16 if low is None else SPLIT24).value
     target = target if target.dtype == torch.float32 else target.view(torch.int16)
