@@ -13,7 +13,7 @@ import uvicorn
 from tests.cli.tuned import make_model
 from tilewright.cli.open_model import open_model
 from tilewright.serving.app import Limits, Server
-from tilewright.serving.run import bind
+from tilewright.serving.run import bind, server_config
 from tilewright.serving.session import Session
 from tilewright.serving.worker import Worker
 
@@ -33,7 +33,7 @@ def serving(session: Session, limits: Limits | None = None, key: str = "") -> It
     bound = bind("127.0.0.1", 0)
     with Worker(limits.concurrent, limits.waiting) as worker:
         app = Server(session, NAME, worker, limits, key).app
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(server_config(app, grace_seconds=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:

@@ -142,7 +142,7 @@ def test_fields_that_change_nothing_are_accepted(port):
 def test_a_slow_body_is_ended(port):
     with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
         raw.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )
         assert raw.recv(4096).startswith(b"HTTP/1.1 408")
@@ -171,7 +171,7 @@ def test_places_are_limited_and_a_client_that_leaves_frees_its_own(session, stre
         raw = socket.create_connection(("127.0.0.1", port), timeout=10)
         body = json.dumps(ASK | {"stream": streamed, "max_tokens": 2000}).encode()
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         raw.sendall(head.encode() + body)
         wait_for(lambda: worker.load() == (1, 0))

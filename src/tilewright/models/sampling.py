@@ -3,10 +3,14 @@
 Legend: B rows  V vocabulary  K kept.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+COLDEST = 1e-5
+"""Temperature below which the most likely token is taken: FP32 logits divided by it would overflow."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,8 @@ class Sampling:
     """How tokens are drawn.
 
     Args:
-        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        temperature: 0 takes the most likely token, and so does anything below 1e-5, by which logits overflow; otherwise
+            logits are divided by it.
         top_k: draw among the k most likely tokens. 0: among all.
         top_p: of these draw among the fewest whose probabilities sum to at least this. 1: among all.
 
@@ -31,14 +36,14 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0:
-            raise ValueError("temperature, top_k and num_tokens cannot be negative")
+        if not 0 <= self.temperature < math.inf or self.top_k < 0:
+            raise ValueError("temperature is finite, and neither temperature nor top_k is negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is above 0 and at most 1, not {self.top_p}")
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """FP32 logits on the CPU -> int64 [B]."""
-        if self.temperature == 0:
+        if self.temperature < COLDEST:
             return logits_BV.argmax(-1)
         if self.top_p < 1:
             return self._draw_nucleus(logits_BV, generator)

@@ -9,17 +9,22 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tilewright.core.errors import TilewrightError
+from tilewright.core.web_origin import own_names, why_not
 from tilewright.models.sampling import Sampling
 from tilewright.serving.protocol import ApiError, ChatRequest, TextRequest, parse
 from tilewright.serving.session import AnswerSettings, AnswerStream, PromptTooLongError, Session
@@ -52,6 +57,26 @@ class Limits:
     body_seconds: float = 10.0
 
 
+class OwnHosts:
+    """Answers 403 to requests that name another host or come from a page of another site."""
+
+    def __init__(self, app: ASGIApp, address: str, hosts: Sequence[str], origins: Sequence[str]):
+        self._app, self._origins = app, origins
+        self._names = own_names(address) | {host.lower() for host in hosts}
+        self._any_ip = address not in own_names("127.0.0.1")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            why = why_not(headers, self._names, any_ip=self._any_ip, origins=self._origins)
+            if why:
+                what = f"This server does not answer: {why}. --allow-host and --allow-origin add names"
+                await JSONResponse(ApiError(403, what, code="forbidden_origin").to_json(), 403)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class Server:
     """The application of one model.
 
@@ -61,9 +86,23 @@ class Server:
         worker: running.
         limits: see `Limits`; those of the worker are the worker's.
         key: that clients must send; "": none.
+        address: at which the server listens; says which hosts a request may name (`core.web_origin`).
+        hosts: names that it has beside its own, such as a proxy's.
+        origins: web pages that may ask from a browser (CORS), such as `http://localhost:3000`; `*`: all.
     """
 
-    def __init__(self, session: Session, name: str, worker: Worker, limits: Limits, key: str = ""):
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        worker: Worker,
+        limits: Limits,
+        key: str = "",
+        *,
+        address: str = "127.0.0.1",
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+    ):
         self.session, self.name, self.worker, self.limits, self.key = session, name, worker, limits, key
         self._created = int(time.time())
         routes = [
@@ -74,7 +113,11 @@ class Server:
             Route("/v1/completions", self._text, methods=["POST"]),
         ]
         handlers: Any = {ApiError: _refuse, HTTPException: _refuse_http}
-        self.app = Starlette(routes=routes, exception_handlers=handlers)
+        middleware = [Middleware(OwnHosts, address=address, hosts=hosts, origins=origins)]
+        if origins:
+            cors = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
+            middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins), **cors))
+        self.app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
     async def _health(self, request: Request) -> Response:
         active, waiting = self.worker.load()

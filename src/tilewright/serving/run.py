@@ -10,6 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tilewright.core.errors import ConfigError
+from tilewright.serving.connections import TimedConnection
 
 _PORTS_TRIED = 50
 _GRACE_SECONDS = 5
@@ -49,8 +50,7 @@ def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> 
         bound: from `bind`; closed at the end.
         started: called when it listens.
     """
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(app, _GRACE_SECONDS))
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.handle_exit(number, frame)
@@ -63,6 +63,14 @@ def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def server_config(app: Starlette, grace_seconds: int) -> uvicorn.Config:
+    """uvicorn's settings: connections with limits, no line per request."""
+    return uvicorn.Config(
+        app, http=TimedConnection, ws="none", log_level="error", access_log=False,
+        timeout_graceful_shutdown=grace_seconds,
+    )  # fmt: skip
 
 
 def _no_address(host: str, port: int, reason: str) -> ConfigError:

@@ -9,7 +9,6 @@ one that a page of another site makes.
 """
 
 import errno
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from urllib.parse import parse_qsl, quote
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.log import get_logger
+from tilewright.core.web_origin import own_names, why_not
 from tilewright.report.template import read
 from tilewright.report.watch.compact import compact_json
 from tilewright.report.watch.export import ExportError, export_report
@@ -32,8 +32,6 @@ from tilewright.report.watch.view import BadQuery, ViewQuery, view
 ADDRESS = "127.0.0.1"
 TRIED_PORTS = 20
 """Ports that are tried from the first one on."""
-_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
-"""Any port: a tunnel has another one at its other end."""
 _PAGES = {"watch.html": "text/html", "watch.css": "text/css"} | dict.fromkeys(
     ("watch.js", "chart.js", "panels.js", "format.js"), "text/javascript"
 )
@@ -131,13 +129,13 @@ class WatchHandler(BaseHTTPRequestHandler):
 
     def _is_allowed(self) -> bool:
         """False, with the answer sent, where another host or site is behind a request."""
-        if not _HOST.fullmatch(self.headers.get("Host", "")):
-            self._text(HTTPStatus.FORBIDDEN, "this page answers to 127.0.0.1 and localhost only")
-            return False
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and self.path != "/":
-            self._text(HTTPStatus.FORBIDDEN, "asked for by another site")
-            return False
-        return True
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if self.path == "/":  # a link on another page may lead here
+            headers.pop("sec-fetch-site", None)
+        why = why_not(headers, own_names(ADDRESS), any_ip=False)
+        if why:
+            self._text(HTTPStatus.FORBIDDEN, f"this page does not answer: {why}")
+        return not why
 
     def _page(self, name: str) -> None:
         if name not in self.server.pages:

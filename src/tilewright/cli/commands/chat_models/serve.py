@@ -21,6 +21,8 @@ from tilewright.core.units import format_bytes
     type=click.IntRange(0, 65535),
     help="First port to try; the next free one is used. 0: any free port.",
 )
+@click.option("--allow-host", multiple=True, help="Name that requests may have for the server, such as a proxy's.")
+@click.option("--allow-origin", multiple=True, help="Web page that may ask, such as http://localhost:3000; * for all.")
 @click.option("--api-key", envvar="TILEWRIGHT_API_KEY", default="", help="Key that clients must send. Default: none.")
 @click.option("--concurrent", default=4, show_default=True, type=click.IntRange(1), help="Answers drawn at a time.")
 @click.option("--waiting", default=32, show_default=True, type=click.IntRange(0), help="Requests that may wait.")
@@ -43,6 +45,8 @@ def serve(
     name: str,
     host: str,
     port: int,
+    allow_host: tuple[str, ...],
+    allow_origin: tuple[str, ...],
     api_key: str,
     concurrent: int,
     waiting: int,
@@ -82,7 +86,12 @@ def serve(
         say("note: the model has no chat template: /v1/completions only (--chat-template gives it one)", error=True)
     limits = Limits(concurrent, waiting, max_tokens, timeout, max_body * 2**10)
     with Worker(concurrent, waiting) as worker:
-        server = Server(session, opened.name, worker, limits, api_key)
+        server = Server(
+            *(session, opened.name, worker, limits, api_key),
+            address=host,
+            hosts=allow_host,
+            origins=allow_origin,
+        )
         address = f"http://{f'[{host}]' if ':' in host else host}:{found}/v1"
 
         def started() -> None:
