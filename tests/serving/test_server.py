@@ -171,7 +171,8 @@ def test_places_are_limited_and_a_client_that_leaves_frees_its_own(session, stre
         raw = socket.create_connection(("127.0.0.1", port), timeout=10)
         body = json.dumps(ASK | {"stream": streamed, "max_tokens": 2000}).encode()
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         raw.sendall(head.encode() + body)
         wait_for(lambda: worker.load() == (1, 0))
