@@ -29,6 +29,7 @@ from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.integer.trained import IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
+from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_ddp
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table
@@ -65,9 +66,11 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
     check_rules_kept(plan.report.policy, plan.sites)
     if plan.report.policy.strict:
         check_no_fallbacks(plan.report, plan.sites)
-    moved = _store(plan)
-    if moved:
-        plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, moved)))
+    notes = [_store(plan)]
+    if has_wide_gradients(model):
+        notes.append(WIDE_GRADIENTS)
+        refuse_ddp(model)
+    plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, *filter(None, notes))))
     _apply(model, plan, kernels)
     model.precision_report = plan.report
     for text in plan.report.unmatched:

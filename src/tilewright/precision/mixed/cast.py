@@ -156,40 +156,75 @@ class CastConvTranspose3d(_CastConvTranspose, nn.ConvTranspose3d): ...
 
 
 class _CastNorm(Cast):
-    """A norm in FP32 whatever comes in; the result takes the input's dtype."""
+    """A norm in FP32 whatever comes in and however its parameters are stored or gathered (FSDP2's `param_dtype`); the
+    result takes the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._no_autocast(self._run, input)
 
     def _run(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(torch.float32)).to(x.dtype)
+        return self._normalize(x.to(torch.float32)).to(x.dtype)
+
+    def _wide(self, param: Tensor | None) -> Tensor | None:
+        return None if param is None else param.to(torch.float32)
 
 
-class CastLayerNorm(_CastNorm, nn.LayerNorm): ...
+class CastLayerNorm(_CastNorm, nn.LayerNorm):
+    def _normalize(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self._wide(self.weight), self._wide(self.bias), self.eps)
 
 
-class CastRMSNorm(_CastNorm, nn.RMSNorm): ...
+class CastRMSNorm(_CastNorm, nn.RMSNorm):
+    def _normalize(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self._wide(self.weight), self.eps)
 
 
-class CastGroupNorm(_CastNorm, nn.GroupNorm): ...
+class CastGroupNorm(_CastNorm, nn.GroupNorm):
+    def _normalize(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_groups, self._wide(self.weight), self._wide(self.bias), self.eps)
 
 
-class CastInstanceNorm1d(_CastNorm, nn.InstanceNorm1d): ...
+class _CastInstanceNorm(_CastNorm):
+    def _normalize(self, x: Tensor) -> Tensor:
+        return super(_CastNorm, self).forward(x)
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        """As `nn.InstanceNorm1d`'s, which takes no parameters of another dtype."""
+        weight, bias, of_input = self._wide(self.weight), self._wide(self.bias), not self.track_running_stats
+        kept = self.running_mean, self.running_var
+        return F.instance_norm(input, *kept, weight, bias, self.training or of_input, self.momentum or 0.0, self.eps)
 
 
-class CastInstanceNorm2d(_CastNorm, nn.InstanceNorm2d): ...
+class CastInstanceNorm1d(_CastInstanceNorm, nn.InstanceNorm1d): ...
 
 
-class CastInstanceNorm3d(_CastNorm, nn.InstanceNorm3d): ...
+class CastInstanceNorm2d(_CastInstanceNorm, nn.InstanceNorm2d): ...
 
 
-class CastBatchNorm1d(_CastNorm, nn.BatchNorm1d): ...
+class CastInstanceNorm3d(_CastInstanceNorm, nn.InstanceNorm3d): ...
 
 
-class CastBatchNorm2d(_CastNorm, nn.BatchNorm2d): ...
+class _CastBatchNorm(_CastNorm):
+    def _normalize(self, x: Tensor) -> Tensor:
+        """As `nn.BatchNorm1d.forward`, which takes no parameters of another dtype."""
+        self._check_input_dim(x)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else momentum
+        kept = (self.running_mean, self.running_var) if self.track_running_stats or not self.training else (None, None)
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        weight, bias = self._wide(self.weight), self._wide(self.bias)
+        return F.batch_norm(x, *kept, weight, bias, of_batch, momentum, self.eps)
 
 
-class CastBatchNorm3d(_CastNorm, nn.BatchNorm3d): ...
+class CastBatchNorm1d(_CastBatchNorm, nn.BatchNorm1d): ...
+
+
+class CastBatchNorm2d(_CastBatchNorm, nn.BatchNorm2d): ...
+
+
+class CastBatchNorm3d(_CastBatchNorm, nn.BatchNorm3d): ...
 
 
 _LAYERS = (
