@@ -100,9 +100,9 @@ def test_from_a_step_to_its_files(here, capsys):
     train = ["train", "--data.source", "data", "--data.cache_dir", "cache", "--run.name", "a", *settings]
     assert run([*train, "-q"]) == 0
     capsys.readouterr()
-    started = time.perf_counter()
+    started = time.process_time()
     assert run(["data", "inspect", "--run", "a", "--step", "2", "--json"]) == 0
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     samples = json.loads(capsys.readouterr().out)
     assert [sample["sample"] for sample in samples] == [3, 4, 5]
     for document in (document for sample in samples for document in sample["documents"]):

@@ -166,14 +166,14 @@ def test_close_ends_the_thread_and_can_be_repeated():
 
 
 def test_wait_is_what_the_caller_waited():
-    slow = make(prefetch=0, rows=Numbers(delay_s=0.05))
+    slow = make(prefetch=0, rows=Numbers(delay_s=0.1))
     slow.next_step()
-    assert slow.wait_s >= 0.05
-    ahead = make(prefetch=2, rows=Numbers(delay_s=0.02))
+    assert slow.wait_s >= 0.1
+    ahead = make(prefetch=2, rows=Numbers(delay_s=0.1))
     ahead.next_step()
-    time.sleep(0.2)
+    time.sleep(0.4)
     ahead.next_step()
-    assert ahead.wait_s < 0.02
+    assert ahead.wait_s < 0.1
     ahead.close()
 
 
