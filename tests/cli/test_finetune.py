@@ -52,7 +52,8 @@ def losses(folder):
 @pytest.mark.support("lora_fp8", "one")
 @pytest.mark.support("finetune", "one")
 def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, tmp_path, capsys):
-    assert finetune(model, talks, how, arguments(tmp_path, train__steps=25)) == 0
+    as_users = {"data__eval_source": "installed", "ops__cross_entropy": "auto"}
+    assert finetune(model, talks, how, arguments(tmp_path, train__steps=25, **as_users)) == 0
     folder = tmp_path / "runs" / "tuned"
     found = losses(folder)
     assert sum(found[-3:]) / 3 < (0.8 if how == "full" else 0.95) * found[0], found
@@ -60,6 +61,7 @@ def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, t
     assert "[[Yes, the" in said  # a rendered example, what is trained of it in marks
     assert "plan: " in said
     assert "messages (50)" in said
+    assert all(row["eval_other"] for row in rows(folder / "metrics.jsonl") if "eval" in row)
     recipe = load_recipe(folder / "run.toml", environ={}).recipe
     assert recipe.model.kind == ("decoder" if "llama" in str(model) else "hf")
     weights = "adapter_model.safetensors" if how != "full" else "model.safetensors"
