@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.loop import train
 
 TIMED = ("time_s", "step_s", "wait_s", "wait_share", "tokens_per_s", "memory_bytes", "memory", "seconds", "stall_s")
@@ -117,13 +117,11 @@ def observe(settings: Mapping[str, str], folder: Path) -> dict[str, Any]:
 
 def _weights(run: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and a digest of every tensor of the model in the newest checkpoint."""
-    store = CheckpointStore(run / "checkpoints")
-    path, _ = store.newest_sound()
-    store.close()
-    assert path is not None
-    stored = {name: entry for name, entry in stored_tensors(path).items() if name.startswith("model.")}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.items()}
-    read_tensors(path, tensors)
+    reader = dcp.FileSystemReader(max((run / "checkpoints").iterdir()))
+    stored = reader.read_metadata().state_dict_metadata.items()
+    model = {name: entry for name, entry in stored if name.startswith("model.")}
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in model.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
     return {name: (tuple(t.shape), str(t.double().sum().item())) for name, t in sorted(tensors.items())}
 
 

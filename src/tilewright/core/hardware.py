@@ -6,6 +6,7 @@ Limits of containers count: cores follow the affinity mask and the CPU quota, me
 A fact that cannot be found is empty or None, never guessed. torch is imported inside.
 """
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -311,11 +312,15 @@ def _physical_cores() -> int:
 def _versions(cuda: str | None) -> dict[str, str]:
     """Versions of what numbers depend on. A package that is not installed is left out; none is imported."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     if cuda is not None:
         found["cuda"] = cuda
     return found
+
+
+@functools.cache  # a file to search and to read for each package, in each run; a process keeps what it began with
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
