@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.planner.rates import GIB, make_machine, make_recipe
 from tests.planner.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.planner.test_cost import HF, MLA, MOE
-from tilewright.core.names import ranges
+from tilewright.core.units import ranges
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.cli.common import echo, show_table
-from tilewright.core.names import ranges
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.changes import Change
 from tilewright.planner.advice.fixes import Fix
 from tilewright.planner.describe import kept_in_words, verdict

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tilewright.core.names import collapse_names, pattern_of
-from tilewright.core.units import format_share
+from tilewright.core.units import collapse_names, format_share, pattern_of
 
 Row = Mapping[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]

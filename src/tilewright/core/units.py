@@ -1,7 +1,8 @@
-"""Sizes and rates as people write them, and back. The one place where numbers are rounded for display."""
+"""Sizes, rates and numbered names as people write them. The one place where numbers are rounded for display."""
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -9,6 +10,7 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _FACTORS = {key.lower(): value for key, value in (_BINARY | _DECIMAL).items()}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*\Z")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|%)(?:[\s,;:.)]|$))")
+_NUMBER_IN_NAME = re.compile(r"(?<![^.])\d+(?![^.])")
 HARD_SPACE = "\0"
 """A space at which text is not wrapped, until it is printed."""
 
@@ -187,3 +189,44 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
     return f"{int(seconds) // 3600}h{int(seconds) % 3600 // 60:02d}m"
+
+
+def pattern_of(name: str) -> str:
+    """A module's name with its numbers replaced: names with one pattern are of one kind.
+
+    Example:
+        >>> pattern_of("layers.3.mlp.experts.12.up"), pattern_of("conv2d")
+        ('layers.*.mlp.experts.*.up', 'conv2d')
+    """
+    return _NUMBER_IN_NAME.sub("*", name)
+
+
+def collapse_names(names: Sequence[str]) -> str:
+    """Names of one pattern as one, each number as the range of its values.
+
+    Args:
+        names: at least one; all with the same `pattern_of`. Not every combination of the numbers need be among them.
+
+    Example:
+        >>> collapse_names([f"layers.{i}.mlp.up_proj" for i in (0, 1, 2, 5)]), collapse_names(["layers.3.norm"])
+        ('layers.{0-2,5}.mlp.up_proj', 'layers.3.norm')
+    """
+    values = [{int(number) for number in place} for place in zip(*map(_NUMBER_IN_NAME.findall, names), strict=True)]
+    texts = iter([f"{{{ranges(sorted(found))}}}" if len(found) > 1 else str(*found) for found in values])
+    return _NUMBER_IN_NAME.sub(lambda match: next(texts).replace(", ", ","), names[0])
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Layer numbers as people write them.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

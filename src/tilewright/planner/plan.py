@@ -12,7 +12,7 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, LayerMemory, MemoryPlan
-from tilewright.core.names import ranges
+from tilewright.core.units import ranges
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost

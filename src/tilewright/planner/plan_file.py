@@ -23,8 +23,7 @@ import tomlkit
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.core.names import ranges
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, ranges
 from tilewright.planner.model.constraints import BESIDE
 from tilewright.planner.model.shape import ModelShape
 from tilewright.planner.plan import Plan, fingerprint

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.build.corpora import prose, settings
-from tilewright.data.build.contents import Contents
 from tilewright.data.build.inputs import list_inputs
 from tilewright.data.build.stages.read import read_item
 from tilewright.data.records import Record
+from tilewright.data.sources.contents import Contents
 
 SMALL, LARGE = 1 << 16, 1 << 24
 LATIN = "Le café coûte très cher à Besançon, où l'été dure à peine un mois.\n"
@@ -90,11 +90,11 @@ def test_contents_are_remembered_only_while_nothing_of_a_file_changed(tmp_path, 
     contents.save()
     assert json.loads((tmp_path / "contents.json").read_bytes()) == {}, "just written: the next change may look alike"
 
-    monkeypatch.setattr("tilewright.data.build.contents._SETTLED_NS", -1)
+    monkeypatch.setattr("tilewright.data.sources.contents._SETTLED_NS", -1)
     contents = Contents(tmp_path / "contents.json")
     contents.of(path, path.stat())
     contents.save()
-    monkeypatch.setattr("tilewright.data.build.contents.read_content", None)
+    monkeypatch.setattr("tilewright.data.sources.contents.read_content", None)
     assert Contents(tmp_path / "contents.json").of(path, path.stat()) == first, "nothing is read"
     monkeypatch.undo()
     before = path.stat()

@@ -14,12 +14,12 @@ from uuid import uuid4
 import numpy as np
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.contents import CONTENTS, Contents
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
 from tilewright.data.build.stages.copies.exact import DROP, doc_of
 from tilewright.data.build.stages.scores.references import list_references
 from tilewright.data.build.units import Units, fingerprint_of
+from tilewright.data.sources.contents import CONTENTS, Contents
 from tilewright.data.sources.documents import Source
 
 WORK = "work"

@@ -15,12 +15,12 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
-from tilewright.data.build.contents import Contents
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
 from tilewright.data.readers.text.encodings import wide_encoding_of
 from tilewright.data.records import Rejected
+from tilewright.data.sources.contents import Contents
 from tilewright.data.sources.documents import Part, Reject, Source, printable
 from tilewright.data.sources.files import existing
 from tilewright.data.sources.hub import PREFIX, hub_dataset

@@ -18,7 +18,7 @@ _MIN_DOCUMENT_BYTES = 256  # shorter documents are not cut
 _MIN_TAIL_BYTES = 64
 
 
-class Documents(Protocol):
+class HoldoutDocuments(Protocol):
     """What is divided: `domain_of` (index into `domains`) and `lengths` (bytes) have one entry a document."""
 
     @property
@@ -51,7 +51,9 @@ class Split:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_holdout(spool: Documents, cluster_of: np.ndarray, share: float, seed: int, *, may_cut: bool = True) -> Split:
+def choose_holdout(
+    spool: HoldoutDocuments, cluster_of: np.ndarray, share: float, seed: int, *, may_cut: bool = True
+) -> Split:
     """Hold out about `share` (between 0 and 0.5) of the bytes of every domain.
 
     Args:
@@ -118,7 +120,7 @@ class _Clusters:
 
 
 def _hold_out_tail(
-    split: Split, spool: Documents, cluster_of: np.ndarray, table: _Clusters, domain: int, target: float
+    split: Split, spool: HoldoutDocuments, cluster_of: np.ndarray, table: _Clusters, domain: int, target: float
 ) -> bool:
     """Cut the tail off the domain's longest document, best one without a near-copy; False where it is too short."""
     members = np.flatnonzero(spool.domain_of == domain)
@@ -137,7 +139,7 @@ def _hold_out_tail(
     return True
 
 
-def _line_start(spool: Documents, document: int, at: int) -> int:
+def _line_start(spool: HoldoutDocuments, document: int, at: int) -> int:
     """A byte near and before `at` where a line, else a word, else a character begins."""
     text = spool.data_of(document)
     data = text[:at]

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tilewright.core.names import collapse_names, pattern_of
-from tilewright.core.units import format_share
+from tilewright.core.units import collapse_names, format_share, pattern_of
 
 FILE = "audit.json"
 """Name in the run folder."""

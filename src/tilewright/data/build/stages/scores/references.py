@@ -15,7 +15,6 @@ import xxhash
 from tilewright.core.errors import DataError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.build.config import DataBuild, ReadSection
-from tilewright.data.build.contents import Contents
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.stages.copies.exact import doc_of
 from tilewright.data.build.stages.read import read_item
@@ -24,6 +23,7 @@ from tilewright.data.build.stages.scores.settings import paths
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64
 from tilewright.data.records import Record
+from tilewright.data.sources.contents import Contents
 from tilewright.data.sources.documents import Document, cut
 from tilewright.data.sources.lines import segment_lines
 

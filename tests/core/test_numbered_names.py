@@ -6,7 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.core.names import collapse_names, pattern_of
+from tilewright.core.units import collapse_names, pattern_of
 
 
 def expanded(text: str) -> set[str]:

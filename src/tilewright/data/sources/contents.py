@@ -24,14 +24,14 @@ _SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
-class Content:
+class FileContent:
     """What is in a file: XXH3-128 of its bytes, and whether all of them are UTF-8."""
 
     digest: str
     is_utf8: bool
 
 
-def read_content(path: Path) -> Content:
+def read_content(path: Path) -> FileContent:
     """Read the whole file.
 
     Raises:
@@ -42,7 +42,7 @@ def read_content(path: Path) -> Content:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             is_utf8 = is_utf8 and _decodes(decoder, chunk)
-    return Content(digest.hexdigest(), is_utf8 and _decodes(decoder, b"", final=True))
+    return FileContent(digest.hexdigest(), is_utf8 and _decodes(decoder, b"", final=True))
 
 
 def _decodes(decoder: codecs.IncrementalDecoder, data: bytes, *, final: bool = False) -> bool:
@@ -66,9 +66,9 @@ class Contents:
 
     def __init__(self, path: Path | None = None):
         self._path = path
-        self._known, self._asked = _load(path), dict[str, tuple[str, Content, bool]]()
+        self._known, self._asked = _load(path), dict[str, tuple[str, FileContent, bool]]()
 
-    def of(self, path: Path, status: os.stat_result) -> Content:
+    def of(self, path: Path, status: os.stat_result) -> FileContent:
         """The content of a file with this status.
 
         Raises:
@@ -98,10 +98,10 @@ class Contents:
             write_whole(self._path, text)
 
 
-def _load(path: Path | None) -> dict[str, tuple[str, Content, bool]]:
+def _load(path: Path | None) -> dict[str, tuple[str, FileContent, bool]]:
     """What the file says; nothing where it is missing or damaged, which costs time and no result."""
     try:
         rows = json.loads(path.read_bytes()) if path is not None else {}
-        return {name: (str(key), Content(**content), True) for name, (key, content) in rows.items()}
+        return {name: (str(key), FileContent(**content), True) for name, (key, content) in rows.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
