@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.core.config.edit import loss_chunk_bytes as default_loss_chunk
 from tilewright.core.config.recipe import MemorySection, OpsSection
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
@@ -22,7 +23,6 @@ from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM
 from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
-from tilewright.ops.backends.native.loss import LOSS_TILE
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
@@ -52,7 +52,7 @@ class Kernels:
         machine: facts about this machine.
         overrides: candidate by operation name, "auto" where absent (recipe section `[ops]`).
         compile: False bars the candidates built by torch.compile.
-        loss_chunk_bytes: bytes of logits alive at once in the head's loss.
+        loss_chunk_bytes: bytes of logits alive at once in the head's loss; None: as the machine has it by default.
         attention_block: query rows at a time in attention, 0 for all.
 
     Raises:
@@ -70,15 +70,15 @@ class Kernels:
         overrides: Mapping[str, str] | None = None,
         *,
         compile: bool = True,
-        loss_chunk_bytes: int = LOSS_TILE,
+        loss_chunk_bytes: int | None = None,
         attention_block: int = 0,
     ):
         overrides = dict(overrides or {})
         self.machine = machine
-        self.loss_chunk_bytes = loss_chunk_bytes
+        self.loss_chunk_bytes = default_loss_chunk(machine) if loss_chunk_bytes is None else loss_chunk_bytes
         self.attention_block = attention_block
         self.spec = json.dumps(
-            [machine.to_json(), overrides, compile, loss_chunk_bytes, attention_block], sort_keys=True
+            [machine.to_json(), overrides, compile, self.loss_chunk_bytes, attention_block], sort_keys=True
         )
         """All that this was made from, as text: `kernels_of` makes an equal one from it."""
         barred = {} if compile else {"compiled": "compilation is off"}

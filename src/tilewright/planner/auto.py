@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewright.core.config.edit import value_of
+from tilewright.core.config.edit import on_machine, value_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
@@ -120,6 +120,7 @@ def planner_of(
         rates: of the machine.
         notes: what the caller knows of the rates.
     """
+    loaded = on_machine(loaded, machine)
     open_formats = frozenset(name for name in FORMATS if loaded.sources.get(name, DEFAULT) == DEFAULT)
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
     fixed = typed(loaded.recipe, said)

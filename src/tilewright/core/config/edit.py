@@ -1,4 +1,4 @@
-"""A loaded recipe with other settings: values by name, checked again, each with its source."""
+"""A loaded recipe with other settings: values by name, checked again, each with its source; defaults of a machine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,9 +8,28 @@ from pydantic import BaseModel, ValidationError
 
 from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.load import Loaded
+from tilewright.core.config.load import DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, Problem
+from tilewright.core.hardware import Machine
+
+CPU_LOSS_CHUNK, GPU_LOSS_CHUNK = 64 * 2**20, 2**30
+GPU_SHARE = 64
+"""A GPU's loss chunk is at most this part of its memory."""
+
+
+def loss_chunk_bytes(machine: Machine) -> int:
+    """Bytes of logits alive at once where nobody says. 64 MiB: chunks stay in a CPU's caches. A GPU has none of that
+    size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are few there."""
+    return CPU_LOSS_CHUNK if machine.device == "cpu" else min(GPU_LOSS_CHUNK, machine.device_memory_bytes // GPU_SHARE)
+
+
+def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
+    """The recipe with the defaults of a machine where nobody wrote something else."""
+    name = "memory.loss_chunk_bytes"
+    if loaded.sources.get(name, DEFAULT) != DEFAULT:
+        return loaded
+    return replace(loaded, recipe=changed(loaded.recipe, {name: loss_chunk_bytes(machine)}))
 
 
 def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:

@@ -220,8 +220,9 @@ class MemorySection(Section):
     """Chunks into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one chunk are
     in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
     loss_chunk_bytes: Bytes = Field(default=64 * 2**20, ge=1)
-    """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
-    Hugging Face models whose head is more than one matmul: their logits are whole."""
+    """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. On a GPU the
+    default is 1 GiB, at most a 64th of its memory. Not for Hugging Face models whose head is more than one matmul:
+    their logits are whole."""
     attention_block: Count = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""

@@ -25,7 +25,7 @@ from tilewright.planner.model.weights import Weights
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
 
-SMALL_LOSS_CHUNK = 16 * 2**20
+SMALL_LOSS_CHUNKS = (64 * 2**20, 16 * 2**20)
 MOST_ROWS = 64
 """Largest micro-batch tried."""
 
@@ -92,7 +92,8 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
     sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch_size, most)}
     if fixed.micro_batch_size is not None:
         sizes = {fixed.micro_batch_size}
-    tiles = dict.fromkeys((recipe.memory.loss_chunk_bytes, min(recipe.memory.loss_chunk_bytes, SMALL_LOSS_CHUNK)))
+    most = recipe.memory.loss_chunk_bytes
+    tiles = dict.fromkeys((most, *(tile for tile in SMALL_LOSS_CHUNKS if tile < most)))
     if fixed.loss_chunk_bytes is not None:
         tiles = {fixed.loss_chunk_bytes: None}
     for tile in tiles:

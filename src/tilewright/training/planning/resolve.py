@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.atomic_io import write_whole
-from tilewright.core.config.edit import value_of, with_settings
+from tilewright.core.config.edit import on_machine, value_of, with_settings
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, FitError
@@ -110,6 +110,7 @@ def plan_run(
         FitError: nothing fits, and `plan.enforce` is set.
         UnknownFitError: nothing is known, `plan.device_memory` and `plan.enforce` are set.
     """
+    loaded = on_machine(loaded, site.machine)
     parallel = loaded.recipe.parallel
     found = _plan_run(replace(loaded, recipe=site.at_mesh(loaded.recipe)), site, run_plan, resuming)
     recipe = found.loaded.recipe.model_copy(update={"parallel": parallel})

@@ -116,12 +116,24 @@ class _ChunkedLoss(torch.autograd.Function):
 def _weight_gradient_adder(
     device_type: str, dtype: torch.dtype, mm: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D])."""
+    """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D]).
+
+    On a GPU the GEMM itself adds in FP32: no chunk is rounded to 16 bits, and no product is written beside the sum.
+    """
     from tilewright.ops.backends.cpu import wgrad  # it registers a torch operator
 
     if wgrad.runs(device_type, dtype):
         return wgrad.add_weight_gradient_
+    if device_type == "cuda":
+        return _add_by_gemm_
     return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, mm(part_CV.T, x_CD))
+
+
+def _add_by_gemm_(sum_VD: Tensor, part_CV: Tensor, x_CD: Tensor) -> None:
+    if sum_VD.dtype == x_CD.dtype:
+        sum_VD.addmm_(part_CV.T, x_CD)
+    else:
+        torch.addmm(sum_VD, part_CV.T, x_CD, out_dtype=sum_VD.dtype, out=sum_VD)
 
 
 def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
