@@ -7,15 +7,18 @@ chunks, so hooks of DDP and FSDP see what they always see. Backward computes a c
 inside of a layer that is itself recomputed.
 
 Equal to the whole MLP up to the order of sums; dropout draws other numbers, chunk by chunk, and the same ones in both
-passes.
+passes. What ties tokens to each other (`token_wise`) runs whole. Backward computes with the tensors that forward had,
+also where `functional_call` had put others in the place of parameters; inside of a `torch.func` transform MLPs run
+whole.
 
 Legend: N tokens of a call  D width.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,19 +26,20 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from tilewright.formats.tiled import WithCopies
-from tilewright.models.base.eval_mode import evaluation
+from tilewright.memory.token_wise import TRIED, why_not_token_wise
 from tilewright.models.base.routers import find_routers
 from tilewright.ops.base.compile import layer_options
+from tilewright.precision.float8.gemm.derivatives import in_func_transform
 from tilewright.precision.mixed.autocast import Fp32Functions
+from tilewright.precision.mixed.derived import Derived, derive
 from tilewright.precision.snapshot import drawing, torch_states
+
+_log = logging.getLogger(__name__)
 
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
 """What MLPs are called."""
 _ALIGN = 128
 """Chunks are whole multiples of this, where they are as large: tokens that share a scale stay together."""
-_MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of a token computed alone and with others, against the largest output. Else 2^-6: sums in another order, rounded to
-16 bit twice or thrice."""
 
 
 def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
@@ -48,8 +52,8 @@ def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, co
         compile: compile what a chunk computes. (What is compiled around it breaks there.)
 
     Returns:
-        Names of the modules. Whether one of them really treats each token alone is tried at its first call, once for
-        each class; one that does not runs whole.
+        Names of the modules. Whether one of them really treats each token alone is tried at its first call of some
+        tokens, in training and in evaluation; one that does not runs whole.
 
     Example:
         >>> layer = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))})
@@ -79,7 +83,7 @@ def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None
     """Cut what is in these (prefix of names, module, chunks); the names."""
     found: list[str] = []
     experts: list[str] = []
-    verdicts: dict[type[nn.Module], str | None] = {}
+    told: set[str] = set()
     modules = [
         (prefix + name, module, chunks) for prefix, part, chunks in parts for name, module in part.named_modules()
     ]
@@ -91,8 +95,8 @@ def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None
         elif "forward" in vars(module):
             note(f"{name} is not cut into chunks: another tool has replaced its forward.")
         else:
-            module.chunking = _Chunking(chunks, note, type(module), compile, verdicts)
-            module.__class__ = _chunked(type(module))
+            derive(module, _chunked)
+            module.chunking = _Chunking(chunks, note, type(module).plain, compile, told)
             found.append(name)
     if experts:
         note(f"memory.mlp_chunks leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
@@ -109,37 +113,43 @@ class _Chunking:
     note: Callable[[str], None]
     plain: type[nn.Module]
     compile: bool
-    verdicts: dict[type[nn.Module], str | None]
-    """Class -> why its modules run whole, None where they do not. Shared by the modules of a model."""
+    told: set[str]
+    """Notes so far. Shared by the modules of a model."""
+    verdicts: dict[tuple[bool, ...], str | None] = field(default_factory=dict)
+    """Which parts are in training -> why the module runs whole, None where it does not."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for these arguments."""
-        whole = functools.partial(_compiled(self.plain) if self.compile else self.plain.forward, module)
-        if self.plain not in self.verdicts:
-            self.verdicts[self.plain] = why = self._why_not(module, whole, args, kwargs)
-            if why is not None:
-                self.note(f"{self.plain.__name__} is not cut into chunks: {why}.")
-        if self.verdicts[self.plain] is not None or kwargs:
-            return whole(*args, **kwargs)
+        plain = functools.partial(self.plain.forward, module)
+        if in_func_transform() or self._why_not(module, plain, args, kwargs) is not None:
+            return plain(*args, **kwargs)
+        whole = functools.partial(_compiled(self.plain), module) if self.compile else plain
         return run_chunked(whole, args[0], self.chunks, module)
 
     def _why_not(
-        self, module: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """None where the outputs of three tokens are those of each computed without the others."""
         if len(args) != 1 or kwargs or not isinstance(_value(args[0]), Tensor):
-            return "it takes more than its tokens"
-        x = _value(args[0]).detach()
-        x = x.reshape(*(1,) * (x.ndim - 2), -1, x.shape[-1])[..., :3, :]
-        with torch.no_grad(), evaluation(module):
-            together = whole(x)
-            if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
-                return "its result is not one row per token"
-            alone = torch.cat([whole(part) for part in x.split((1, x.shape[-2] - 1), dim=-2)], dim=-2)
-        difference = (together.double() - alone.double()).abs().max() / together.double().abs().max().clamp_min(1e-30)
-        if difference > _MAX_DIFFERENCE.get(together.dtype, 2**-6):
-            return f"a token's result depends on the others (by {float(difference):.1e} of the largest)"
-        return None
+            return self._tell("it takes more than its tokens")
+        modes = tuple(part.training for part in module.modules())
+        if modes not in self.verdicts:
+            x = _value(args[0])
+            if x.numel() < TRIED * x.shape[-1]:
+                return "too few tokens to try it"
+            self.verdicts[modes] = why_not_token_wise(module, plain, x)
+        return None if self.verdicts[modes] is None else self._tell(self.verdicts[modes])
+
+    def _tell(self, why: str) -> str:
+        """Note once for each class and reason, without the numbers in it."""
+        text = f"{self.plain.__name__} is not cut into chunks: {why}."
+        if (key := text.partition(" (")[0]) not in self.told:
+            self.told.add(key)
+            self.note(text)
+        return why
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles: whom to tell belongs to this process."""
+        return vars(self) | {"note": _log.info}
 
 
 @functools.cache
@@ -148,28 +158,21 @@ def _compiled(plain: type[nn.Module]) -> Callable[..., Tensor]:
     return torch.compile(plain.forward, options=layer_options())
 
 
-class _Chunked:
-    """Marks the classes made by `_chunked`; copies and pickles by naming the plain class."""
+class _Chunked(Derived):
+    """Marks the classes made by `_chunked`."""
 
-    plain: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: int):
-        return _rebuild, (self.plain,), self.__dict__
+    chunking: "_Chunking | None" = None
 
 
 @functools.cache
 def _chunked(plain: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain.forward)
     def forward(self, *args, **kwargs):
-        return self.chunking.run(self, args, kwargs)
+        return plain.forward(self, *args, **kwargs) if self.chunking is None else self.chunking.run(self, args, kwargs)
 
-    names = {"plain": plain, "forward": torch.compiler.disable(forward), "__module__": plain.__module__}
-    return type(plain.__name__, (_Chunked, plain), names | {"__doc__": plain.__doc__})
-
-
-def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    cls = _chunked(plain)
-    return cls.__new__(cls)
+    names = {"plain": plain, "made_by": _chunked, "forward": torch.compiler.disable(forward)}
+    names |= {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (_Chunked, plain), names)
 
 
 def run_chunked(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, chunks: int, module: nn.Module) -> Tensor:
@@ -179,26 +182,69 @@ def run_chunked(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, ch
         function: token-wise: [..., D] -> [..., any].
         x: [..., D]; of a value with 8-bit copies the value, for each chunk makes its own, which are the same.
         chunks: how many; fewer where they would be small and not whole multiples of 128 tokens.
-        module: whose parameters `function` reads. Those that are trained get one gradient each, in FP32 at least.
+        module: whose tensors `function` reads. Parameters that are trained get one gradient each, in FP32 at least.
     """
     x = _value(x)
-    rows_ND = x.reshape(*(1,) * (x.ndim - 2), -1, x.shape[-1])
+    rows_ND = x.reshape(*(1,) * (x.ndim - 2), x.shape[:-1].numel(), x.shape[-1])
     size = -(-rows_ND.shape[-2] // chunks)
     if size > _ALIGN:
         size = -(-size // _ALIGN) * _ALIGN
     if size >= rows_ND.shape[-2]:
         return function(x)
-    params = [param for param in module.parameters() if param.requires_grad]
-    out = _ChunkedFunction.apply(function, size, module.training, rows_ND, *params)
+    held = _Held.of(module)
+    out = _ChunkedFunction.apply(function, size, module.training, held, rows_ND, *held.trained)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The tensors that a module held at some time. Under `functional_call` they are not the module's own."""
+
+    module: nn.Module
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Held":
+        """Those of this moment, each once."""
+        return cls(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Those that get gradients."""
+        return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
+
+    def with_trained(self, trained: Sequence[Tensor]) -> "_Held":
+        """The same with others in the places of `trained`."""
+        others = iter(trained)
+        tensors = {name: next(others) if held.requires_grad else held for name, held in self.tensors.items()}
+        return _Held(self.module, tensors)
+
+    def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """function(x), which reads the module, with these tensors in it."""
+        now = _Held.of(self.module).tensors
+        if all(now.get(name) is tensor for name, tensor in self.tensors.items()):
+            return function(x)
+        tensors = {f"module.{name}": tensor for name, tensor in self.tensors.items()}
+        return torch.func.functional_call(_Reader(self.module, function), tensors, (x,))
+
+
+class _Reader(nn.Module):
+    """A function of one argument that reads a module."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class _ChunkedFunction(torch.autograd.Function):
     """Outputs of all chunks; nothing of a chunk is kept."""
 
     @staticmethod
-    def forward(ctx, function, size, draws, rows_ND, *params):
-        ctx.function, ctx.size = function, size
+    def forward(ctx, function, size, draws, held, rows_ND, *params):
+        ctx.function, ctx.size, ctx.held = function, size, held
         ctx.surroundings = _Surroundings.now(rows_ND.device, draws)
         ctx.save_for_backward(rows_ND, *params)
         return _fill(rows_ND, size, function)
@@ -207,20 +253,23 @@ class _ChunkedFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         rows_ND, *params = ctx.saved_tensors
-        wants_rows = ctx.needs_input_grad[3]
+        wants_rows = ctx.needs_input_grad[4]
+        if any(not param.is_leaf for param in params):  # computed by others: gradients end here
+            params = [param.detach().requires_grad_() for param in params]
+        held = ctx.held.with_trained(params)
         sums: list[Tensor | None] = [None] * len(params)
 
         def chunk_gradient(rows: Tensor, drows: Tensor) -> Tensor:
             leaf = rows.detach().requires_grad_(wants_rows)
             with torch.enable_grad():
-                out = ctx.function(leaf)
+                out = held.call(ctx.function, leaf)
             grads = torch.autograd.grad(out, [*([leaf] if wants_rows else []), *params], drows, allow_unused=True)
             _add(sums, grads[1:] if wants_rows else grads)
             return grads[0] if wants_rows and grads[0] is not None else rows.new_zeros(rows.shape)
 
         with ctx.surroundings.again():
             drows_ND = _fill(rows_ND, ctx.size, chunk_gradient, dout)
-        return None, None, None, drows_ND if wants_rows else None, *sums
+        return *[None] * 4, drows_ND if wants_rows else None, *sums
 
 
 def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: Tensor) -> Tensor:

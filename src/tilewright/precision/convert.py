@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
@@ -30,6 +31,7 @@ from tilewright.precision.integer.trained import IntegerTrainedEmbedding, Intege
 from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_ddp
+from tilewright.precision.mixed.derived import parametrizations
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table
@@ -283,12 +285,17 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite
     """
     functions = fp32_functions(policy)
     decided = {id(site.module) for site, _ in sites}
-    given_over = {id(site.module) for site, _ in sites if site.handling is Handling.WEIGHT}
+    needless = {id(site.module) for site, _ in sites if site.handling in (Handling.WEIGHT, Handling.SWAP)}
+    computing = parametrizations(model)
+    needless |= {
+        id(part) for module in model.modules() if is_parametrized(module) for part in _parts_of_weights(module)
+    }
     autocast = SPECS[policy.activation].dtype if policy.activation != "fp32" else None
-    layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList) and id(stack) not in needless]
+    layers = [layer for stack in stacks for layer in stack]
     inside = {id(module) for layer in layers for module in layer.modules()}
-    entries = [m for m in model.modules() if id(m) not in inside | given_over and _has_children(m)]
-    known = [layer for layer in layers if functions or hasattr(layer, "precision_region")]
+    entries = [m for m in model.modules() if id(m) not in inside | needless and _has_children(m)]
+    known = [layer for layer in layers if functions or getattr(layer, "precision_region", None) is not None]
     for module in [*entries, *known]:
         region = region_of(module, policy.device_type)
         region.functions = functions
@@ -296,6 +303,13 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite
             region.autocast = autocast
         if module is model:
             region.outputs = torch.float32
+    for parts in computing:  # of weights, in the parameters' own format: the layer casts what comes out
+        region_of(parts, policy.device_type).autocast = None
+
+
+def _parts_of_weights(module: nn.Module) -> Iterator[nn.Module]:
+    """What computes the weights of a parametrized module."""
+    return module.get_submodule("parametrizations").modules()
 
 
 def _narrow_beside_routers(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from tilewright.models.base.own_weights import held_weight
+
 
 def find_heads(model: nn.Module) -> list[nn.Linear]:
     """The output projections, in the model's order.
@@ -26,10 +28,10 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tied = {id(embedding.weight) for embedding in embeddings}
+    tied = {held_weight(embedding) for embedding in embeddings} - {None}
     repeated = {inner for module in model.modules() if _is_stack(module) for inner in module.modules()}
     with_base = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
-    found = {linear for linear in linears if id(linear.weight) in tied}
+    found = {linear for linear in linears if held_weight(linear) in tied}
     found |= {head for part in with_base for head in _outside_of_base(part)} - repeated
     if not found and linears:
         last = linears[-1]

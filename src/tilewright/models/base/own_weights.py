@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.models.base.source import called, called_by_functions, methods
 
@@ -30,6 +30,18 @@ _VIEWS = frozenset(
     }
 )
 """Methods whose result is the same weight, or a part of it."""
+
+
+def held_weight(module: nn.Module) -> Tensor | None:
+    """The weight that a layer holds, also as a buffer; None where each forward computes it, as weight norms and torch's
+    parametrizations do: reading that attribute would compute it, and may change what it is computed from.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> held_weight(layer) is layer.weight, held_weight(nn.utils.parametrizations.weight_norm(layer))
+        (True, None)
+    """
+    return module._parameters.get("weight", module._buffers.get("weight"))
 
 
 @functools.lru_cache(maxsize=256)

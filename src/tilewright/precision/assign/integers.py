@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
+from tilewright.models.base.own_weights import held_weight
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
@@ -35,13 +36,13 @@ def tied_alike(decided: Sequence[Decided]) -> list[Decided]:
 
     An embedding and a head of one matrix are stored once, so one grid must hold for both.
     """
-    by_weight: dict[nn.Parameter, list[Decided]] = {}
+    by_weight: dict[Tensor | None, list[Decided]] = {}
     for site, decision in decided:
         if decision.to_integers and isinstance(site.module, nn.Linear | nn.Embedding):
-            by_weight.setdefault(site.module.weight, []).append((site, decision))
+            by_weight.setdefault(held_weight(site.module), []).append((site, decision))
     found = []
     for site, decision in decided:
-        weight = getattr(site.module, "weight", None) if isinstance(site.module, nn.Linear | nn.Embedding) else None
+        weight = held_weight(site.module) if isinstance(site.module, nn.Linear | nn.Embedding) else None
         named = by_weight.get(weight, []) if isinstance(weight, nn.Parameter) else []
         if named:
             leader, leading = max(named, key=lambda each: each[1].rule or 0)

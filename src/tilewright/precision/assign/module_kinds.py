@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.routers import find_routers
@@ -87,6 +88,8 @@ def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[ModuleSite]
         sites += _sites(fqn, module, own, kinds.get(module, ""), named[-1] if named else "")
         if isinstance(module, nn.MultiheadAttention):
             inside.append(f"{fqn}." if fqn else "")
+        elif is_parametrized(module):
+            inside.append(f"{fqn}.parametrizations" if fqn else "parametrizations")
     return sites
 
 
@@ -100,7 +103,7 @@ def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> It
         found: its kind where its place in the model tells.
         named: its kind where a rule names it.
     """
-    owns_parameters = any(True for _ in module.parameters(recurse=False))
+    owns_parameters = is_parametrized(module) or any(True for _ in module.parameters(recurse=False))
     swap = Handling.SWAP if plain_layer(module) in CASTS or isinstance(module, Cast) else Handling.REGION
     keeps_fp32 = Handling.SWAP if swap is Handling.SWAP else Handling.OWN if own else Handling.WRAP
     kind = named or found

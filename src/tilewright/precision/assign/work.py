@@ -8,12 +8,13 @@ weights, nor is how often a weight is used on other things than tokens: a convol
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.own_weights import may_multiply
+from tilewright.models.base.own_weights import held_weight, may_multiply
 from tilewright.models.base.routers import find_routers, num_experts
 from tilewright.precision.assign.module_kinds import ModuleSite
-from tilewright.precision.mixed.autocast import plain_class
+from tilewright.precision.mixed.derived import plain_class
 
 _CHOSEN = (
     *("top_k", "topk", "num_chosen", "num_experts_per_tok", "num_experts_per_token", "num_selected_experts"),
@@ -53,7 +54,8 @@ def _matrices(site: ModuleSite) -> list[Tensor]:
     if site.weight is not None:
         return [getattr(module, site.weight.name)]
     if isinstance(module, nn.Linear):
-        return [module.weight]  # a buffer where it is frozen in FP8
+        weight = held_weight(module)  # a buffer where it is frozen in FP8
+        return [torch.empty(module.out_features, module.in_features, device="meta") if weight is None else weight]
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase) or site.kind == "conv":
         return [parameter for parameter in site.parameters() if parameter.ndim >= 2]
     named = module.named_parameters(recurse=False)

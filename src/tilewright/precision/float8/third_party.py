@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.precision.float8.weight import Float8Weight
+from tilewright.precision.mixed.derived import Derived, Maker, derive
 
 
 @dataclass(frozen=True)
@@ -93,30 +94,29 @@ def give_over(module: Any) -> dict[str, Float8Weight]:
     """Make a module's matmuls those of `Float8Weight`s, one for each weight by its name. They start in FP32."""
     if not isinstance(module, _GivenOver):
         module.tile_weights = {weight.name: Float8Weight() for weight in owned(module)}
-        module.__class__ = _given_over(_Conv1D if _is_conv1d(module) else _Stacked, type(module))
+        derive(module, _given_conv1d if _is_conv1d(module) else _given_experts)
     return module.tile_weights
 
 
-class _GivenOver:
-    """Marks the classes made here; copies and pickles by naming what they were made from."""
+class _GivenOver(Derived):
+    """Marks the classes made here."""
 
-    plain: type[nn.Module]
-    way: type
     tile_weights: dict[str, Float8Weight]
-
-    def __reduce_ex__(self, protocol: int):
-        return _rebuild, (self.way, self.plain), self.__dict__
 
 
 @functools.cache
-def _given_over(way: type, plain: type[nn.Module]) -> type[nn.Module]:
-    names = {"plain": plain, "way": way, "__module__": plain.__module__, "__doc__": plain.__doc__}
+def _given_conv1d(plain: type[nn.Module]) -> type[nn.Module]:
+    return _given_over(_Conv1D, plain, _given_conv1d)
+
+
+@functools.cache
+def _given_experts(plain: type[nn.Module]) -> type[nn.Module]:
+    return _given_over(_Stacked, plain, _given_experts)
+
+
+def _given_over(way: type, plain: type[nn.Module], maker: Maker) -> type[nn.Module]:
+    names = {"plain": plain, "made_by": maker, "__module__": plain.__module__, "__doc__": plain.__doc__}
     return type(plain.__name__, (way, plain), names)
-
-
-def _rebuild(way: type, plain: type[nn.Module]) -> nn.Module:
-    cls = _given_over(way, plain)
-    return cls.__new__(cls)
 
 
 # ---- Conv1D ----

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tilewright.core.errors import ConfigError
+from tilewright.precision.mixed.derived import Derived, derive
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -112,45 +113,35 @@ def region_of(module: nn.Module, device_type: str) -> Region:
             try_="convert the model before other tools wrap it (accelerator.prepare, dispatch hooks)",
         )
     if not isinstance(module, _Surrounded):
-        module.precision_region = Region(device_type)
-        module.__class__ = _surrounded(type(module))
-    return module.precision_region
+        derive(module, _surrounded)
+    region = module.precision_region
+    if region is None:
+        region = module.precision_region = Region(device_type)
+    return region
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before a region was put around it."""
-    return module.plain if isinstance(module, _Surrounded) else type(module)
+class _Surrounded(Derived):
+    """Marks the classes made by `_surrounded`.
 
-
-class _Surrounded:
-    """Marks the classes made by `_surrounded`; copies and pickles by naming the plain class.
-
-    Calling such a class, as transformers' `type(model).from_pretrained` does, makes a module of the plain class: only
-    `region_of` gives a module its region.
+    Calling such a class, as transformers' `type(model).from_pretrained` does, makes a module that runs as one of the
+    plain class: only `region_of` gives a module its region.
     """
 
-    plain: type[nn.Module]
-
-    def __new__(cls, *args, **kwargs):
-        return cls.plain(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: int):
-        return _rebuild, (self.plain,), self.__dict__
+    precision_region: Region | None = None
 
 
 @functools.cache
 def _surrounded(plain: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain.forward)
     def forward(self, *args, **kwargs):
-        return self.precision_region.run(functools.partial(plain.forward, self), *args, **kwargs)
+        run = functools.partial(plain.forward, self)
+        return (
+            run(*args, **kwargs) if self.precision_region is None else self.precision_region.run(run, *args, **kwargs)
+        )
 
-    names = {"plain": plain, "forward": forward, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    names = {"plain": plain, "made_by": _surrounded, "forward": forward}
+    names |= {"__module__": plain.__module__, "__doc__": plain.__doc__}
     return type(plain.__name__, (_Surrounded, plain), names)
-
-
-def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    cls = _surrounded(plain)
-    return plain.__new__(cls)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

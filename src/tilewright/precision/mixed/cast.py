@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.mixed.derived import is_injected, rebased
 from tilewright.precision.mixed.tf32 import tf32_matmul
 
 
@@ -53,9 +54,11 @@ class Cast:
         with torch.autocast(x.device.type, enabled=False):
             return run(x, *args)
 
-    def _matmul(self, matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """The matmul without bias, from TF32 operands, in `output_dtype`."""
-        return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32))
+    def _matmul(
+        self, matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """The matmul from TF32 operands, in FP32."""
+        return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32), bias)
 
     def extra_repr(self) -> str:
         """The torch layer's own text and the formats."""
@@ -79,8 +82,7 @@ class CastLinear(Cast, nn.Linear):
     def _run(self, x: Tensor) -> Tensor:
         x, weight = self.operands(x)
         if self.round_tf32:
-            out = self._matmul(self._multiply, x, weight)
-            out = out if self.bias is None else out + self.bias
+            out = self._matmul(self._multiply, x, weight, self.bias)
         elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
             out = self.kernels.linear(x.to(self.compute_dtype), weight, self.bias)
         else:
@@ -115,8 +117,8 @@ class _CastConv(Cast):
             return self._convolve(x, weight, None, output_size)
 
         if self.round_tf32:
-            out = self._matmul(convolve, x, self.weight)
-            out = out if self.bias is None else out + self.bias.view(-1, *[1] * len(self.kernel_size))
+            bias = None if self.bias is None else self.bias.view(-1, *[1] * len(self.kernel_size))
+            out = self._matmul(convolve, x, self.weight, bias)
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
             weight = self.weight.to(self.compute_dtype)
@@ -245,9 +247,13 @@ def plain_layer(module: nn.Module) -> type[nn.Module]:
 
 
 def become(module: nn.Module, layer: type[nn.Module]) -> None:
-    """Give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before it."""
+    """Give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before it, and the class of
+    torch's parametrizations over it."""
     kind = type(module)
-    module.__class__ = layer if kind is plain_layer(module) else _before(kind, layer)
+    if is_injected(module):
+        module.__class__ = rebased(kind, layer)
+    else:
+        module.__class__ = layer if kind is plain_layer(module) else _before(kind, layer)
 
 
 @functools.cache
