@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.sampling import Sampling
 
@@ -188,7 +188,7 @@ def _inference(model: Model) -> ExitStack:
     stack.enter_context(torch.no_grad())
     stack.enter_context(evaluation(model))
     # A compiled layer would be compiled again for every new length.
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(eager())
     return stack
 
 

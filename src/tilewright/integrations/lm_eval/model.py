@@ -22,7 +22,7 @@ from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.template import ChatError, ChatTemplate
 from tilewright.data.common.progress import ProgressBar
 from tilewright.integrations.lm_eval.text import TextCodec
-from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import continue_rows
 from tilewright.models.sampling import Sampling
@@ -197,7 +197,7 @@ class TilewrightLM(TemplateLM):
         wanted_BS = torch.zeros(ids_BS.shape, dtype=torch.bool)
         for row, (ids, (_, _, answer)) in enumerate(zip(rows, batch, strict=True)):
             wanted_BS[row, len(ids) - len(answer) : len(ids)] = True
-        with evaluation(self.model), torch.compiler.set_stance("force_eager"):
+        with evaluation(self.model), eager():
             logits_NV = self.model.logits_at(ids_BS, wanted_BS.to(self._device))
         return list(logits_NV.log_softmax(-1).split([len(answer) for _, _, answer in batch]))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.hf.packing import forward_arguments
 
 _LENGTH, _FIRST = 8, 4
@@ -49,7 +49,7 @@ class InputStyle:
 def probe_language_model(net: nn.Module, vocab_size: int) -> InputStyle:
     """Run the model a few times on two rows of eight tokens. Leaves weights, mode and random state alone."""
     probe = _Probe(net, vocab_size)
-    with evaluation(net), torch.compiler.set_stance("force_eager"):
+    with evaluation(net), eager():
         causal = probe.is_causal()
         documents: Documents = "rows"
         if probe.takes_positions():

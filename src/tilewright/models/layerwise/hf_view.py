@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewright.models.base.eval_mode import eager
 from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
@@ -141,7 +142,7 @@ class HFLayers:
     def _run(self, batch: Mapping[str, Tensor], visit: Visit) -> LossOutput:
         # A compiled whole would be compiled again around the stand-ins; else what is compiled here is the loss.
         whole = self.model.net._compiled_call_impl is not None
-        with _stand_ins(self._place, visit), torch.compiler.set_stance("force_eager") if whole else nullcontext():
+        with _stand_ins(self._place, visit), eager() if whole else nullcontext():
             return self.model.loss(batch)
 
     def look(self, batch: Mapping[str, Tensor]) -> None:
@@ -172,7 +173,7 @@ def layered(model: Model) -> LayerwiseModel:
 
 def _cut(model: HFModel) -> HFLayers:
     batch = model.short_batch()
-    with _undisturbed(model) as buffers, torch.compiler.set_stance("force_eager"):
+    with _undisturbed(model) as buffers, eager():
         model.loss(batch)  # what a model finds out about itself with its first batch, it finds out here
         view = HFLayers(model, _find_blocks(model, batch))
         _compare(model, view, batch)

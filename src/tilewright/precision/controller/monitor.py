@@ -22,6 +22,7 @@ from tilewright.formats.quant_error import measure
 from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.models.base.eval_mode import eager
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.float8.linear import Float8Linear
@@ -83,7 +84,7 @@ class Monitor:
         for module, _ in runners:
             module.expert_runner = None
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with eager():
                 yield lambda: QuantStats.worst(seen)
         finally:
             for handle in handles:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.memory.offload.param_store import ParamOffloader
+from tilewright.models.base.eval_mode import eager
 from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
 
 
@@ -104,7 +105,7 @@ def passing(model: nn.Module, view: LayerwiseModel, layer_groups: LayerGroups, h
         # The head may be read without being called, so what follows the last layer comes at its end.
         handles.append(view.blocks[part.layers[-1]].register_forward_hook(enter(following)))
     try:
-        with visit, torch.compiler.set_stance("force_eager"):
+        with visit, eager():
             yield
     finally:
         for handle in handles:

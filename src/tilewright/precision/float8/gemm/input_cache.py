@@ -1,5 +1,7 @@
 """Quantised copies of one input, shared by the layers that read it: query, key and value; gate and up."""
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,17 @@ class InputCopies:
     column: TiledTensor | None
 
 
+@dataclass
+class _Shared:
+    """Copies of one input in one thread. Nothing but `left` changes, so a reader sees all of it or another one."""
+
+    source: weakref.ref[Tensor]
+    key: tuple[object, ...]
+    copies: InputCopies
+    left: int
+    """Layers that have not asked yet; below zero where their number is not known."""
+
+
 class InputShare:
     """Where layers side by side find the copies of an input that one of them has made.
 
@@ -31,7 +44,8 @@ class InputShare:
     shared there in eager mode. Under torch.compile the compiler finds the repeated quantisation itself.
 
     The copies live until `readers` layers have taken them, until `forget`, or until the input dies: backward may keep
-    an input for long. Copies and pickles of a share are empty.
+    an input for long. Each thread has its own, so calls at the same time share nothing. Copies and pickles of a share
+    are empty.
 
     Args:
         readers: how many layers ask for the copies of one input; 0 where that is not known.
@@ -39,10 +53,7 @@ class InputShare:
 
     def __init__(self, readers: int = 0) -> None:
         self._readers = readers
-        self._left = 0
-        self._source: weakref.ref[Tensor] | None = None
-        self._key: tuple[object, ...] = ()
-        self._copies: InputCopies | None = None
+        self._by_thread: dict[int, _Shared] = {}
 
     def copies_of(self, x: Tensor, key: tuple[object, ...], make: Callable[[], InputCopies]) -> InputCopies:
         """The copies of `x` for layers with the settings `key`: those there are, or new ones from `make`."""
@@ -52,24 +63,25 @@ class InputShare:
             if type(x) is not Tensor or x.device.type != "cpu" or not x.is_contiguous():
                 return make()
             key = (*key, fingerprint(x))
-        if self._copies is None or self._source is None or self._source() is not x or self._key != key:
-            self._copies = make()
-            self._key = key
-            self._source = weakref.ref(x, self._source_died)
-            self._left = self._readers
-        copies = self._copies
-        self._left -= 1
-        if self._left == 0:
+        thread = threading.get_ident()
+        shared = self._by_thread.get(thread)
+        if shared is None or shared.source() is not x or shared.key != key:
+            shared = _Shared(weakref.ref(x, functools.partial(self._drop, thread)), key, make(), self._readers)
+            self._by_thread[thread] = shared
+        shared.left -= 1
+        if shared.left == 0:
             self.forget()
-        return copies
+        return shared.copies
 
     def forget(self) -> None:
-        """Drop the copies."""
-        self._source = self._copies = None
+        """Drop this thread's copies."""
+        self._by_thread.pop(threading.get_ident(), None)
 
-    def _source_died(self, source: "weakref.ref[Tensor]") -> None:
-        if source is self._source:
-            self.forget()
+    def _drop(self, thread: int, source: "weakref.ref[Tensor]") -> None:
+        """An input died, in whatever thread."""
+        shared = self._by_thread.get(thread)
+        if shared is not None and shared.source is source:
+            self._by_thread.pop(thread, None)
 
     def __reduce__(self) -> tuple[type["InputShare"], tuple[int]]:
         return InputShare, (self._readers,)
