@@ -13,6 +13,7 @@ import pytest
 
 from tests.planner.rates import GIB, make_machine, make_rates
 from tests.planner.test_cost import HF
+from tilewright.core.config.edit import on_machine
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
@@ -87,7 +88,8 @@ def site_of(loaded: Loaded, where: str, folder) -> FixedSite:
 
 def plain_plan(loaded: Loaded, where: str):
     machine, rates, _ = MACHINES[where]
-    return make_plan(loaded.recipe, loaded.recipe.data.vocab_size, machine, rates)
+    recipe = on_machine(loaded, machine).recipe
+    return make_plan(recipe, recipe.data.vocab_size, machine, rates)
 
 
 @cache
@@ -172,7 +174,7 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
     plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
     assert not plan.fits
     loaded = load(COMMANDS[command], device_budget=budget)
-    for fix in fixes_of(loaded.recipe, site_of(loaded, where, tmp_path)):
+    for fix in fixes_of(on_machine(loaded, MACHINES[where][0]).recipe, site_of(loaded, where, tmp_path)):
         typed = pasted(str(fix))
         assert typed
         loaded = load(COMMANDS[command], *typed, device_budget=budget)

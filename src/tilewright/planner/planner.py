@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.edit import changed
+from tilewright.core.config.edit import CPU_LOSS_CHUNK, changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
@@ -145,8 +145,10 @@ class Planner:
             late: list[OutOfTime] = []
             shape = self.shape(recipe).known()
             for setting in settings_of(recipe, self.fixed):
-                if best is not None and setting.loss_chunk_bytes < best[1].setting.loss_chunk_bytes:
-                    break  # smaller tiles come last: they save memory and no time
+                if best is not None and setting.loss_chunk_bytes < min(
+                    best[1].setting.loss_chunk_bytes, CPU_LOSS_CHUNK
+                ):
+                    break  # the smallest tiles come last: they save little memory and no time
                 table = self._table(recipe, shape, setting, budget)
                 if not _possible(table, shape):
                     continue
