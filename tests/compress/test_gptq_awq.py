@@ -98,6 +98,14 @@ def test_rows_and_inputs_of_zeros():
 # ---- AWQ ----
 
 
+def in_groups(weight):
+    return quantize_integer(weight, INT4, Tile(1, 32))
+
+
+def in_rows(weight):
+    return quantize_integer(weight, INT4, Tile(1, 0))
+
+
 def with_outliers(seed=0, features=64):
     x = torch.randn(512, features, generator=torch.Generator().manual_seed(seed))
     x[:, :3] *= 40
@@ -122,7 +130,7 @@ def test_scaling_is_better_than_rounding_on_outlier_channels_and_never_worse():
     x = with_outliers()
     hessian = x.double().T @ x.double()
     weights = [torch.randn(32, 64), torch.randn(16, 64)]
-    scale = best_scale(weights, x.abs().mean(0), hessian, INT4, Tile(1, 32))
+    scale = best_scale(weights, x.abs().mean(0), hessian, in_groups)
 
     def error(scale):
         rounded = [quantize_integer(w * scale, INT4, Tile(1, 32)).dequantize() / scale for w in weights]
@@ -131,15 +139,15 @@ def test_scaling_is_better_than_rounding_on_outlier_channels_and_never_worse():
     assert error(scale) < 0.5 * error(torch.ones(64))
     white = torch.randn(512, 64)
     hessian = white.double().T @ white.double()
-    scale = best_scale(weights, white.abs().mean(0), hessian, INT4, Tile(1, 32))
+    scale = best_scale(weights, white.abs().mean(0), hessian, in_groups)
     assert error(scale) <= error(torch.ones(64))
 
 
 def test_channels_that_are_always_zero():
     x = with_outliers()
     x[:, 5] = 0
-    scale = best_scale([torch.randn(4, 64)], x.abs().mean(0), x.double().T @ x.double(), INT4, Tile(1, 0))
+    scale = best_scale([torch.randn(4, 64)], x.abs().mean(0), x.double().T @ x.double(), in_rows)
     assert scale.isfinite().all()
     assert (scale > 0).all()
     zero = torch.zeros(64)
-    assert torch.equal(best_scale([torch.randn(4, 64)], zero, torch.zeros(64, 64), INT4, Tile(1, 0)), torch.ones(64))
+    assert torch.equal(best_scale([torch.randn(4, 64)], zero, torch.zeros(64, 64), in_rows), torch.ones(64))

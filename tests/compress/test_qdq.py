@@ -11,14 +11,18 @@ from tilewright.compress.graph.trace import graph_of, input_names
 from tilewright.compress.onnx.qdq import quantize_qdq, violations
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    run = source(decoder(), our_tokenizer(), tmp_path_factory.mktemp("qdq") / "run")
+def calibrated(folder):
+    run = source(decoder(), our_tokenizer(), folder / "run")
     graph = graph_of(run.model)
     names = zip(input_names(graph)[1:], graph.kept, strict=True)
     kept = [(name, (heads, width)) for name, (_, (heads, _, width)) in names]
     rows = np.random.default_rng(0).integers(0, 400, (4, 24))
     return quantize_qdq(traced_onnx(run)[0], rows, kept)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return calibrated(tmp_path_factory.mktemp("qdq"))
 
 
 @pytest.fixture
@@ -41,6 +45,17 @@ def test_a_decoder_has_no_violation(model):
     assert violations(model) == []
     weights = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(weights) > 10
+
+
+def test_sums_of_two_products_fit_16_bits(model):
+    """onnxruntime runs it on CPUs that clip them, too."""
+    weights = [numpy_helper.to_array(tensor) for tensor in model.graph.initializer]
+    weights = [value for value in weights if value.dtype == np.int8 and value.ndim == 2]
+    assert len(weights) > 5
+    for codes_KN in weights:
+        codes = np.pad(codes_KN.astype(int), ((0, len(codes_KN) % 2), (0, 0)))
+        for side in (np.maximum(codes, 0), np.minimum(codes, 0)):
+            assert np.abs(side[::2] + side[1::2]).max() <= 128
 
 
 def test_zero_points_and_axes_are_named(damaged):

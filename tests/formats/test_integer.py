@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from tilewright import dynamic_quantize
 from tilewright.core.errors import ConfigError, NumericsError
-from tilewright.formats.integer import INT4, INT8, INT8_AFFINE, IntegerTensor, IntSpec, quantize_integer
+from tilewright.formats.integer import (
+    INT4,
+    INT8,
+    INT8_AFFINE,
+    IntegerTensor,
+    IntSpec,
+    quantize_integer,
+    quantize_pairs,
+)
 from tilewright.formats.nibbles import pack_nibbles, unpack_nibbles
 from tilewright.formats.scaling import TENSORWISE, Tile
 
@@ -114,10 +122,30 @@ def test_constant_tensors(value, symmetric):
     torch.testing.assert_close(values, x, rtol=2 * FP32_EPS, atol=2.0**-127)  # the scale rounded, then the value
 
 
-def test_the_range_of_a_full_scale_does_not_overflow():
-    x = torch.tensor([[3e38, -3e38]])
-    values = quantize_integer(x, INT8_AFFINE, TENSORWISE, symmetric=False).dequantize()
-    assert (values - x).abs().max() <= 3e38 / 127
+LARGEST = torch.finfo(torch.float32).max
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(-LARGEST, LARGEST, width=32) | st.sampled_from([LARGEST, -LARGEST, 3.4e38]), min_size=1),
+    st.sampled_from(SPECS),
+    st.booleans(),
+)
+def test_the_range_of_a_full_scale_does_not_overflow(values, spec, symmetric):
+    """Each value comes back finite, and off by a step at most."""
+    x = torch.tensor([values])
+    got = quantize_integer(x, spec, TENSORWISE, symmetric=symmetric or spec.narrow)
+    assert got.dequantize().isfinite().all()
+    error = (got.dequantize().double() - x.double()).abs().max().item()
+    assert error <= got.scale.item() * (1 + 1024 * FP32_EPS), f"{error / got.scale.item()} steps"
+
+
+@pytest.mark.parametrize("values", [[3.4e38, -3.4e38], [3.4e38], [-3.4e38, 1.0], [LARGEST, -LARGEST]], ids=str)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_dynamic_quantize_of_the_largest_numbers(values, bits):
+    codes, found = dynamic_quantize(torch.tensor(values), bit_width=bits)
+    assert found.isfinite().all()
+    assert (found.double() - torch.tensor(values).double()).abs().max() <= codes.scale.item() * (1 + 1024 * FP32_EPS)
 
 
 def test_int4_takes_the_lowest_code_where_the_largest_value_is_negative():
@@ -197,3 +225,24 @@ def test_dynamic_quantize_of_what_has_no_range():
     assert error.value.problems[0].got.startswith("2 of 3")
     with pytest.raises(ConfigError, match="floating-point"):
         dynamic_quantize(torch.arange(3))
+
+
+# ---- sums of two products ----
+
+
+@settings(max_examples=100, deadline=None)
+@given(matrices(), st.booleans())
+def test_no_pair_of_products_leaves_16_bits(x, one_sign):
+    """vpmaddubsw clips a sum of two products of a byte from 0 to 255 and a code: none may get there."""
+    found = quantize_pairs(x.abs() if one_sign else x)
+    codes = found.codes.numpy().astype(np.int64)
+    codes = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    high = 255 * (np.maximum(codes[:, ::2], 0) + np.maximum(codes[:, 1::2], 0))
+    low = 255 * (np.minimum(codes[:, ::2], 0) + np.minimum(codes[:, 1::2], 0))
+    assert (high <= 32767).all()
+    assert (low >= -32768).all()
+    error = (found.dequantize() - (x.abs() if one_sign else x)).abs()
+    assert (error <= found.scale * (0.5 + 1024 * FP32_EPS)).all(), "no value is clipped"
+    plain = quantize_integer(x, INT8, Tile(1, 0)).scale
+    assert (found.scale >= plain).all()
+    assert (found.scale <= plain * 2 * (1 + 4 * FP32_EPS)).all()

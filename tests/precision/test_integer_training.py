@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tilewright.core.errors import ConfigError
-from tilewright.formats.integer import INT4, INT8, quantize_integer
+from tilewright.formats.integer import INT4, quantize_integer, quantize_pairs
 from tilewright.formats.scaling import Tile
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -38,7 +38,8 @@ def by_hand(weight, name):
     """The rounded weight from definitions alone: FP64 division, FP16 scales for groups."""
     rows, width = weight.shape
     if name == "int8":
-        scale = (weight.abs().amax(1, keepdim=True) / 127).double()
+        pairs = torch.maximum(weight.abs(), (weight[:, ::2] + weight[:, 1::2]).abs().repeat_interleave(2, 1))
+        scale = (pairs.amax(1, keepdim=True) / 127).double()
         return ((weight.double() / scale).round().clamp(-127, 127) * scale).float()
     groups = weight.view(rows, width // 32, 32)
     scale = torch.maximum(groups.amax(2) / 7, -groups.amin(2) / 8).half().double().unsqueeze(2)
@@ -70,13 +71,16 @@ def test_layer_multiplies_rounded_values_and_passes_gradients_straight_through(n
 def test_int8_is_the_format_of_exports_and_int4_has_scales_that_fp16_holds():
     torch.manual_seed(0)
     weight = torch.randn(7, 96)
-    assert torch.equal(COMPUTE_FORMATS["int8"].quantize(weight).codes, quantize_integer(weight, INT8, Tile(1, 0)).codes)
+    assert torch.equal(COMPUTE_FORMATS["int8"].quantize(weight).codes, quantize_pairs(weight).codes)
     found = COMPUTE_FORMATS["int4"].quantize(weight)
     assert torch.equal(found.scale, found.scale.half().float())
     assert (found.scale / quantize_integer(weight, INT4, Tile(1, 32)).scale - 1).abs().max() <= 2**-11
     assert found.codes.min() >= -8
     assert found.codes.max() <= 7
-    tiny = COMPUTE_FORMATS["int4"].quantize(weight * 1e-9)  # below what FP16 holds as a normal number
+    small = COMPUTE_FORMATS["int4"].quantize(weight * 1e-6)  # scales below FP16's normal numbers: steps of 2^-24
+    assert torch.equal(small.scale, small.scale.half().float())
+    assert (small.dequantize() - weight * 1e-6).abs().max() <= 0.51 * (weight.abs().max() * 1e-6 / 7 + 2.0**-24)
+    tiny = COMPUTE_FORMATS["int4"].quantize(weight * 1e-9)  # below what FP16 holds
     assert not tiny.codes.any()
     assert torch.isfinite(tiny.scale).all()
 

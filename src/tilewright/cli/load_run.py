@@ -12,6 +12,7 @@ from tilewright.compress.export.codes import Method
 from tilewright.compress.export.source import ExportSource
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
@@ -62,22 +63,40 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
 
 
-def open_to_export(run: Path, without_tokenizer: bool = False, method: Method = "auto") -> ExportSource:
+def open_to_export(
+    run: Path, without_tokenizer: bool = False, method: Method = "auto", normalized_text: bool = False
+) -> ExportSource:
     """A run as `export` takes it, adapters merged. A run that has not finished is said to be one.
 
     Args:
         run: its folder.
-        without_tokenizer, method: see `ExportSource`.
+        without_tokenizer, method, normalized_text: see `ExportSource`.
 
     Raises:
         CheckpointError: no valid checkpoint is there.
         ConfigError: the run's model has no text.
     """
+    task = load_recipe(run / "run.toml", environ={}).recipe.model.task
+    if task == "image_classification":
+        raise ConfigError(
+            "Models that read images are not exported",
+            got=f'model.task = "{task}"',
+            need="a language model: formats and proofs are of text",
+            try_="checkpoint.export_hf = true, which leaves a Hugging Face folder at the end of a run",
+            where=str(run),
+        )
     opened = reopen(run, "cpu", rounded=False)
     merge_lora(opened.model)
     step, asked = read_meta(opened.checkpoint)["parts"]["counters"]["step"], opened.recipe.train.steps
     if step < asked:
         say(f"note: the run is at step {step} of {asked}; its newest checkpoint is exported", error=True)
     return ExportSource(
-        run, opened.recipe, opened.tokenizer, opened.model, opened.checkpoint, without_tokenizer, method
+        run,
+        opened.recipe,
+        opened.tokenizer,
+        opened.model,
+        opened.checkpoint,
+        without_tokenizer,
+        method,
+        normalized_text,
     )

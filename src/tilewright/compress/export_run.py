@@ -4,6 +4,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,17 +18,22 @@ from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import Row, read_exports, write_exports
-from tilewright.compress.prove.held_out import ask_held_out
+from tilewright.compress.prove.held_out import ask_held_out, reference
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
-from tilewright.core.errors import CheckpointError, NumericsError
-from tilewright.core.hardware import detect_machine
+from tilewright.compress.prove.tolerance import TOLERANCES
+from tilewright.core.errors import CheckpointError, NumericsError, Problem
+from tilewright.core.hardware import cpu_class, detect_machine
 from tilewright.core.log import get_logger
 from tilewright.data.common.progress import ProgressBar
+from tilewright.training.components.export import max_positions
 
 _OURS = "tilewright.compress.prove.torch_model"
 BASELINES = (("fp32 eager", "fp32", False), ("bf16 eager", "bf16", False), ("bf16 compiled", "bf16", True))
 """Name, dtype, compiled: of our own model, in a process of its own like every consumer."""
+_UNROUNDED = (
+    "holds and is compared with the unrounded weights; the run was trained with integers that this format has not"
+)
 
 
 def export_run(
@@ -77,6 +83,7 @@ def export_run(
         "fp32_bytes": fp32_bytes(source),
         "machine": {
             "cpu": machine.device_name,
+            "cpu_class": cpu_class(machine.cpu_features),
             "threads": threads,
             "clock_mhz": _clock(),
             "memory_limit_bytes": None,
@@ -106,6 +113,41 @@ def export_run(
     if len(errors) == len(possible):
         raise CheckpointError.from_problems([problem for error in errors for problem in error.problems])
     return record
+
+
+def check_proofs(record: Row, targets: Sequence[Target]) -> None:
+    """Raise where an artefact of these targets failed.
+
+    Args:
+        record: of `export_run`.
+        targets: that were asked for.
+
+    Raises:
+        NumericsError: an artefact is further from the model than its format's limits, or could not be written or run.
+    """
+    names = {target.name for target in targets}
+    failed = [row for row in record["artefacts"] if row["target"] in names and row["state"] == "failed"]
+    if failed:
+        raise NumericsError.from_problems([_failed(row) for row in failed])
+
+
+def _failed(row: Row) -> Problem:
+    tolerance = TOLERANCES[row["target"]]
+    if row.get("kl") is None:
+        return Problem(
+            f"{row['target']} does not run in {row['consumer']}",
+            got=row["reason"],
+            need="an answer",
+            try_="another --to, or --no-proof to write without running",
+            where=row.get("path") or "--to",
+        )
+    return Problem(
+        f"{row['target']} is not the model that it was made of",
+        got=row["reason"],
+        need=f"KL at most {tolerance.kl:g}, {100 * tolerance.top1:g} % of clear targets alike, all token ids equal",
+        try_="another --to or --method; the artefact is kept, do not use it",
+        where=row["path"],
+    )
 
 
 def check_finite(source: ExportSource) -> None:
@@ -162,8 +204,14 @@ def _clock() -> float | None:
 def _proof(source: ExportSource, folder: Path, threads: int, limits: ConsumerLimits) -> Proof:
     torch.set_num_threads(threads)
     vocab_size = vocabulary_size(source)
-    question, expected = ask_held_out(source.recipe, source.data, source.tokenizer, source.model, vocab_size)
-    return Proof(folder, question, expected, threads, limits)
+    question, expected, texts = ask_held_out(
+        source.recipe, source.data, source.tokenizer, source.as_trained, vocab_size
+    )
+    rules = source.text_rules
+    facts = {"positions": max_positions(source.recipe, source.model), "chat_template": rules.template}
+    known = {name: value for name, value in facts.items() if value is not None}
+    texts = replace(texts, begin=rules.begin, end=rules.end, facts=known)
+    return Proof(folder, question, expected, threads, limits, texts)
 
 
 def vocabulary_size(source: ExportSource) -> int:
@@ -178,11 +226,13 @@ def _baselines(source: ExportSource, proof: Proof, bar: ProgressBar, on_row: Cal
     once = {name: t.detach() for name, t in state.items() if id(t) not in seen and not seen.add(id(t))}
     save_file(once, weights)
     section = source.recipe.model.model_copy(update={"weights": "random"}).model_dump()
-    rows = []
+    rows, plain = [], source.as_trained is not source.model
+    log_probs = reference(source.model, proof.question) if plain else None
     for name, dtype, compiled in BASELINES:
         bar.phase(f"baseline {name}")
         options = {"section": section, "vocab_size": source.tokenizer.vocab_size, "weights": str(weights)}
-        row = {"name": name, **proof.of(_OURS, weights, options | {"dtype": dtype, "compile": compiled})}
+        more = {"dtype": dtype, "compile": compiled}
+        row = {"name": name, **proof.of(_OURS, weights, options | more, log_probs=log_probs)}
         rows.append(row)
         on_row(row)
     weights.unlink()
@@ -205,14 +255,16 @@ def _one(source: ExportSource, target: Target, path: Path, proof: Proof | None, 
         "notes": list(written.notes),
         "formats": dict(written.quantized),
     }
-    return row | _state(target, path, written, proof, bar)
+    return row | _state(source, target, path, written, proof, bar)
 
 
 def _named_from(run: Path, path: Path) -> str:
     return str(path.relative_to(run) if path.is_relative_to(run) else path)
 
 
-def _state(target: Target, path: Path, written: Written, proof: Proof | None, bar: ProgressBar) -> Row:
+def _state(
+    source: ExportSource, target: Target, path: Path, written: Written, proof: Proof | None, bar: ProgressBar
+) -> Row:
     consumer = target.consumer
     absent = missing(consumer.packages, consumer.extra)
     if written.lint_only:
@@ -222,9 +274,17 @@ def _state(target: Target, path: Path, written: Written, proof: Proof | None, ba
     if absent is not None:
         return {"state": "unavailable", "reason": f"written, not proven: {absent}"}
     bar.phase(f"{target.name}: run in {consumer.name}")
-    row = proof.of(consumer.module, path, written.options)
-    row["runtime_notes"] = row.pop("notes", [])
-    return row
+    plain = source.as_trained is not source.model and not written.trained
+    row = proof.of(
+        consumer.module,
+        path,
+        written.options,
+        tolerance=TOLERANCES[target.name],
+        log_probs=reference(source.model, proof.question) if plain else None,
+        stored=reference(written.stored(), proof.question) if written.stored is not None else None,
+    )
+    row["runtime_notes"] = [*row.pop("notes", []), *([_UNROUNDED] if plain else [])]
+    return row | {"compared_with": "unrounded weights" if plain else "the model as trained"}
 
 
 def _save(run: Path, record: Row) -> None:

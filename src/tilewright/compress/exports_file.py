@@ -2,8 +2,9 @@
 
     {"format": 1, "machine": {...}, "question": {...}, "baselines": [row, ...], "artefacts": [row, ...]}
 
-States: "ran", the consumer answered; "lint only", it cannot run here; "unavailable", a package is missing or the format
-cannot hold the model; "failed", the consumer died, hung or answered nonsense; "not proven", nobody was asked.
+States: "ran", the consumer answered within the limits of `prove.tolerance`; "lint only", it cannot run here;
+"unavailable", a package is missing or the format cannot hold the model; "failed", the consumer died, hung, answered
+nonsense or what is beyond a limit; "not proven", nobody was asked.
 An artefact in the run folder is named from there, so that a run can be moved.
 """
 

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -155,6 +155,25 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
         return Fp8Choice("hybrid_fp16", ("fp8_tensorwise",), reason)
     reason = f"{capability} has no FP8 unit (8.9 is the first): 8-bit operands are decoded to BF16, exactly"
     return Fp8Choice("hybrid_fp16", (), reason)
+
+
+def cpu_class(features: Collection[str]) -> str:
+    """What decides the speed of 8- and 16-bit matmuls on a CPU, and how 8-bit ones are summed.
+
+    Args:
+        features: as in `Machine.cpu_features`.
+
+    Returns:
+        amx, avx512_bf16 (with VNNI), avx512_vnni, avx512, avx_vnni, avx2 (the last two without 16-bit products, avx512
+        and avx2 without VNNI), arm, or other.
+
+    Example:
+        >>> cpu_class({"avx2", "avx512f", "avx512_vnni"}), cpu_class({"avx2", "fma"}), cpu_class({"asimd"})
+        ('avx512_vnni', 'avx2', 'arm')
+    """
+    kinds = {"amx": "amx_int8", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512": "avx512f"}
+    kinds |= {"avx_vnni": "avx_vnni", "avx2": "avx2", "arm": "asimd"}
+    return next((name for name, feature in kinds.items() if feature in features), "other")
 
 
 def detect_machine(device: str = "auto") -> Machine:

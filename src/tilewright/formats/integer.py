@@ -27,6 +27,7 @@ from tilewright.formats.nibbles import pack_nibbles, unpack_nibbles
 from tilewright.formats.scaling import Tile, spread_scale
 from tilewright.formats.spec import TF32, round_to
 
+FP32_EPS = 2.0**-23
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal FP32. What is below half of it becomes zero."""
 
@@ -83,7 +84,8 @@ class IntegerTensor:
 
     Args:
         codes: int8 [M, K], one code per byte; `packed` gives what is stored.
-        scale: FP32 [GM, GK], positive; NaN where the tile held a value that was not finite.
+        scale: FP32 [GM, GK], positive, or negative where a format stores it so (Q4_0) and it was asked for; NaN where
+            the tile held a value that was not finite.
         zero_point: int8 [GM, GK], or None where it is zero everywhere (symmetric).
         tile: which elements share a scale.
         spec: the format.
@@ -164,6 +166,37 @@ def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool
     return IntegerTensor(encode_integer(x_MK, scale, zero_point, tile, spec), scale, zero_point, tile, spec)
 
 
+def pair_scale(weight_MK: Tensor) -> Tensor:
+    """Scales [M, 1] of INT8 rows whose dot products with unsigned bytes no CPU clips.
+
+    CPUs without VNNI multiply unsigned by signed bytes with vpmaddubsw, which adds the products of columns 2i and 2i +
+    1
+    in 16 bits and clips the sum: 255 * (127 + 127) is too much. Here two such codes sum to 128 at most, of either sign:
+    255 * 128 fits. Rows of normal numbers lose half a bit by it, where halving every code would lose a whole one.
+
+    Args:
+        weight_MK: float; an odd last column stands alone.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 1.0, -1.0, 1.0]])  # a pair of one sign, a pair of two
+        >>> (weight / pair_scale(weight)).round().tolist()
+        [[64.0, 64.0, -64.0, 64.0]]
+    """
+    low, high = tile_range(weight_MK, Tile(1, 0))
+    x = weight_MK.to(torch.float32)
+    if weight_MK.shape[1] > 1:
+        sums = x[:, 0 : x.shape[1] // 2 * 2 : 2] + x[:, 1::2]
+        high = torch.maximum(high, sums.amax(1, keepdim=True))
+        low = torch.minimum(low, sums.amin(1, keepdim=True))
+    return scale_of_range(low, high, INT8)[0]
+
+
+def quantize_pairs(weight_MK: Tensor) -> IntegerTensor:
+    """A matrix in INT8 with the scales of `pair_scale`: what integer matmuls of exported files hold."""
+    scale = pair_scale(weight_MK)
+    return IntegerTensor(encode_integer(weight_MK, scale, None, Tile(1, 0), INT8), scale, None, Tile(1, 0), INT8)
+
+
 def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each tile and zero: FP32 [GM, GK] each. NaN where an element is."""
     shape = (x_MK.shape[0], x_MK.shape[1])
@@ -181,19 +214,29 @@ def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool 
     """Scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
     if symmetric:
         scale = torch.maximum(high / _like(high, spec.highest), low / _like(low, spec.lowest))
-        return _valid(scale, low, high), None
+        return _decodable(_valid(scale, low, high), low, high, spec, 0.0), None
     steps = _like(high, spec.highest - spec.lowest)
     scale = _valid(high / steps - low / steps, low, high)  # each divided first: the difference may overflow
     zero_point = (spec.lowest - low / scale).round().clamp(spec.lowest, spec.highest)
-    return scale, torch.nan_to_num(zero_point).to(torch.int8)
+    return _decodable(scale, low, high, spec, zero_point), torch.nan_to_num(zero_point).to(torch.int8)
 
 
 def half_scale(scale: Tensor) -> Tensor:
-    """The nearest scale that is a normal number of FP16, in FP32: for formats that store it so. NaN stays.
+    """A scale that FP16 holds, in FP32: for formats that store it so. NaN and the sign stay.
+
+    Of FP16's normal numbers the nearest. Below them steps are of 2^-24, and it is the next above, so that a small
+    group's largest value is not clipped; above them it is the largest.
 
     By TF32, which has as many digits: compilers leave out a cast to FP16 and back.
+
+    Example:
+        >>> half_scale(torch.tensor([0.1, -1e-6, 1e-30, 1e30])).tolist()
+        [0.0999755859375, -1.0132789611816406e-06, 5.960464477539063e-08, 65504.0]
     """
-    return round_to(scale.clamp(2.0**-14, 65504.0), TF32)
+    size = scale.abs()
+    small = (size * 2.0**24).ceil().clamp(min=1.0) * 2.0**-24
+    normal = round_to(size.clamp(2.0**-14, 65504.0), TF32)
+    return torch.copysign(torch.where(size < 2.0**-14, small, normal), scale)
 
 
 def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec) -> Tensor:
@@ -212,6 +255,15 @@ def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, t
     if zero_point is not None:
         steps = steps - spread_scale(zero_point, tile, shape)
     return steps * spread_scale(scale, tile, shape)
+
+
+def _decodable(scale: Tensor, low: Tensor, high: Tensor, spec: IntSpec, zero_point: Tensor | float) -> Tensor:
+    """The scale, or a smaller one with which the codes of `low` and `high` do not overflow: of values next to the
+    largest number a rounded scale, or a whole zero point, may lead beyond it."""
+    ends = [(x / scale).round() + zero_point for x in (low, high)]
+    reached = [(end.clamp(spec.lowest, spec.highest) - zero_point).abs() for end in ends]
+    most = torch.maximum(*reached).clamp(min=1.0)
+    return torch.minimum(scale, _like(scale, torch.finfo(torch.float32).max * (1 - FP32_EPS)) / most)
 
 
 def _valid(scale: Tensor, low: Tensor, high: Tensor) -> Tensor:

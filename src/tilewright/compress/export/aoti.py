@@ -29,7 +29,8 @@ def _write(source: ExportSource, path: Path) -> Written:
     notes = ["for processors with this one's instructions"]
     if not graph.kept:
         notes.append("whole rows only: the model keeps no keys and values")
-    return Written(notes=notes, options={"kept": [[heads, width] for _, (heads, _, width) in graph.kept]})
+    kept = [[heads, width] for _, (heads, _, width) in graph.kept]
+    return Written(notes=notes, options={"kept": kept}, stored=lambda: source.model)
 
 
 AOTI = Target(

@@ -1,18 +1,19 @@
 """Codes that an export writes as they are, in place of those that a converter would find by rounding.
 
-Two sources: the rules of a run that was trained for integers, whose codes are what it trained with; or GPTQ and AWQ,
-calibrated on the run's own training stream. Four bits have groups of 32 with scales that FP16 holds, so a block of
-Q4_0 and a group of XNNPACK's 8da4w take them unchanged.
+Three sources: the rules of a run that was trained for integers, whose codes are what it trained with; GPTQ and AWQ,
+calibrated on the run's own training stream; and rounding with scales of least error, for all matrices that the others
+leave. Four bits have groups of 32 with scales that FP16 holds, so a block of Q4_0 and a group of XNNPACK's 8da4w take
+them unchanged. Q4_0 takes negative scales too, which lose less; XNNPACK takes none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.compress.quantize.quantize import quantize
+from tilewright.compress.quantize.quantize import quantize, round_weight
 from tilewright.compress.quantize.spec import QuantSpec
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -39,11 +40,13 @@ class Coded:
         model: FP32; AWQ's has scaled norms, so that all that is not in `codes` is read from here.
         codes: by the parameter's name in the model's state, a tied matrix under its first name.
         how: where the codes are from, for the record; "" where there are none.
+        trained: whether they are those that the run was trained with, of all layers that it rounds.
     """
 
     model: Any
     codes: Mapping[str, IntegerTensor] = field(default_factory=dict)
     how: str = ""
+    trained: bool = False
 
     def of_net(self) -> dict[str, IntegerTensor]:
         """The codes under Hugging Face's names."""
@@ -63,25 +66,24 @@ def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
             weight = site.module.weight
             codes[names[id(weight)]] = form.quantize(weight)
     how = f"{len(codes)} matrices with the codes that they were trained with" if codes else ""
-    return Coded(model, codes, how)
+    return Coded(model, codes, how, trained=bool(codes))
 
 
-def four_bit_codes(model: nn.Module, recipe: Recipe, data: Any, method: Method) -> Coded:
-    """Codes in four bits for the formats of this file's first lines.
+def four_bit_codes(model: nn.Module, recipe: Recipe, data: Any, method: Method, negative: bool = False) -> Coded:
+    """Codes in four bits of all linear layers and embeddings whose rows are whole groups.
 
     Args:
         model: FP32, on the CPU.
         recipe: of the run.
         data: gives the prepared data; called where text is needed.
-        method: auto: as trained, else none, which leaves rounding to the converter; rtn: none.
+        method: auto: as trained, else rounded; rtn: rounded.
+        negative: whether the format takes negative scales. Trained codes have none.
 
     Raises:
         ConfigError: GPTQ or AWQ for a model that reads images.
     """
-    if method == "auto":
-        return trained_codes(model, recipe, 4)
-    if method == "rtn":
-        return Coded(model)
+    if method in ("auto", "rtn"):
+        return _rounded(trained_codes(model, recipe, 4) if method == "auto" else Coded(model), negative)
     if recipe.model.task == "image_classification":
         raise ConfigError(
             f"{method.upper()} needs text to calibrate on",
@@ -91,12 +93,30 @@ def four_bit_codes(model: nn.Module, recipe: Recipe, data: Any, method: Method) 
             where="--method",
         )
     batches = calibration(recipe, data())
-    spec = QuantSpec(bits=4, group=GROUP, method=method, embedding_bits=0, head_bits=0, half_scales=True)
-    found = quantize(model, spec, batches)
+    found = quantize(model, replace(_spec(negative), method=method), batches)
     codes = {name: weight for name, weight in found.weights.items() if weight.shape[1] % GROUP == 0}
     rows = sum(len(batch["input_ids"]) for batch in batches)
     how = f"{len(codes)} matrices by {method.upper()}, calibrated on {rows} rows of the run's training data"
-    return Coded(found.model, codes, how)
+    return _rounded(Coded(found.model, codes, how), negative)
+
+
+def _spec(negative: bool) -> QuantSpec:
+    return QuantSpec(bits=4, group=GROUP, embedding_bits=0, head_bits=0, half_scales=True, negative_scales=negative)
+
+
+def _rounded(coded: Coded, negative: bool) -> Coded:
+    """With codes of the linear layers and embeddings that have none yet."""
+    names = {id(parameter): name for name, parameter in coded.model.named_parameters()}
+    weights = {
+        names[id(module.weight)]: module.weight.detach()
+        for module in coded.model.modules()
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.shape[1] % GROUP == 0
+    }
+    spec = _spec(negative)
+    rest = {name: round_weight(weight, spec) for name, weight in weights.items() if name not in coded.codes}
+    told = [coded.how] if coded.how else []
+    told += [f"{len(rest)} matrices rounded with scales of least error"] if rest else []
+    return replace(coded, codes={**coded.codes, **rest}, how=", ".join(told))
 
 
 def calibration(recipe: Recipe, data: Any) -> list[dict[str, Tensor]]:

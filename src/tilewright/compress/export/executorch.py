@@ -4,13 +4,17 @@ Weights are INT4 in groups of 32, activations INT8 per token at run time, the em
 are those of `onnx`; at most `LONGEST` new and kept tokens.
 """
 
+import functools
 from pathlib import Path
 
-from tilewright.compress.export.codes import through
+from torch import Tensor, nn
+
+from tilewright.compress.export.codes import Coded, through
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
-from tilewright.compress.graph.quantized import quantize_8da4w, why_not_8da4w
+from tilewright.compress.graph.quantized import Int8Embedding, quantize_8da4w, why_not_8da4w
 from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_graph
+from tilewright.compress.stored import with_stored
 
 LONGEST = 1024
 """Tokens that the program plans its memory for."""
@@ -40,10 +44,23 @@ def _write(source: ExportSource, path: Path) -> Written:
         program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
     with path.open("wb") as file:
         program.write_to_file(file)
-    notes = (coded.how,) if codes else ()
+    notes = (coded.how,) if coded.how else ()
     notes += () if graph.kept else ("whole rows only: the model keeps no keys and values",)
     kept = [[heads, width] for _, (heads, _, width) in graph.kept]
-    return Written(notes=notes, quantized=formats, options={"kept": kept, "longest": LONGEST})
+    return Written(
+        notes=notes,
+        quantized=formats,
+        options={"kept": kept, "longest": LONGEST},
+        stored=lambda: with_stored(coded.model, functools.partial(_stored, coded)),
+        trained=coded.trained,
+    )
+
+
+def _stored(coded: Coded, name: str, module: nn.Module, values: Tensor) -> Tensor:
+    if isinstance(module, nn.Embedding):
+        table = Int8Embedding(values)
+        return table.codes.float() * table.scale
+    return coded.codes[name].dequantize() if isinstance(module, nn.Linear) and name in coded.codes else values
 
 
 _EXECUTORCH = Consumer(

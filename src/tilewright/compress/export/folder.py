@@ -15,12 +15,12 @@ from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
-from tilewright.training.components.export import config_keys, copy_beside
+from tilewright.training.components.export import config_keys, write_beside
 
 
 def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
     source.model.save_hf(path, dtype=dtype, extra=config_keys(source.recipe, source.tokenizer))
-    copy_beside(source.recipe, source.run, path)
+    write_beside(source.recipe, source.run, source.model, source.tokenizer, path)
     if dtype != CODE_DTYPE:
         return Written(options={"task": source.task})
     in_fp8, total = fp8_bytes(path)

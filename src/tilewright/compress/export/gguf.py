@@ -1,7 +1,7 @@
 """Targets `gguf-f16`, `gguf-q8_0`, `gguf-q4_0`: one file for llama.cpp and what is built on it.
 
 Matrices are in the asked format, the embedding included (a tied head is the same matrix, stored once); vectors stay
-FP32.
+FP32. Length, begin and end of a text and chat template are those of the Hugging Face folder of the same run.
 """
 
 import functools
@@ -13,18 +13,23 @@ from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
 from tilewright.compress.gguf.file import write_file
 from tilewright.compress.gguf.read import read_formats
-from tilewright.compress.gguf.tensors import BLOCK
-from tilewright.compress.gguf.vocabulary import vocabulary, why_no_vocabulary
+from tilewright.compress.gguf.tensors import BLOCK, stored_values
+from tilewright.compress.gguf.vocabulary import normal_form, vocabulary, why_no_vocabulary
+from tilewright.compress.stored import in_codes
+from tilewright.training.components.export import max_positions
 
 _LLAMA_CPP = Consumer("llama.cpp", "tilewright.compress.prove.llama_cpp", packages=("xllamacpp",), extra="gguf")
 _NO_SERVER = "llama.cpp's server does not start without a tokenizer; the file was read back by the package gguf"
-_TEMPLATE = "chat_template.jinja"
+_NORMALIZED = (
+    "llama.cpp does not normalise text: callers give it in {form} (unicodedata.normalize), or get other token ids; the "
+    "proof did"
+)
 
 
 def _why_not(asked: str, source: ExportSource) -> str | None:
     reason = why_no_shape(source.model, source.task)
     if reason is None and not source.without_tokenizer:
-        reason = why_no_vocabulary(source.tokenizer)
+        reason = _why_no_vocabulary(source)
         reason = reason and f"{reason}; --without-tokenizer writes the weights alone"
     if reason is None and asked != "f16":
         matrices = [tensor for tensor in state(source.model).values() if tensor.dim() > 1]
@@ -33,17 +38,22 @@ def _why_not(asked: str, source: ExportSource) -> str | None:
     return reason
 
 
+def _why_no_vocabulary(source: ExportSource) -> str | None:
+    rules = source.text_rules
+    return why_no_vocabulary(source.tokenizer, rules.begin, rules.end, normalized=source.normalized_text)
+
+
 def _write(asked: str, source: ExportSource, path: Path) -> Written:
-    shape = shape_of(source.model, source.recipe.data.seq_len)
-    notes = []
-    words, template = None, source.run / _TEMPLATE
-    if why_no_vocabulary(source.tokenizer) is None:
-        words = vocabulary(source.tokenizer, shape.vocab_size, source.recipe.model.weights == "random")
+    shape = shape_of(source.model, max_positions(source.recipe, source.model))
+    notes, form, words, rules = [], "", None, source.text_rules
+    if _why_no_vocabulary(source) is None:
+        words = vocabulary(source.tokenizer, shape.vocab_size, rules.begin, rules.end)
+        form = normal_form(source.tokenizer)
+        notes += [_NORMALIZED.format(form=form)] if form else []
     else:
         notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
-    coded = source.four_bits if asked == "q4_0" else Coded(source.model)
-    if asked == "q4_0":
-        notes += _on_codes(coded)
+    coded = source.four_bits_signed if asked == "q4_0" else Coded(source.model)
+    notes += [coded.how] if coded.how else []
     write_file(
         path,
         asked,
@@ -55,19 +65,19 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         bos_id=source.tokenizer.bos_id,
         eos_id=source.tokenizer.eos_id,
         pad_id=source.tokenizer.pad_id,
-        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        chat_template=rules.template,
     )
     formats = read_formats(path)
     if asked != "f16" and formats.get("f16"):
         notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")
-    return Written(notes=notes, quantized=formats, lint_only="" if words else _NO_SERVER)
-
-
-def _on_codes(coded: Coded) -> list[str]:
-    if not coded.codes:
-        return []
-    left = sum(p.ndim > 1 for name, p in coded.model.named_parameters() if name not in coded.codes)
-    return [coded.how, *([f"{left} matrices rounded to nearest"] if left else [])]
+    return Written(
+        notes=notes,
+        quantized=formats,
+        lint_only="" if words else _NO_SERVER,
+        options={"normalize": form},
+        stored=lambda: in_codes(coded.model, coded.codes, lambda name, module, values: stored_values(values, asked)),
+        trained=coded.trained,
+    )
 
 
 def _target(asked: str, use: Use) -> Target:

@@ -16,6 +16,7 @@ from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.file import MAX_BYTES, to_onnx
 from tilewright.compress.onnx.int8 import quantize_int8, routers
 from tilewright.compress.onnx.qdq import quantize_qdq, violations
+from tilewright.compress.stored import in_int8
 from tilewright.core.units import format_bytes
 
 _ONNXRUNTIME = Consumer(
@@ -49,7 +50,12 @@ def _write(int8: bool, source: ExportSource, path: Path) -> Written:
     found = count_matmuls(model)
     if int8 and found.get("fp32"):
         notes = (*notes, f"{found['fp32']} matmuls stay in FP32")
-    return Written(notes=notes, quantized=found if int8 else {})
+    return Written(
+        notes=notes,
+        quantized=found if int8 else {},
+        stored=lambda: in_int8(source.model) if int8 else source.model,
+        trained=int8 and source.trained_in_int8,
+    )
 
 
 def _write_qdq(source: ExportSource, path: Path) -> Written:
@@ -69,7 +75,8 @@ def _write_qdq(source: ExportSource, path: Path) -> Written:
     wrong = violations(model, fp32)
     lint = f"{len(wrong)} violations" if wrong else "no violation"
     notes = (*notes, f"explicit quantisation of TensorRT: {lint}; engine not built here", *wrong[:_SHOWN])
-    return Written(notes=notes, quantized=count_matmuls(model))
+    found = count_matmuls(model)
+    return Written(notes=notes, quantized=found, stored=lambda: in_int8(source.model))
 
 
 _CALIBRATION_ROWS = 16

@@ -11,6 +11,7 @@ from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting
 from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.weight_only import quantize_weights
+from tilewright.compress.stored import in_int8
 
 
 def _write(source: ExportSource, path: Path) -> Written:
@@ -26,7 +27,12 @@ def _write(source: ExportSource, path: Path) -> Written:
     with converting("Model cannot be converted for OpenVINO", need="operations that OpenVINO reads from ONNX"):
         openvino.save_model(openvino.convert_model(between), path / "model.xml", compress_to_fp16=False)
     between.unlink()
-    return Written(notes=notes, quantized=count_matmuls(model))
+    return Written(
+        notes=notes,
+        quantized=count_matmuls(model),
+        stored=lambda: in_int8(source.model),
+        trained=source.trained_in_int8,
+    )
 
 
 _OPENVINO = Consumer(

@@ -1,14 +1,19 @@
 """What is exported: the model of a run in FP32, its tokenizer and recipe, and the data that it is proven on."""
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from tilewright.compress.export.codes import Coded, Method, four_bit_codes
+from tilewright.compress.export.codes import Coded, Method, four_bit_codes, trained_codes
 from tilewright.core.config.recipe import Recipe
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
+from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.components.dataset import Prepared, prepare_data
+from tilewright.training.components.tokenizer_files import TextRules
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class ExportSource:
         checkpoint: where the weights are from.
         without_tokenizer: write formats that carry a tokenizer without one where theirs cannot be ours.
         method: how weights become four bits, see `codes.four_bit_codes`.
+        normalized_text: callers give text in the tokenizer's Unicode form, to formats that do not normalise.
     """
 
     run: Path
@@ -32,11 +38,41 @@ class ExportSource:
     checkpoint: Path
     without_tokenizer: bool = False
     method: Method = "auto"
+    normalized_text: bool = False
 
     @cached_property
     def four_bits(self) -> Coded:
-        """The model with codes of four bits, found once for all targets that hold them."""
+        """The model with codes of four bits, for formats with positive scales."""
         return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method)  # type: ignore[arg-type]
+
+    @cached_property
+    def four_bits_signed(self) -> Coded:
+        """The same for formats that take negative scales."""
+        return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method, negative=True)  # type: ignore[arg-type]
+
+    @cached_property
+    def as_trained(self) -> Any:
+        """The model as it computed in training where the run rounds to integers; else `model` itself."""
+        policy = Policy.from_section(self.recipe.precision, "cpu")
+        if not policy.rounds_to_integers:
+            return self.model
+        model = copy.deepcopy(self.model)
+        convert(model, in_fp32(policy))  # type: ignore[arg-type]
+        return model.eval()  # type: ignore[attr-defined]
+
+    @cached_property
+    def trained_in_int8(self) -> bool:
+        """Whether the run's rules round weights to eight bits."""
+        return trained_codes(self.model, self.recipe, 8).trained  # type: ignore[arg-type]
+
+    @cached_property
+    def text_rules(self) -> TextRules:
+        """Begin, end and chat template of every artefact.
+
+        Raises:
+            DataError: files beside the loaded weights that cannot be read.
+        """
+        return TextRules.of(self.recipe, self.run, self.tokenizer)
 
     @cached_property
     def data(self) -> Prepared:

@@ -37,12 +37,17 @@ class Written:
         lint_only: why this artefact cannot run in its consumer although it was checked; "" where it can.
         quantized: matrices by format, such as {"q8_0": 33, "f32": 9}; empty where nothing is quantised.
         options: for the consumer, JSON; see `prove.session.Request`.
+        stored: makes the model with the values that the artefact stores, see `compress.stored`; None where nobody
+            knows.
+        trained: it holds the codes that the run was trained with, and is compared with the model as it was trained.
     """
 
     notes: Sequence[str] = ()
     lint_only: str = ""
     quantized: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    stored: Callable[[], Any] | None = None
+    trained: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,3 +105,4 @@ def _add_words(
     if pad_id is not None:
         writer.add_pad_token_id(pad_id)
     writer.add_add_bos_token(words.add_bos)
+    writer.add_add_eos_token(words.add_eos)

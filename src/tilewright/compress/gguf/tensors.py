@@ -6,6 +6,7 @@ Legend: H heads  D head width  R rows  C columns.
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tilewright.compress.gguf.architecture import GGUFShape
@@ -78,3 +79,12 @@ def stored_format(array: np.ndarray, asked: str) -> str:
     if array.ndim == 1:
         return "f32"
     return asked if asked == "f16" or array.shape[-1] % BLOCK == 0 else "f16"
+
+
+def stored_values(values: Tensor, asked: str) -> Tensor:
+    """A weight as a file of `asked` gives it back, FP32."""
+    import gguf
+
+    array = np.ascontiguousarray(values.float().cpu().numpy())
+    kind = gguf.GGMLQuantizationType[stored_format(array, asked).upper()]
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(array, kind), kind).reshape(array.shape).copy())

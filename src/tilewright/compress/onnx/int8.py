@@ -1,10 +1,10 @@
 """An ONNX graph in INT8: matmuls on integers with ranges of activations found at run time, one INT8 table for the ids.
 
-onnxruntime's own quantiser does the matmuls: weights symmetric with a scale per output channel, activations affine per
-tensor. The embedding it would leave in FP32, and a head that shares the embedding's matrix it would compute in FP32
-from dequantised values (1.9x over FP32 eager in place of 4.2x). So the head is given a matrix of its own first. Then
-the table of the ids becomes INT8 with a scale per row; where the head is tied, ids are looked up in its columns, so
-that the matrix is stored once.
+onnxruntime's own quantiser does the matmuls: weights symmetric with a scale per output channel, which is ours
+(`columns`), activations affine per tensor. The embedding it would leave in FP32, and a head that shares the embedding's
+matrix it would compute in FP32 from dequantised values (1.9x over FP32 eager in place of 4.2x). So the head is given a
+matrix of its own first. Then the table of the ids becomes INT8 with a scale per row; where the head is tied, ids are
+looked up in its columns, so that the matrix is stored once.
 
 Legend: V vocabulary  D model width.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.compress.graph.trace import IDS
+from tilewright.compress.onnx.columns import quantize_rows, scale_overrides, with_matmuls
 
 
 def quantize_int8(model):
@@ -31,13 +32,16 @@ def quantize_int8(model):
 
     table = lookup(model.graph).input[0]
     head = untie(model, table)
+    model = with_matmuls(model)
     onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})  # or it advises to do so
     del model.graph.value_info[:]  # of the exporter; the quantiser's shape inference contradicts them
+    fp32 = routers(model.graph)
+    options = {"MatMulConstBOnly": True, "TensorQuantOverrides": scale_overrides(model.graph, fp32)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(
             model, path, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
-            nodes_to_exclude=routers(model.graph), extra_options={"MatMulConstBOnly": True},
+            nodes_to_exclude=fp32, extra_options=options,
         )  # fmt: skip
         model = onnx.load(path)
     return quantize_table(model, table, head)
@@ -93,12 +97,10 @@ def quantize_table(model, table: str, head: str | None):
     ids, out = node.input[1], node.output[0]
     rows, scales, fp32 = f"{table}.rows", f"{table}.rows_scale", f"{table}.rows_fp32"
     if head is None:
-        scale_V = np.abs(weight_VD).max(1) / np.float32(127)
-        scale_V = np.where(scale_V == 0, np.float32(1), scale_V)
-        codes_VD = np.rint(weight_VD / scale_V[:, None]).astype(np.int8)
+        found = quantize_rows(weight_VD)
         codes, scale = f"{table}.codes", f"{table}.scale"
-        graph.initializer.append(numpy_helper.from_array(codes_VD, codes))
-        graph.initializer.append(numpy_helper.from_array(scale_V, scale))
+        graph.initializer.append(numpy_helper.from_array(found.codes.numpy(), codes))
+        graph.initializer.append(numpy_helper.from_array(found.scale.numpy()[:, 0], scale))
         nodes = [helper.make_node("Gather", [codes, ids], [rows], axis=0)]
     else:
         codes, scale = f"{head}_quantized", f"{head}_scale"

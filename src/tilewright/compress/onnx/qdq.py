@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tilewright.compress.onnx.columns import scale_overrides, with_matmuls
 from tilewright.compress.onnx.int8 import lookup, routers, untie
 
 _RUNTIME_OPS = ("DynamicQuantizeLinear", "MatMulInteger", "QLinearMatMul", "ConvInteger", "QLinearConv")
@@ -41,15 +42,21 @@ def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tu
     table = lookup(model.graph)
     lookup_ids = table.input[1]
     untie(model, table.input[0])
+    model = with_matmuls(model)
     onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})
     del model.graph.value_info[:]
+    fp32 = routers(model.graph)
+    options = {
+        "ActivationSymmetric": True, "WeightSymmetric": True, "MatMulConstBOnly": True,
+        "TensorQuantOverrides": scale_overrides(model.graph, fp32),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / "fp32.onnx", Path(folder) / "qdq.onnx"
         onnx.save(model, str(source))
         quantize_static(
             source, path, Rows(), quant_format=QuantFormat.QDQ, op_types_to_quantize=["MatMul"], per_channel=True,
-            weight_type=QuantType.QInt8, activation_type=QuantType.QInt8, nodes_to_exclude=routers(model.graph),
-            extra_options={"ActivationSymmetric": True, "WeightSymmetric": True, "MatMulConstBOnly": True},
+            weight_type=QuantType.QInt8, activation_type=QuantType.QInt8, nodes_to_exclude=fp32,
+            extra_options=options,
         )  # fmt: skip
         return onnx.load(path)
 

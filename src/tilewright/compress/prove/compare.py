@@ -1,4 +1,4 @@
-"""What a consumer's answer is worth, against our FP32 model on the same rows.
+"""What a consumer's answer is worth, against our model on the same rows.
 
 Legend: N answers  V vocabulary.
 """
@@ -14,35 +14,43 @@ from tilewright.compress.prove.held_out import ReferenceAnswer
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """Of an answer from the FP32 model.
+    """Of an answer from our model.
 
     Args:
-        kl: mean over N of the Kullback-Leibler divergence from the FP32 model, in nats.
+        kl: mean over N of the Kullback-Leibler divergence from our model, in nats.
         kl_max: the largest of them.
-        log_prob_max: largest difference of one log-probability, among tokens of at least `LIKELY` in the FP32 model.
+        log_prob_max: largest difference of one log-probability, among tokens of at least `LIKELY` in our model.
         top1: share of N at which the likeliest token is the same.
-        loss: domain -> (FP32 model, consumer), nats per target.
+        clear: number of answers at which our model's likeliest token is `CLEAR` times as likely as the second.
+        top1_clear: share of these at which the likeliest token is the same; None where there are none.
+        loss: domain -> (our model, consumer), nats per target.
         answers: N.
-        token_ids: (documents with equal ids, documents), None where the artefact has no tokenizer.
     """
 
     kl: float
     kl_max: float
     log_prob_max: float
     top1: float
+    clear: int
+    top1_clear: float | None
     loss: Mapping[str, tuple[float, float]]
     answers: int
-    token_ids: tuple[int, int] | None
 
 
 LIKELY = 1e-6
+CLEAR = 2.0
+"""At near ties rounding decides, and says nothing of an artefact."""
 
 
-def compare(
-    expected: ReferenceAnswer, logits_NV: np.ndarray, token_ids: list[list[int]] | None
-) -> AnswerDifference | str:
-    """The difference, or in words why there is none: other shapes, numbers that are not finite."""
-    ours = expected.log_probs_NV
+def compare(expected: ReferenceAnswer, logits_NV: np.ndarray, ours: np.ndarray | None = None) -> AnswerDifference | str:
+    """The difference, or in words why there is none: other shapes, numbers that are not finite.
+
+    Args:
+        expected: labels and domains of the answers, and the log-probabilities of our model.
+        logits_NV: the consumer's.
+        ours: log-probabilities [N, V] to compare with in place of those.
+    """
+    ours = expected.log_probs_NV if ours is None else ours
     if logits_NV.shape != ours.shape:
         return f"answered {list(logits_NV.shape)} numbers, {list(ours.shape)} were asked for"
     # Log-probabilities of tokens that a runtime rounds to nothing are minus infinity, or the lowest number.
@@ -59,30 +67,31 @@ def compare(
         for index, name in enumerate(expected.domains)
         if (mine := expected.domain_N == index).any()
     }
-    same = None
-    if token_ids is not None:
-        same = sum(a == b for a, b in zip(token_ids, expected.token_ids, strict=True)), len(expected.token_ids)
+    same_N = ours.argmax(axis=1) == theirs.argmax(axis=1)
+    best_N2 = np.partition(ours, -2, axis=1)[:, -2:] if ours.shape[1] > 1 else np.zeros((len(ours), 2))
+    clear_N = best_N2[:, 1] - best_N2[:, 0] >= np.log(CLEAR)
     return AnswerDifference(
         kl=max(0.0, float(kl_N.mean())),  # rounding of equal distributions may be below zero
         kl_max=float(kl_N.max()),
         log_prob_max=float(np.abs(ours - theirs)[probs_NV >= LIKELY].max()),
-        top1=float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean()),
+        top1=float(same_N.mean()),
+        clear=int(clear_N.sum()),
+        top1_clear=float(same_N[clear_N].mean()) if clear_N.any() else None,
         loss=loss,
         answers=len(ours),
-        token_ids=same,
     )
 
 
 def as_json(difference: AnswerDifference) -> dict[str, Any]:
     """Plain types."""
     loss = {name: {"fp32": ours, "consumer": theirs} for name, (ours, theirs) in difference.loss.items()}
-    ids = difference.token_ids
     return {
         "kl": difference.kl,
         "kl_max": difference.kl_max,
         "log_prob_max": difference.log_prob_max,
         "top1": difference.top1,
+        "clear": difference.clear,
+        "top1_clear": difference.top1_clear,
         "loss": loss,
         "answers": difference.answers,
-        "token_ids": None if ids is None else {"equal": ids[0], "documents": ids[1]},
     }

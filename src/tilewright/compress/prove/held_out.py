@@ -1,4 +1,4 @@
-"""The question of a run's proof, and what our own model answers: held-out rows, targets by domain, texts and their ids.
+"""The question of a run's proof, and what our own model answers: held-out rows, targets by domain, texts.
 
 Rows are pieces of held-out documents, the longest first, so that a runtime needs no mask between documents.
 
@@ -6,7 +6,7 @@ Legend: S positions  N answers  V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from tilewright.compress.prove.question import Question
 from tilewright.compress.prove.session import CACHED_AT
+from tilewright.compress.prove.texts.compare_texts import ReferenceTexts
+from tilewright.compress.prove.texts.odd_texts import odd_texts
 from tilewright.compress.prove.torch_model import all_logits
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import DataError
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
@@ -38,13 +41,16 @@ class ReferenceAnswer:
     domain_N: np.ndarray
     labels_N: np.ndarray
     log_probs_NV: np.ndarray
-    token_ids: list[list[int]]
 
 
 def ask_held_out(
     recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
-) -> tuple[Question, ReferenceAnswer]:
-    """Rows, positions and texts of the held-out data, and the answers of the FP32 model."""
+) -> tuple[Question, ReferenceAnswer, ReferenceTexts]:
+    """Rows, positions and texts of the held-out data, and the answers of the model.
+
+    Raises:
+        DataError: nothing is held out, or none of it has a target.
+    """
     batches = held_out(recipe, data).batches
     num = max(_FEWEST_ANSWERS, min(_MOST_ANSWERS, _MOST_NUMBERS // vocab_size))
     rows, positions, labels, domain_of = [], [], [], []
@@ -62,22 +68,27 @@ def ask_held_out(
             left -= len(at)
             if not left:
                 break
-    texts = _texts(data, tokenizer, rows)
+    if not rows:
+        raise DataError(
+            "No held-out text to prove an export on",
+            got=f"0 targets in {sum(map(len, batches.values()))} batches of {', '.join(batches) or 'no domain'}",
+            need="a held-out document with two tokens",
+            try_="--no-proof, or a run with more data or a larger data.holdout",
+            where="data.holdout",
+        )
+    documents = _texts(data, tokenizer, rows)
     everything = np.concatenate([ids for found in batches.values() for ids, _ in _pieces(found)])
-    question = Question(rows, np.concatenate(positions), _long_row(everything, recipe), texts)
+    texts = ReferenceTexts([*documents, *odd_texts()], num_documents=len(documents))
+    question = Question(rows, np.concatenate(positions), _long_row(everything, recipe), texts.texts, texts.special)
     expected = ReferenceAnswer(
-        tuple(batches),
-        np.concatenate(domain_of),
-        np.concatenate(labels),
-        reference(model, question),
-        tokenizer.encode_batch(texts),
+        tuple(batches), np.concatenate(domain_of), np.concatenate(labels), reference(model, question)
     )
-    return question, expected
+    return question, expected, replace(texts, token_ids=tokenizer.encode_batch(texts.texts))
 
 
 @torch.inference_mode()
 def reference(model: Model, question: Question) -> np.ndarray:
-    """FP64 log-probabilities [N, V] of the FP32 model, eager."""
+    """FP64 log-probabilities [N, V] of a model in FP32, eager."""
     found = []
     for row, ids_S in enumerate(question.rows):
         at = question.positions_N2[question.positions_N2[:, 0] == row, 1]

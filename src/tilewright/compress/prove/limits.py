@@ -48,13 +48,14 @@ class ConsumerOutcome:
         answer: None where the consumer failed.
         reason: of the failure, with the consumer's last lines.
         logits_NV: log-probabilities or logits, in the order of the question's positions.
-        token_ids: of the question's texts, where the artefact holds a tokenizer.
+        token_ids: "plain" of the question's texts, "special" of some of them with begin and end; None where the
+            artefact holds no tokenizer.
     """
 
     answer: ConsumerAnswer | None
     reason: str = ""
     logits_NV: np.ndarray | None = None
-    token_ids: list[list[int]] | None = None
+    token_ids: dict[str, list[list[int]]] | None = None
 
 
 def ask(

@@ -2,10 +2,13 @@
 
 A distribution is one request: the ids so far as the prompt, one token to predict, the log-probabilities of all tokens.
 What a row has in common with the one before stays in the server's cache, so a request computes what is new.
+
+Options: `normalize`, the Unicode form in which callers give text where the artefact leaves that to them; "" for none.
 """
 
 import importlib.metadata
 import json
+import unicodedata
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,10 +61,18 @@ class LlamaCpp(ConsumerSession):
             log_probs_V[entry["id"]] = entry["logprob"]
         return log_probs_V
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+    def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
         """By the server's own tokenizer; special tokens in a text are text."""
-        asked = {"add_special": False, "parse_special": False}
-        return [self._post("/tokenize", {"content": text, **asked})["tokens"] for text in texts]
+        asked = {"add_special": special, "parse_special": False}
+        form = self.request.options.get("normalize", "")
+        given = [unicodedata.normalize(form, text) if form else text for text in texts]
+        return [self._post("/tokenize", {"content": text, **asked})["tokens"] for text in given]
+
+    def facts(self) -> Mapping[str, Any]:
+        """The length that the model was trained for, and the template that the server renders with."""
+        models = self._get("/v1/models")["data"]
+        positions = models[0]["meta"]["n_ctx_train"]
+        return {"positions": positions, "chat_template": self._get("/props").get("chat_template")}
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
         """The server's own measure of the prompt."""

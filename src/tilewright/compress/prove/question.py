@@ -1,7 +1,7 @@
 """What every consumer of a run is asked, the same for all: rows of held-out ids, and where in them to answer.
 
 It is a folder: `tokens.npy` [R, S] int64, rows padded with -1; `positions.npy` [N, 2] int64 (row, position), sorted;
-`long_row.npy` int64, for latencies; `texts.json`, held-out documents to tokenise.
+`long_row.npy` int64, for latencies; `texts.json`, texts to tokenise, and which of them with begin and end.
 
 Legend: R rows  S positions  N answers.
 """
@@ -24,13 +24,15 @@ class Question:
         rows: token ids of each row, without padding.
         positions_N2: (row, position) of each asked distribution, sorted by row, then position.
         long_row: ids to measure latency on; shorter where the model takes no 257.
-        texts: documents whose ids are asked for.
+        texts: whose ids are asked for.
+        special: indices of texts that are asked for with begin and end, too.
     """
 
     rows: Sequence[np.ndarray]
     positions_N2: np.ndarray
     long_row: np.ndarray
     texts: Sequence[str]
+    special: Sequence[int] = ()
 
     def save(self, folder: Path) -> None:
         """Write the files; `folder` exists."""
@@ -40,7 +42,8 @@ class Question:
         np.save(folder / "tokens.npy", tokens_RS)
         np.save(folder / "positions.npy", self.positions_N2)
         np.save(folder / "long_row.npy", self.long_row)
-        (folder / "texts.json").write_text(json.dumps(list(self.texts)), encoding="utf-8")
+        texts = {"texts": list(self.texts), "special": list(self.special)}
+        (folder / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> "Question":
@@ -50,5 +53,5 @@ class Question:
             rows=[row[row != PADDING] for row in tokens_RS],
             positions_N2=np.load(folder / "positions.npy", allow_pickle=False),
             long_row=np.load(folder / "long_row.npy", allow_pickle=False),
-            texts=json.loads((folder / "texts.json").read_text(encoding="utf-8")),
+            **json.loads((folder / "texts.json").read_text(encoding="utf-8")),
         )

@@ -64,6 +64,7 @@ class ConsumerAnswer:
         load_s: seconds to open the artefact.
         quantized: operators by format, as the runtime has them.
         notes: in words.
+        facts: see `ConsumerSession.facts`.
     """
 
     runtime: str
@@ -74,6 +75,7 @@ class ConsumerAnswer:
     cached_at: int = CACHED_AT
     quantized: Mapping[str, int] | None = None
     notes: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ConsumerSession:
@@ -92,9 +94,19 @@ class ConsumerSession:
         """Logits or log-probabilities [P, V] that the model puts out at positions of one row of ids."""
         raise NotImplementedError
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Ids of texts without begin and end, by the tokenizer in the artefact; None where it has none."""
+    def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
+        """Ids of texts by the tokenizer in the artefact; None where it has none.
+
+        Args:
+            texts: whose special tokens are text.
+            special: with the begin and end that the artefact's tokenizer puts around a text.
+        """
         return None
+
+    def facts(self) -> Mapping[str, Any]:
+        """What the artefact says of itself to this runtime: "positions", the most that the model knows, and
+        "chat_template"; what it cannot tell is left out."""
+        return {}
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
         """Seconds for the logits after a row of ids, nothing of it cached."""
@@ -123,7 +135,9 @@ def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
     _say("logits")
     ids = session.token_ids(question.texts)
     if ids is not None:
-        (folder / "token_ids.json").write_text(json.dumps(ids), encoding="utf-8")
+        special = session.token_ids([question.texts[i] for i in question.special], special=True)
+        both = {"plain": ids, "special": special}
+        (folder / "token_ids.json").write_text(json.dumps(both), encoding="utf-8")
     _say("token ids")
     ids_S = question.long_row[: session.max_length]
     lengths = sorted({min(length, len(ids_S)) for length in PREFILL_LENGTHS})
@@ -140,6 +154,7 @@ def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
         len(ids_S) - 1,
         session.quantized(),
         tuple(session.notes),
+        session.facts(),
     )
     write_whole(folder / "answer.json", json.dumps(asdict(answer)))
     _say("answered")

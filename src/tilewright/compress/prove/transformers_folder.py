@@ -5,7 +5,8 @@ Options: `task`, causal_lm or masked_lm.
 
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,15 @@ class TransformersFolder(ConsumerSession):
         """In one pass over the row."""
         return self._run(ids_S).logits[0, torch.from_numpy(positions_P)].float().numpy()
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+    def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
         """By AutoTokenizer; special tokens in a text are text."""
-        return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return self.tokenizer(list(texts), add_special_tokens=special, split_special_tokens=True)["input_ids"]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Positions by config.json, and what `apply_chat_template` would render with."""
+        positions = getattr(self.net.config, "max_position_embeddings", None)
+        known = {"positions": positions} if positions is not None else {}
+        return {**known, "chat_template": self.tokenizer.chat_template}
 
     @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:

@@ -10,20 +10,19 @@ See: Lin et al., "AWQ", 2024. Only norms are scaled here, not values before outp
 Legend: N out features  K in features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.compress.quantize.gptq import output_error
-from tilewright.formats.integer import IntSpec, quantize_integer
-from tilewright.formats.scaling import Tile
+from tilewright.formats.integer import IntegerTensor
 
 ALPHAS = tuple(step / 10 for step in range(11))
 
 
 def best_scale(
-    weights: list[Tensor], mean_K: Tensor, hessian_KK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool = True
+    weights: list[Tensor], mean_K: Tensor, hessian_KK: Tensor, round_weight: Callable[[Tensor], IntegerTensor]
 ) -> Tensor:
     """The scale [K] in FP32 of the input channels that these weights share, ones where none is better.
 
@@ -31,6 +30,7 @@ def best_scale(
         weights: [N, K] each, that read the same input.
         mean_K: mean magnitude of each input channel.
         hessian_KK: X^T X of the input.
+        round_weight: how the scaled weights will be rounded.
     """
     found, least = torch.ones_like(mean_K, dtype=torch.float32), torch.inf
     for alpha in ALPHAS:
@@ -38,7 +38,7 @@ def best_scale(
         scale = scale / (scale.max() * scale.min()).sqrt()
         error = 0.0
         for weight in weights:
-            rounded = quantize_integer(weight.detach() * scale, spec, tile, symmetric=symmetric).dequantize() / scale
+            rounded = round_weight(weight.detach() * scale).dequantize() / scale
             error += output_error(weight.detach(), rounded, hessian_KK)
         if error < least:
             found, least = scale, error

@@ -11,13 +11,12 @@ Legend: N out features  K in features  G groups of a row.
 import torch
 from torch import Tensor
 
-from tilewright.formats.integer import IntegerTensor, IntSpec, half_scale, scale_of_range, tile_range
+from tilewright.compress.quantize.least_error import least_error_scale
+from tilewright.formats.integer import IntegerTensor, IntSpec, scale_of_range, tile_range
 from tilewright.formats.scaling import Tile
 
 DAMPING = 0.01
 """Share of the mean diagonal that is added to it, as in the paper."""
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of the scale that clips nothing: a few clipped weights may cost less than coarse steps for all."""
 _BLOCK = 128
 
 
@@ -29,6 +28,7 @@ def gptq(
     *,
     symmetric: bool = True,
     half_scales: bool = False,
+    negative_scales: bool = False,
     damping: float = DAMPING,
 ) -> IntegerTensor:
     """Codes and scales of a weight.
@@ -39,8 +39,9 @@ def gptq(
         spec: the format.
         tile: `Tile(1, group)`, or `Tile(1, 0)` for one scale per row.
         symmetric: no zero points.
-        half_scales: scales are numbers of FP16, the one of `SHRINKS` of the range's with the smallest squared error of
-            a group's weights; without zero points only.
+        half_scales: scales are numbers of FP16 with the least squared error of a group's weights, see `least_error`;
+            without zero points only.
+        negative_scales: with `half_scales`, they may be negative.
         damping: see `DAMPING`.
 
     Example: inputs that are always equal, so only the sum counts. The second weight takes up what the first lost.
@@ -63,9 +64,11 @@ def gptq(
                 ahead = weight[:, k : k + group].clone()
                 if k + group > end and k > start:
                     ahead[:, end - k :] -= errors[:, : k - start] @ upper[start:k, end : k + group]
-                low, high = tile_range(ahead.float(), Tile(1, 0))
-                scale, point = scale_of_range(low, high, spec, symmetric=symmetric)
-                scale = _best_half_scale(ahead.float(), scale, spec) if half_scales else scale
+                if half_scales:
+                    scale = least_error_scale(ahead.float(), spec, Tile(1, 0), half=True, negative=negative_scales)
+                    point = None
+                else:
+                    scale, point = scale_of_range(*tile_range(ahead.float(), Tile(1, 0)), spec, symmetric=symmetric)
                 scales.append(scale)
                 points.append(torch.zeros_like(scale, dtype=torch.int8) if point is None else point)
                 scale_N, point_N = scale[:, 0].double(), points[-1][:, 0].double()
@@ -78,17 +81,6 @@ def gptq(
     grid = tile.grid((num_out, num_in))
     scale = torch.cat(scales, dim=1) if scales else torch.zeros(grid)
     return IntegerTensor(codes, scale, None if symmetric or not points else torch.cat(points, dim=1), tile, spec)
-
-
-def _best_half_scale(group_NG: Tensor, scale_N1: Tensor, spec: IntSpec) -> Tensor:
-    best_N1, least_N1 = half_scale(scale_N1), torch.full_like(scale_N1, torch.inf)
-    for share in SHRINKS:
-        tried_N1 = half_scale(scale_N1 * share)
-        rounded_NG = (group_NG / tried_N1).round().clamp(spec.lowest, spec.highest) * tried_N1
-        error_N1 = (rounded_NG - group_NG).square().sum(1, keepdim=True)
-        best_N1 = torch.where(error_N1 < least_N1, tried_N1, best_N1)
-        least_N1 = torch.minimum(least_N1, error_N1)
-    return best_N1
 
 
 def output_error(weight_NK: Tensor, rounded_NK: Tensor, hessian_KK: Tensor) -> float:

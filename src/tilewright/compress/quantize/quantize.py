@@ -19,16 +19,10 @@ from torch import Tensor, nn
 from tilewright.compress.quantize.awq import best_scale, fold
 from tilewright.compress.quantize.calibrate import Batch, InputStats, observe, run_in_turn
 from tilewright.compress.quantize.gptq import gptq
+from tilewright.compress.quantize.least_error import round_to_least_error
 from tilewright.compress.quantize.spec import QuantSpec, int_format
 from tilewright.core.errors import ConfigError, NumericsError, Problem
-from tilewright.formats.integer import (
-    IntegerTensor,
-    IntSpec,
-    encode_integer,
-    half_scale,
-    quantize_integer,
-    scale_of_range,
-)
+from tilewright.formats.integer import IntegerTensor, IntSpec, quantize_integer, scale_of_range
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.scaling import Tile
 from tilewright.models.base.output_layers import find_heads
@@ -144,18 +138,22 @@ def _stage(
     for name, layer in layers.items():
         method = spec.method if spec.method != "awq" or name in scaled else "rtn"
         if method == "gptq" and stats[name].num_tokens:
-            kinds = {"symmetric": spec.symmetric, "half_scales": spec.half_scales}
-            found = gptq(layer.weight, stats[name].hessian_KK, spec.format, spec.tile, **kinds)
+            kinds = {"half_scales": spec.half_scales, "negative_scales": spec.negative_scales}
+            hessian_KK = stats[name].hessian_KK
+            found = gptq(layer.weight, hessian_KK, spec.format, spec.tile, symmetric=spec.symmetric, **kinds)
         else:
             method = "rtn" if method == "gptq" else method
-            found = quantize_integer(layer.weight, spec.format, spec.tile, symmetric=spec.symmetric)
-            if spec.half_scales:
-                scale = half_scale(found.scale)
-                codes = encode_integer(layer.weight, scale, None, spec.tile, spec.format)
-                found = IntegerTensor(codes, scale, None, spec.tile, spec.format)
+            found = round_weight(layer.weight, spec)
         if spec.activations == "static":
             result.activations[name] = _static_scale(stats[name])
         _keep(result, f"{name}.weight", layer.weight, found, method)
+
+
+def round_weight(weight_NK: Tensor, spec: QuantSpec) -> IntegerTensor:
+    """A linear layer's weight by the spec's rule: by its range, or with scales of least error."""
+    if spec.half_scales:
+        return round_to_least_error(weight_NK, spec.format, spec.tile, half=True, negative=spec.negative_scales)
+    return quantize_integer(weight_NK, spec.format, spec.tile, symmetric=spec.symmetric)
 
 
 def _scale_channels(
@@ -173,7 +171,7 @@ def _scale_channels(
             result.notes.append(f"{', '.join(names)}: not scaled, the norm before is read by something else too")
             continue
         weights = [layer.weight for layer in read]
-        scale = best_scale(weights, first.mean_K, first.hessian_KK, spec.format, spec.tile, symmetric=spec.symmetric)
+        scale = best_scale(weights, first.mean_K, first.hessian_KK, lambda weight: round_weight(weight, spec))
         fold(norm, read, scale)
         scaled |= set(names)
     return scaled

@@ -26,7 +26,9 @@ class QuantSpec:
             layer, from the calibration batches).
         embedding_bits, head_bits: 0 leaves them as they are; 8 has a scale per row; 4 as `group`. Always rounded to
             nearest. Where both are one tied parameter they must be equal.
-        half_scales: scales of linear layers' weights are numbers of FP16, for formats that store them so.
+        half_scales: scales of linear layers' weights are numbers of FP16, for formats that store them so, and are
+            searched for the least squared error of each group (see `least_error`); symmetric only.
+        negative_scales: with `half_scales`, scales may be negative, for formats that take them.
 
     Raises:
         ConfigError: numbers that make no format.
@@ -44,6 +46,7 @@ class QuantSpec:
     embedding_bits: int = 8
     head_bits: int = 8
     half_scales: bool = False
+    negative_scales: bool = False
 
     def __post_init__(self) -> None:
         checks = {
@@ -53,6 +56,8 @@ class QuantSpec:
             "activations": (self.activations in ("none", "dynamic", "static"), "none, dynamic or static"),
             "embedding_bits": (self.embedding_bits in (0, 4, 8), "0, 4 or 8"),
             "head_bits": (self.head_bits in (0, 4, 8), "0, 4 or 8"),
+            "half_scales": (self.symmetric or not self.half_scales, "symmetric = True beside it"),
+            "negative_scales": (self.half_scales or not self.negative_scales, "half_scales = True beside it"),
         }
         for name, (right, need) in checks.items():
             if not right:

@@ -1,7 +1,10 @@
 """What the compute names of integers in precision rules mean: the grid of the weight, and whether inputs are rounded.
 
-The grids are those of the exports: INT8 with a scale per output channel is what ONNX holds; INT4 has groups of 32 with
-scales that FP16 holds, so that a block of llama.cpp's Q4_0 and a group of XNNPACK's 8da4w take the codes as they are.
+The grids are those of the exports. INT8 has a scale per output channel that leaves room for sums of two products
+(`formats.integer.pair_scale`), as the ONNX files have it. INT4 has groups of 32 with scales that FP16 holds, so that a
+block of llama.cpp's Q4_0 and a group of XNNPACK's 8da4w take the codes as they are. Its scale is that of the group's
+range: smallest and largest value are the same however a compiler orders sums, so the codes of an export are those of
+training; a scale by least error, as after training, would not be.
 
 Legend: M rows  K columns.
 """
@@ -18,6 +21,7 @@ from tilewright.formats.integer import (
     IntSpec,
     encode_integer,
     half_scale,
+    pair_scale,
     scale_of_range,
     tile_range,
 )
@@ -34,7 +38,7 @@ class IntegerCompute:
     Args:
         name: in rules.
         spec: of the weight's codes.
-        group: elements of a row with one scale; 0: the whole row.
+        group: elements of a row with one scale; 0: the whole row, with the scale of `pair_scale`.
         rounds_inputs: inputs are rounded to INT8 with a scale per token.
 
     Example: the values that a layer multiplies by are those of the codes that an export writes.
@@ -56,8 +60,10 @@ class IntegerCompute:
 
     def scale(self, weight_MK: Tensor) -> Tensor:
         """The weight's scales, FP32, from its present values."""
+        if not self.group:
+            return pair_scale(weight_MK.detach())
         scale, _ = scale_of_range(*tile_range(weight_MK.detach(), self.tile), self.spec)
-        return half_scale(scale) if self.group else scale
+        return half_scale(scale)
 
     def weight(self, weight_MK: Tensor) -> Tensor:
         """The rounded weight, in FP32; the gradient passes straight through."""

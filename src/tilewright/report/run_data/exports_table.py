@@ -19,6 +19,8 @@ COLUMNS = (
     "Bytes",
     "Of FP32",
     "KL",
+    "Of stored",
+    "Clear top 1",
     "Worst domain",
     "Same ids",
     "Prefill 32",
@@ -88,6 +90,7 @@ def _on(machine: object) -> str:
     machine = machine if isinstance(machine, dict) else {}
     threads, clock = number(machine.get("threads")), number(machine.get("clock_mhz"))
     parts = [str(machine.get("cpu") or "a CPU that is not recorded")]
+    parts += [kind] if isinstance(kind := machine.get("cpu_class"), str) and kind else []
     parts += [f"at {clock:.0f} MHz"] if clock else []
     parts += [f"{threads:.0f} {'thread' if threads == 1 else 'threads'}"] if threads else []
     parts += [date] if isinstance(date := machine.get("date"), str) and date else []
@@ -110,8 +113,10 @@ def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
         format_bytes(size) if size else "",
         f"{size / fp32_bytes:.3f}x" if size and fp32_bytes else "",
         f"{kl:.1e}" if kl is not None else "",
+        _stored(row.get("stored")),
+        f"{100 * top1:.1f} %" if (top1 := number(row.get("top1_clear"))) is not None else "",
         _worst(row.get("loss")),
-        _ids(row.get("token_ids")),
+        _ids(row.get("token_ids"), row.get("odd_texts")),
         _milliseconds(times[0][1] if times else None),
         _milliseconds(times[-1][1] if len(times) > 1 else None),
         _milliseconds(number(row.get("cached_token_s"))),
@@ -132,10 +137,20 @@ def _worst(loss: object) -> str:
     return f"{100 * change:+.2f} % {name}"
 
 
-def _ids(ids: object) -> str:
-    if not isinstance(ids, dict):
-        return ""
-    return f"{ids.get('equal')} of {ids.get('documents')}"
+def _stored(stored: object) -> str:
+    kl = number(stored.get("kl")) if isinstance(stored, dict) else None
+    return f"{kl:.1e}" if kl is not None else ""
+
+
+def _ids(ids: object, odd: object) -> str:
+    """Documents and odd texts together; records of before have documents alone."""
+    found = [
+        (part.get("equal"), part.get(name))
+        for part, name in ((ids, "documents"), (odd, "texts"))
+        if isinstance(part, dict)
+    ]
+    counts = [pair for pair in found if all(isinstance(count, int) for count in pair)]
+    return f"{sum(equal for equal, _ in counts)} of {sum(total for _, total in counts)}" if counts else ""
 
 
 def _milliseconds(seconds: float | None) -> str:

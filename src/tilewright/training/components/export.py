@@ -27,6 +27,7 @@ from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.writing import Live
+from tilewright.training.components.tokenizer_files import write_tokenizer
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""
@@ -94,23 +95,34 @@ def _write(
     return text
 
 
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files of a run folder that its model's folder needs, too."""
 _GENERATION = "generation_config.json"
 
 
-def copy_beside(recipe: Recipe, run: Path, target: Path) -> None:
+def write_beside(recipe: Recipe, run: Path, model: Model, tokenizer: Tokenizer, target: Path) -> None:
     """Tokenizer and chat template of a run into its model's folder, and how the loaded model wants to generate.
 
     Raises:
         OSError: a file cannot be written.
+        DataError: files beside the loaded weights that cannot be read.
     """
     base = Path(local_folder(recipe.model.path)) if recipe.model.weights == "load" else None
     if base is not None and (base / _GENERATION).is_file() and not (target / _GENERATION).exists():
         shutil.copyfile(base / _GENERATION, target / _GENERATION)
-    for name in BESIDE:
-        if (run / name).is_file():
-            shutil.copyfile(run / name, target / name)
+    write_tokenizer(recipe, run, tokenizer, max_positions(recipe, model), target)
+
+
+def max_positions(recipe: Recipe, model: Model) -> int:
+    """Most tokens of one text that a run's model is for: what config.json of its folder says."""
+    if isinstance(model, HFModel):
+        found = getattr(model.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else recipe.data.seq_len
+    return max(recipe.data.seq_len, _loaded_positions(recipe))
+
+
+def _loaded_positions(recipe: Recipe) -> int:
+    if recipe.model.weights != "load":
+        return 0
+    return read_json(local_folder(recipe.model.path)).get("max_position_embeddings") or 0
 
 
 def config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -118,9 +130,7 @@ def config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if recipe.model.kind != "decoder" or tokenizer is None:
         return {}
     keys = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    length = recipe.data.seq_len
     if recipe.model.weights == "load":
         before = read_json(local_folder(recipe.model.path))
         keys |= {key: before[key] for key in keys if key in before}
-        length = max(length, before.get("max_position_embeddings") or 0)
-    return keys | {"max_position_embeddings": length}
+    return keys | {"max_position_embeddings": max(recipe.data.seq_len, _loaded_positions(recipe))}

@@ -40,13 +40,13 @@ def merge(run: Path, out: Path, format_: str) -> None:
 
     from tilewright.cli.load_run import reopen
     from tilewright.precision.lora.lora import merge_lora
-    from tilewright.training.components.export import config_keys, copy_beside
+    from tilewright.training.components.export import config_keys, write_beside
 
     opened = reopen(run, "cpu", rounded=False)
     merged = merge_lora(opened.model)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[format_]
     opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer))
-    copy_beside(opened.recipe, run, out)
+    write_beside(opened.recipe, run, opened.model, opened.tokenizer, out)
     size = sum(file.stat().st_size for file in out.iterdir())
     what = f"{len(merged)} layers merged" if merged else "a run without adapters"
     say(f"wrote {out}: {what}, {format_bytes(size)} in {format_.upper()}, from {opened.checkpoint.name}")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     "--without-tokenizer", is_flag=True, help="Write GGUF without a tokenizer where llama.cpp knows none equal."
 )
 @click.option(
+    "--normalized-text", is_flag=True, help="Write GGUF of a tokenizer with NFC: callers normalise, llama.cpp does not."
+)
+@click.option(
     "--method",
     type=click.Choice(["auto", "rtn", "gptq", "awq"]),
     default="auto",
@@ -37,6 +40,7 @@ def export(
     out: Path | None,
     no_proof: bool,
     without_tokenizer: bool,
+    normalized_text: bool,
     method: "Method",
     threads: int | None,
     time_limit: float,
@@ -45,21 +49,23 @@ def export(
     """Export a run for other runtimes, and run each artefact in its own.
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`. Its newest checkpoint is exported. Each
-    runtime works in a process of its own and is compared with the FP32 model on held-out text: exports.json in the run
-    folder keeps the table, and `report` shows it.
+    runtime works in a process of its own and is compared with the model on held-out text: exports.json in the run
+    folder keeps the table, and `report` shows it. An artefact beyond the limits of its format has failed, and the exit
+    code is 4.
     """
     from tilewright.compress.export.targets import default_targets, find_targets
 
     targets = find_targets(to) if to else None  # a typing error before the model is loaded
     from tilewright.cli.load_run import open_to_export
-    from tilewright.compress.export_run import export_run
+    from tilewright.compress.export_run import check_proofs, export_run
     from tilewright.compress.prove.limits import ConsumerLimits
     from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
 
-    source = open_to_export(run, without_tokenizer, method)
+    source = open_to_export(run, without_tokenizer, method, normalized_text)
+    asked = targets if targets is not None else default_targets(source)
     record = export_run(
         source,
-        targets if targets is not None else default_targets(source),
+        asked,
         out or run / "exports",
         prove=not no_proof,
         threads=threads,
@@ -68,11 +74,12 @@ def export(
     )
     if as_json:
         print_json(record)
-        return
-    click.echo(conditions(record))
-    show_table(COLUMNS, table_rows(record))
-    for name, text in remarks(record, run):
-        echo(f"{name}: {text}")
+    else:
+        click.echo(conditions(record))
+        show_table(COLUMNS, table_rows(record))
+        for name, text in remarks(record, run):
+            echo(f"{name}: {text}")
+    check_proofs(record, asked)
 
 
 def _say_row(row: dict[str, Any]) -> None:

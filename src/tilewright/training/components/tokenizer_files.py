@@ -1,0 +1,165 @@
+"""The tokenizer that leaves a run with its model: ids as in training, begin and end of a text, template, length.
+
+A run keeps the tokenizer that made its ids, and the roles of its tokens. An artefact needs more, and all artefacts of a
+run
+the same: which tokens a runtime puts around a text, the chat template, and how long a text may be. Weights that were
+loaded bring these along from their folder; a model that was trained here begins each text as its documents began.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import DataError
+from tilewright.data.chat.load import folder_templates
+from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER
+from tilewright.models.folder.resolve import local_folder
+
+TEMPLATE = "chat_template.jinja"
+_DEFAULT = "default"
+_OF_ITS_OWN = ("tokenizer_class", "auto_map", "chat_template", "added_tokens_decoder", "tokenizer_file", "name_or_path")
+"""Keys of a loaded model's tokenizer_config.json that are not taken over: code, and what other files hold."""
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What an artefact does with a text beside splitting it.
+
+    Args:
+        begin, end: ids that are put around a text.
+        template: of conversations; None where the model has none.
+        config: keys of tokenizer_config.json that the loaded weights brought.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    template: str | None
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, run: Path, tokenizer: Tokenizer) -> "TextRules":
+        """The rules of a run's model.
+
+        Args:
+            recipe: of the run.
+            run: its folder.
+            tokenizer: of the run.
+
+        Raises:
+            DataError: files beside the loaded weights that cannot be read.
+        """
+        config = _config_of(recipe)
+        if recipe.model.weights == "random":
+            begin: tuple[int, ...] = (tokenizer.bos_id,)
+            end = (tokenizer.eos_id,) if recipe.model.task == "masked_lm" else ()
+        else:
+            begin, end = surround(tokenizer, config)
+        return cls(begin, end, _template(recipe, run), config)
+
+
+def surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that a tokenizer puts before and after a text.
+
+    Args:
+        tokenizer: of a model.
+        config: its tokenizer_config.json, where `add_bos_token` and `add_eos_token` decide before tokenizer.json does.
+
+    Example:
+        >>> from tilewright.data.common.tokenizer import train_tokenizer
+        >>> tokenizer = train_tokenizer(["low lower lowest " * 20], 300)
+        >>> surround(tokenizer, {}), surround(tokenizer, {"add_bos_token": True})
+        (((), ()), ((0,), ()))
+    """
+    given = {name: config[name] for name in ("add_bos_token", "add_eos_token") if isinstance(config.get(name), bool)}
+    if given:  # transformers 5 makes its post-processor of these two alone where one is there
+        begin = (tokenizer.bos_id,) if given.get("add_bos_token") else ()
+        return begin, (tokenizer.eos_id,) if given.get("add_eos_token") else ()
+    return _around(tokenizer.backend)
+
+
+def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plain = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    at = starts[0] if starts else 0
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+
+
+def write_tokenizer(recipe: Recipe, run: Path, tokenizer: Tokenizer, positions: int | None, target: Path) -> None:
+    """The tokenizer's files into a model's folder.
+
+    Args:
+        recipe: of the run.
+        run: its folder, with the tokenizer and maybe a chat template.
+        tokenizer: of the run.
+        positions: most tokens that the model knows; None where nothing says so.
+        target: the model's folder.
+
+    Raises:
+        OSError: a file cannot be written.
+        DataError: files beside the loaded weights that cannot be read.
+    """
+    rules = TextRules.of(recipe, run, tokenizer)
+    backend = tokenizers.Tokenizer.from_file(str(run / TOKENIZER))
+    if _around(backend) != (rules.begin, rules.end):
+        backend.post_processor = _processor(backend, rules)
+        (target / TOKENIZER).write_text(backend.to_str(pretty=True), encoding="utf-8")
+    else:
+        shutil.copyfile(run / TOKENIZER, target / TOKENIZER)
+    own = json.loads((run / CONFIG).read_bytes()) if (run / CONFIG).is_file() else {}
+    config = {name: value for name, value in rules.config.items() if name not in _OF_ITS_OWN} | own
+    if recipe.model.weights == "random" and recipe.model.task == "causal_lm":
+        config["add_bos_token"] = True  # converters of other projects look here
+    if positions is not None:
+        config.setdefault("model_max_length", positions)
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if rules.template is not None:
+        (target / TEMPLATE).write_text(rules.template, encoding="utf-8")
+
+
+def _processor(backend: tokenizers.Tokenizer, rules: TextRules) -> Any:
+    before = [str(backend.id_to_token(i)) for i in rules.begin]
+    after = [str(backend.id_to_token(i)) for i in rules.end]
+    ids = [(token, int(backend.token_to_id(token))) for token in dict.fromkeys([*before, *after])]
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
+        special_tokens=ids,
+    )
+
+
+def _template(recipe: Recipe, run: Path) -> str | None:
+    if (run / TEMPLATE).is_file():
+        return (run / TEMPLATE).read_text(encoding="utf-8")
+    if recipe.model.weights != "load":
+        return None
+    return folder_templates(Path(local_folder(recipe.model.path))).get(_DEFAULT)
+
+
+def _config_of(recipe: Recipe) -> dict[str, Any]:
+    """tokenizer_config.json beside the tokenizer that loaded weights, or a recipe, brought; empty where there is
+    none."""
+    path = recipe.data.tokenizer or (local_folder(recipe.model.path) if recipe.model.weights == "load" else "")
+    folder = Path(path).expanduser()
+    file = (folder if folder.is_dir() else folder.parent) / CONFIG
+    if not path or not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            "Unreadable tokenizer_config.json of the loaded weights",
+            where=str(file),
+            got=str(error).splitlines()[0][:200],
+            need="a JSON object",
+            try_="copy the file again, or delete it",
+        ) from error
+    return found if isinstance(found, dict) else {}
