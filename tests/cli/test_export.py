@@ -70,14 +70,15 @@ def test_llama_cpp_on_the_held_out_text_of_a_run(finished, tmp_path):
     target = next(target for target in TARGETS if target.name == "gguf-f16")
     written = target.write(given, tmp_path / "model.gguf")
     (tmp_path / "proof").mkdir()
-    proof = Proof(tmp_path / "proof", *asked, 1, ConsumerLimits.of_this_machine(60))
+    proof = Proof(tmp_path / "proof", *asked[:2], 1, ConsumerLimits.of_this_machine(60), asked[2])
     found = proof.of(target.consumer.module, tmp_path / "model.gguf", written.options)
     assert found["state"] == "ran", found["reason"]
     assert found["kl"] < 1e-5
+    assert found["odd_texts"]["equal"] == found["odd_texts"]["texts"] > 200
     assert found["answers"] > 50
     assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
     # The same rows by the run's own evaluation: of each domain the mean over the asked targets.
-    question, expected = asked
+    question, expected, _ = asked
     for index, name in enumerate(expected.domains):
         with torch.no_grad():
             losses = [

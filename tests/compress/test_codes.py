@@ -11,7 +11,7 @@ import torch
 from tests.compress.models import decoder, our_tokenizer, source
 from tilewright.compress.export import executorch
 from tilewright.compress.export import onnx as onnx_targets
-from tilewright.compress.export.codes import Coded, four_bit_codes, through, trained_codes
+from tilewright.compress.export.codes import four_bit_codes, through, trained_codes
 from tilewright.compress.export.gguf import Q4_0
 from tilewright.compress.gguf.tensors import to_neighbours
 from tilewright.compress.graph.quantized import quantize_8da4w
@@ -117,7 +117,8 @@ def test_gptq_codes_lie_on_the_grid_and_lose_less(tmp_path):
     rows = _Rows()
     found = four_bit_codes(run.model, recipe, lambda: rows, "gptq")
     assert "by GPTQ" in found.how
-    assert len(found.codes) == 14
+    assert len(found.codes) == 15  # the tied embedding is rounded
+    assert "1 matrices rounded with scales of least error" in found.how
     for name, weight in found.codes.items():
         assert torch.equal(weight.scale, weight.scale.half().float()), name
     batch = rows.batch
@@ -154,7 +155,31 @@ class _Rows:
         return []
 
 
-def test_a_run_without_rules_leaves_rounding_to_the_converter(tmp_path):
+@pytest.mark.parametrize("negative", [False, True])
+def test_a_run_without_rules_is_rounded_with_scales_of_least_error(tmp_path, negative):
     run = source(decoder(), our_tokenizer(), tmp_path / "run")
-    assert run.four_bits == Coded(run.model)
-    assert Q4_0.write(run, tmp_path / "a.gguf").notes == []
+    coded = run.four_bits_signed if negative else run.four_bits
+    assert not coded.trained
+    assert set(coded.codes) == {name for name, p in run.model.named_parameters() if p.ndim > 1}
+    for name, found in coded.codes.items():
+        weight = run.model.get_parameter(name).detach()
+        plain = quantize_integer(weight, INT4, Tile(1, 32)).dequantize()
+        blocks = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
+        theirs = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0))
+        error = [(values - weight).square().sum().item() for values in (found.dequantize(), plain, theirs)]
+        assert error[0] < 0.93 * error[1], name
+        assert error[0] < (0.92 if negative else 1.03) * error[2], name
+        assert bool((found.scale < 0).any()) == negative
+
+
+def test_blocks_of_q4_0_hold_the_codes_of_least_error(tmp_path):
+    """Negative scales and all: what the file gives back is what was found."""
+    run = source(decoder(), our_tokenizer(), tmp_path / "run")
+    written = Q4_0.write(run, tmp_path / "a.gguf")
+    assert written.notes == ["15 matrices rounded with scales of least error"]
+    assert not written.trained
+    found = next(t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors if t.name == "blk.1.ffn_down.weight")
+    values = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(values, run.four_bits_signed.codes[name].dequantize())
+    assert torch.equal(values, written.stored().get_parameter(name))

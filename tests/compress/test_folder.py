@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.compress.models import decoder, drawn, family_tokenizer, hf, our_tokenizer, proof, source
+from tests.compress.models import decoder, drawn, family_tokenizer, hf, our_tokenizer, proof, rules_of, source
 from tilewright.compress.export.folder import FP8, HF
 from tilewright.compress.export.targets import why_not
+from tilewright.compress.prove.tolerance import TOLERANCES
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.models.build import build_model
 
@@ -34,7 +35,10 @@ def test_transformers_gives_what_our_model_gives(make, task, tmp_path):
     model = make()
     tokenizer = our_tokenizer() if task == "causal_lm" else family_tokenizer(tmp_path / "tokenizer")
     written = write(HF, model, tokenizer, tmp_path, task)
-    row = proof(tmp_path / "proof", model, tokenizer).of(HF.consumer.module, tmp_path / "folder", written.options)
+    given = source(model, tokenizer, tmp_path / "run", task=task)
+    asked = proof(tmp_path / "proof", model, tokenizer, **rules_of(given))
+    limit = TOLERANCES[HF.name]
+    row = asked.of(HF.consumer.module, tmp_path / "folder", written.options, tolerance=limit)
     assert row["state"] == "ran", row["reason"]
     assert row["kl"] < BF16_KL, row
     assert row["token_ids"]["equal"] == row["token_ids"]["documents"] > 0

@@ -24,7 +24,7 @@ def _importable(monkeypatch):
 
 def proof(folder, seconds=30.0, memory=400 * MIB):
     question = Question([np.array([1, 2, 3])], np.array([[0, 0], [0, 1], [0, 2]]), np.arange(40), ["text"])
-    expected = ReferenceAnswer(("only",), np.zeros(3, np.int64), np.zeros(3, np.int64), UNIFORM, [[1]])
+    expected = ReferenceAnswer(("only",), np.zeros(3, np.int64), np.zeros(3, np.int64), UNIFORM)
     return Proof(folder, question, expected, 1, ConsumerLimits(seconds, memory))
 
 

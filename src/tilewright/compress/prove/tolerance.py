@@ -5,7 +5,8 @@ Two distances, each a mean divergence (KL) in nats per target. `kl` is from the 
 activations and of 16-bit sums, and damage of every kind. It is smaller, so it finds what the rounding of four bits
 would
 cover: a tensor of zeros, rows in another order, another rotary base. `top1` is the share of clear targets, at which the
-model's likeliest token has twice the second's probability, that have the same likeliest token.
+model's likeliest token has twice the second's probability, that have the same likeliest token; it is judged where there
+are `FEWEST_CLEAR` of them, which a model that has learned little has not.
 
 Measured means: on recipe `default` after 2,000 steps, benchmarks/results/export_default_avx512.json.
 """
@@ -26,6 +27,7 @@ class Tolerance:
     stored: float | None = None
 
 
+FEWEST_CLEAR = 20
 TOLERANCES: Mapping[str, Tolerance] = {
     "hf": Tolerance(5e-3, 0.97, "sums in BF16; measured 1.6e-4"),
     "fp8": Tolerance(2e-2, 0.95, "E4M3 has 4 digits; measured 2.0e-3"),
@@ -46,11 +48,11 @@ def beyond(tolerance: Tolerance, row: Mapping[str, object]) -> str:
 
     Args:
         tolerance: of the target.
-        row: with `kl`, `top1_clear`, `stored` and the counts of equal ids, as `compare.as_json` has them.
+        row: with `kl`, `clear`, `top1_clear` and `stored`, as `Proof.of` makes it.
 
     Example:
         >>> tolerance = Tolerance(1e-2, 0.97, "an example")
-        >>> beyond(tolerance, {"kl": 7.03, "top1_clear": 0.014})
+        >>> beyond(tolerance, {"kl": 7.03, "clear": 400, "top1_clear": 0.014})
         'KL 7 from the model, at most 0.01; 1.4 % of clear targets have the same likeliest token, at least 97 %'
         >>> beyond(tolerance, {"kl": 1e-3, "top1_clear": None})
         ''
@@ -62,7 +64,8 @@ def beyond(tolerance: Tolerance, row: Mapping[str, object]) -> str:
     away = stored.get("kl") if isinstance(stored, Mapping) else None
     if isinstance(away, float) and tolerance.stored is not None and not away <= tolerance.stored:
         found.append(f"KL {away:.2g} from the values that are stored, at most {tolerance.stored:g}")
-    if isinstance(top1, float) and top1 < tolerance.top1:
+    clear = row.get("clear")
+    if isinstance(clear, int) and clear >= FEWEST_CLEAR and isinstance(top1, float) and top1 < tolerance.top1:
         share = f"{100 * top1:.3g} % of clear targets have the same likeliest token"
         found.append(f"{share}, at least {100 * tolerance.top1:.3g} %")
     return "; ".join(found)
