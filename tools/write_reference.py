@@ -21,6 +21,8 @@ from tilewright.core.units import format_count
 from tilewright.data.build.config import DataBuild
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_parameters
+from tilewright.compress.prove.compare import CLEAR
+from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES
 from tilewright.report.verdict.judge import MOOT, RULES
 from tilewright.report.verdict.rule import MIN_RECORDS
 
@@ -210,6 +212,37 @@ def verdict() -> str:
     return "\n".join(lines) + "\n"
 
 
+def export_limits() -> str:
+    """How far each artefact of an export may be from its model."""
+    lines = [
+        "# Limits of exports",
+        "",
+        "`tilewright export` runs each artefact in its runtime and judges the answer by this table. Beyond a limit the",
+        "artefact has failed: so say its state, its badge in the report, and the exit code, 4. All token ids must be equal,",
+        "of held-out documents and of 256 odd texts, and so must begin and end of a text, the model's length and the chat",
+        "template, where a runtime can tell them.",
+        "",
+        "- **KL**: mean divergence of the next token's distribution from that of the model, in nats. A run that was trained",
+        "  in integers is taken as it was trained, where the artefact holds its codes.",
+        "- **KL, stored**: the same from the model with the values that the artefact stores. What is left is the runtime's",
+        "  own rounding of activations, so damage shows that four bits would cover.",
+        f"- **clear top 1**: of targets at which the model's likeliest token is {CLEAR:g} times as likely as the second, the",
+        f"  share with the same likeliest token; judged from {FEWEST_CLEAR} such targets on.",
+        "",
+        "| target | KL at most | KL, stored, at most | clear top 1 at least | source |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for name, limit in TOLERANCES.items():
+        stored = f"{limit.stored:g}" if limit.stored is not None else "-"
+        lines.append(f"| `{name}` | {limit.kl:g} | {stored} | {100 * limit.top1:g} % | {limit.source} |")
+    lines += [
+        "",
+        "Measured means are of recipe `default` after 2,000 steps, as in",
+        "[export_default_avx512.json](../../benchmarks/results/export_default_avx512.json).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 PAGES = {
     "configuration.md": configuration,
     "data-build.md": data_build,
@@ -218,6 +251,7 @@ PAGES = {
     "recipes.md": recipes,
     "python.md": python,
     "verdict.md": verdict,
+    "export-limits.md": export_limits,
 }
 
 
