@@ -80,7 +80,8 @@ SURFACE = {
     ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
-        *("--help", "--json", "--method", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to"),
+        *("--help", "--json", "--method", "--no-proof", "--normalized-text", "--out", "--quiet", "--threads"),
+        *("--time-limit", "--to"),
         *("--verbose", "--without-tokenizer", "run"),
     ],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
