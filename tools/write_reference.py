@@ -12,6 +12,8 @@ from pydantic import BaseModel
 
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
+from tilewright.compress.prove.compare import CLEAR
+from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe, shipped_recipes
 from tilewright.core.config.recipe import Recipe
@@ -21,8 +23,6 @@ from tilewright.core.units import format_count
 from tilewright.data.build.config import DataBuild
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_parameters
-from tilewright.compress.prove.compare import CLEAR
-from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES
 from tilewright.report.verdict.judge import MOOT, RULES
 from tilewright.report.verdict.rule import MIN_RECORDS
 
@@ -218,16 +218,16 @@ def export_limits() -> str:
         "# Limits of exports",
         "",
         "`tilewright export` runs each artefact in its runtime and judges the answer by this table. Beyond a limit the",
-        "artefact has failed: so say its state, its badge in the report, and the exit code, 4. All token ids must be equal,",
-        "of held-out documents and of 256 odd texts, and so must begin and end of a text, the model's length and the chat",
-        "template, where a runtime can tell them.",
+        "artefact has failed: so say its state, its badge in the report, and the exit code, 4. All token ids must be",
+        "equal, of held-out documents and of 256 odd texts, and so must begin and end of a text, the model's length",
+        "and the chat template, where a runtime can tell them.",
         "",
-        "- **KL**: mean divergence of the next token's distribution from that of the model, in nats. A run that was trained",
-        "  in integers is taken as it was trained, where the artefact holds its codes.",
-        "- **KL, stored**: the same from the model with the values that the artefact stores. What is left is the runtime's",
-        "  own rounding of activations, so damage shows that four bits would cover.",
-        f"- **clear top 1**: of targets at which the model's likeliest token is {CLEAR:g} times as likely as the second, the",
-        f"  share with the same likeliest token; judged from {FEWEST_CLEAR} such targets on.",
+        "- **KL**: mean divergence of the next token's distribution from that of the model, in nats. A run that was",
+        "  trained in integers is taken as it was trained, where the artefact holds its codes.",
+        "- **KL, stored**: the same from the model with the values that the artefact stores. What is left is the",
+        "  runtime's own rounding of activations, so damage shows that four bits would cover.",
+        f"- **clear top 1**: of targets at which the model's likeliest token is {CLEAR:g} times as likely as the",
+        f"  second, the share with the same likeliest token; judged from {FEWEST_CLEAR} such targets on.",
         "",
         "| target | KL at most | KL, stored, at most | clear top 1 at least | source |",
         "|---|---:|---:|---:|---|",

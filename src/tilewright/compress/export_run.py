@@ -23,7 +23,7 @@ from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.tolerance import TOLERANCES
 from tilewright.core.errors import CheckpointError, NumericsError, Problem
-from tilewright.core.hardware import cpu_class, detect_machine
+from tilewright.core.hardware import cpu_class, cpu_features, detect_machine
 from tilewright.core.log import get_logger
 from tilewright.data.common.progress import ProgressBar
 from tilewright.training.components.export import max_positions
@@ -83,7 +83,7 @@ def export_run(
         "fp32_bytes": fp32_bytes(source),
         "machine": {
             "cpu": machine.device_name,
-            "cpu_class": cpu_class(machine.cpu_features),
+            "cpu_class": cpu_class(cpu_features(environ={})),
             "threads": threads,
             "clock_mhz": _clock(),
             "memory_limit_bytes": None,
