@@ -48,7 +48,7 @@ from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
-from tilewright.training.components.export import check_export, write_beside
+from tilewright.training.components.export import check_export
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
@@ -131,16 +131,6 @@ class RunContext:
                 prepared.template.save(folder)
 
         on_first(self.world, save)
-
-    def export_tokenizer(self, run: Path, model: Model) -> None:
-        """Write what a run folder's `hf` needs beside the model, where the run has a tokenizer; the first of several
-        ranks does."""
-
-        def write() -> None:
-            if self.tokenizer is not None:
-                write_beside(self.recipe, run, model, self.tokenizer, run / "hf")
-
-        on_first(self.world, write)
 
     @property
     def recipe_digest(self) -> str:

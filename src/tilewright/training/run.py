@@ -393,5 +393,4 @@ class Run:
 
     def _export(self) -> None:
         text = export(self.recipe, self.parts.model, self.state, self.setup.tokenizer, self.folder.path / "hf")
-        self.setup.export_tokenizer(self.folder.path, self.parts.model)
         self.recorder.event(self.step, "export", text)

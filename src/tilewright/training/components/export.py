@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import CheckpointError, Problem
+from tilewright.core.errors import CheckpointError, DataError, Problem
 from tilewright.core.units import format_bytes, format_share
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.formats.fp8_layout import CODE_DTYPE
@@ -48,11 +48,12 @@ def check_export(recipe: Recipe, model: Model) -> None:
 
 
 def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
-    """Write the folder; what was written, in words. On several ranks all call this, and the first one writes: a tensor
-    of a model in shards is whole when it is its turn.
+    """Write the folder, in that of the run; what was written, in words. On several ranks all call this, and the first
+    one writes: a tensor of a model in shards is whole when it is its turn.
 
     Raises:
         CheckpointError: the folder cannot be written; on all ranks.
+        DataError: on one process, files beside the loaded weights that cannot be read; on several a CheckpointError.
     """
     group, whole = state.world.data_group, WholeTensors(state.world.data_group, model.state_dict(keep_vars=True))
     written: tuple[str, tuple[Problem, ...]] = "", ()
@@ -60,7 +61,9 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
         if state.world.is_first:
             try:
                 written = _write(recipe, model, state, whole, tokenizer, target), ()
-            except CheckpointError as error:
+                if tokenizer is not None:
+                    write_beside(recipe, target.parent, model, tokenizer, target)
+            except (CheckpointError, DataError) as error:
                 if group is None:
                     raise
                 written = "", error.problems
