@@ -401,3 +401,23 @@ def test_states_of_the_other_law_are_refused_and_nothing_is_loaded():
         assert_in_words(caught.value, "Muon", "AdamW")
         assert not target.state
         assert [{k: v for k, v in group.items() if k != "params"} for group in target.param_groups] == groups
+
+
+@pytest.mark.parametrize(("shape", "chunk"), [((40, 128), 640), ((7, 300), 256), ((3, 5000), 2**24)])
+def test_elements_that_are_rounded_at_a_time_change_no_bit(monkeypatch, shape, chunk):
+    """A GPU takes more of them than a CPU."""
+    from tilewright.optim import muon_update
+
+    def updated():
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(shape).bfloat16())
+        optimizer = Muon([{"params": [weight], "muon": True}], lr=0.1, moments="8bit")
+        for _ in range(2):
+            weight.grad = torch.randn(shape).bfloat16()
+            optimizer.step()
+        return weight.detach().clone()
+
+    assert muon_update.GPU_CHUNK > muon_update.CHUNK
+    want = updated()
+    monkeypatch.setattr(muon_update, "CHUNK", chunk)
+    assert torch.equal(updated(), want)

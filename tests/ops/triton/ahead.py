@@ -149,8 +149,9 @@ def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[st
         with contextlib.ExitStack() as patches:
             for module in (q, fused, gemm):
                 patches.enter_context(mock.patch.multiple(module, wrap_triton=recorder, has_fp8=fast))
-            for module in (low_bit_adam, follow_writes):
-                patches.enter_context(mock.patch.multiple(module, wrap_triton=recorder))
+            for module, names in ((low_bit_adam, ("_kernel",)), (follow_writes, ("_kernel",))):
+                launched = {name: recorder(getattr(module, name)) for name in names}
+                patches.enter_context(mock.patch.multiple(module, **launched))
             run()
         found[name] = [{"kernel": kernel, **usage(compiled)} for kernel, compiled in recorder.built]
     return found

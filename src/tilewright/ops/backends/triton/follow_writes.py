@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tilewright.ops.backends.ref import follow_writes as ref
 from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE
-from tilewright.ops.backends.triton.launch import wrap_triton
 
 _BLOCK = 4096
 
@@ -20,7 +19,7 @@ def follow_writes(master: Tensor, weight: Tensor) -> None:
     if master.dtype != torch.float32 or not (master.is_contiguous() and weight.is_contiguous()):
         ref.follow_writes(master, weight)
         return
-    wrap_triton(_kernel)[(triton.cdiv(count, _BLOCK),)](
+    _kernel[(triton.cdiv(count, _BLOCK),)](
         master, weight.view(torch.int16), count, BF16=weight.dtype == torch.bfloat16, BLOCK=_BLOCK, num_warps=8
     )
 

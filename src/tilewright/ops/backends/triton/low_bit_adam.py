@@ -14,7 +14,7 @@ from tilewright.formats import quadratic_map
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors, factors
 from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE, to_fp32
-from tilewright.ops.backends.triton.launch import raw, wrap_triton
+from tilewright.ops.backends.triton.launch import raw
 
 _ROWS = 8
 FP32, BF16, SPLIT24 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -33,7 +33,9 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     num_blocks = num_rows * per_row
     if num_blocks == 0:
         return
-    wrap_triton(_kernel)[(triton.cdiv(num_blocks, _ROWS),)](
+    # Launched as it is, for no graph has it: torch's `wrap_triton`, outside of an operation, makes an autotuner of
+    # `num_warps` and an entry in a table that nobody empties, at each call, and does not know `enable_fp_fusion`.
+    _kernel[(triton.cdiv(num_blocks, _ROWS),)](
         target, target if low is None else low, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
         num_blocks, per_row, length, *factors(hyper), tensors.stream(hyper),
