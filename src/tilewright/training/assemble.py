@@ -49,6 +49,7 @@ from tilewright.training.checkpoint.generators import draw_apart
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
+from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
@@ -253,6 +254,7 @@ def set_up(
     recipe = loaded.recipe
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    add_in_fp32(machine.device)
     prepared = in_turn(world, lambda: prepare_data(recipe))
     check_equal(world, {"prepared data": prepared.fingerprint})
 

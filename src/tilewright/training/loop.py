@@ -22,6 +22,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.components.matmul_switches import switches
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
@@ -217,7 +218,8 @@ def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> Non
 
     def write() -> None:
         write_run_toml(setup.loaded, folder.recipe)
-        folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
+        more = {"kernels": setup.kernels.explain(), "matmul_switches": switches()}
+        folder.write_json("machine.json", setup.machine.to_json() | more)
         folder.write_json("plan.json", setup.plan.to_json())
         setup.planned.write(folder.path)
         folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
