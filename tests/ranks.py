@@ -1,12 +1,13 @@
 """Tests on several ranks: functions that run once per rank in processes of their own, over gloo.
 
-Processes come from a fork server that has imported torch already, so eight of them start within a second. A lock
-lets one such test of a clone run at a time, whatever number of test processes there are: ranks on two cores wait for
-each other.
+Processes come from a fork server that has imported torch and all else that takes time, so eight of them start within a
+second. A lock lets one such test of a clone run at a time, whatever number of test processes there are: ranks on two
+cores wait for each other.
 """
 
 import fcntl
 import multiprocessing
+import multiprocessing.context
 import os
 import time
 import traceback
@@ -20,7 +21,8 @@ from typing import Any
 
 PRELOAD = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
-    "numpy", "tests.ranks", "tilewright.training.loop",
+    "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
+    "tilewright.training.loop",
 ]  # fmt: skip
 
 
@@ -43,6 +45,13 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: floa
         return _collect(ends, seconds)
 
 
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Processes of it begin with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 @contextmanager
 def started(
     world: int, function: Callable[..., Any], *args: Any
@@ -51,8 +60,7 @@ def started(
     the traceback. They are killed where they still run at the end."""
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     LOCK.parent.mkdir(exist_ok=True)
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

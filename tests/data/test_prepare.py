@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.data.conftest import write_text
+from tests.ranks import fork_server
 from tilewright.core.errors import DataError
 from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.rows import IGNORE
@@ -188,7 +188,7 @@ def _prepare_in_process(source, cache, queue):
 
 
 def test_processes_at_once_prepare_once(corpus_folder, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     queue = context.Queue()
     arguments = (str(corpus_folder), str(tmp_path), queue)
     processes = [context.Process(target=_prepare_in_process, args=arguments) for _ in range(3)]

@@ -11,7 +11,7 @@ import torch
 
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.cpu import build
-from tilewright.ops.backends.cpu.build import FP8, BuildError
+from tilewright.ops.backends.cpu.build import FP8, LOW_BIT_ADAM, BuildError
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 
@@ -64,18 +64,18 @@ def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path):
 @needs_compiler
 def test_built_once_also_by_two_at_once(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: build.build(FP8, MACHINE.cxx_compiler, tmp_path), range(2))
+        first, second = pool.map(lambda _: build.build(LOW_BIT_ADAM, MACHINE.cxx_compiler, tmp_path), range(2))
     assert first == second
     assert list(tmp_path.iterdir()) == [first]
     written = first.stat().st_mtime_ns
-    assert build.build(FP8, MACHINE.cxx_compiler, tmp_path).stat().st_mtime_ns == written
+    assert build.build(LOW_BIT_ADAM, MACHINE.cxx_compiler, tmp_path).stat().st_mtime_ns == written
 
 
 @needs_compiler
 def test_another_compiler_version_is_another_file(tmp_path):
-    first = build.build(FP8, MACHINE.cxx_compiler, tmp_path / "kernels")
+    first = build.build(LOW_BIT_ADAM, MACHINE.cxx_compiler, tmp_path / "kernels")
     newer = script(tmp_path / "c++", f'case "$1" in --version) echo 99;; *) exec {MACHINE.cxx_compiler} "$@";; esac')
-    assert build.build(FP8, newer, tmp_path / "kernels") != first
+    assert build.build(LOW_BIT_ADAM, newer, tmp_path / "kernels") != first
 
 
 @needs_compiler

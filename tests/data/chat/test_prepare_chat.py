@@ -243,7 +243,7 @@ ROWS = st.dictionaries(
 
 
 @given(row=ROWS, pairs=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_row_crashes_the_reader(model, row, pairs):
     template = _template(model)
     with contextlib.suppress(ChatError):
