@@ -16,6 +16,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # Each process that compiles would start others for Triton's compiler, which import torch and have nothing to do.
+    os.environ["TORCH_WARM_POOL"] = "0"
 
 # Property-based tests draw the same cases every time, so that a green suite stays green; `make fuzz` draws new ones. No
 # deadline: how long one example takes says more of what else runs on the machine.

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
-    "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
+    "torch", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
     "tilewright.training.loop",
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ SMALL = {
 }
 SMALL |= {"train.steps": "2", "train.global_batch_size": "3", "train.micro_batch_size": "3", "train.compile": "off"}
 SMALL |= {"train.eval_batches": "1", "train.sample_tokens": "0", "run.threads": "1", "log.report": "false"}
-SMALL["ops.cross_entropy"] = "ref"
+SMALL |= {"ops.cross_entropy": "ref", "ops.adam": "ref"}
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def losses(folder):
 @pytest.mark.support("lora_fp8", "one")
 @pytest.mark.support("finetune", "one")
 def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, tmp_path, capsys):
-    as_users = {"data__eval_source": "installed", "ops__cross_entropy": "auto"}
+    as_users = {"data__eval_source": "installed", "ops__cross_entropy": "auto", "ops__adam": "auto"}
     assert finetune(model, talks, how, arguments(tmp_path, train__steps=25, **as_users)) == 0
     folder = tmp_path / "runs" / "tuned"
     found = losses(folder)

@@ -59,6 +59,7 @@ def arguments(tmp_path: Path, **changes: object) -> list[str]:
         "optim.lr": 1e-2,
         "log.report": "false",
         "ops.cross_entropy": "ref",
+        "ops.adam": "ref",
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]

@@ -23,7 +23,7 @@ TINY = {
     "model.dim": 32, "model.ffn_dim": 64, "model.expert_dim": 32, "model.num_layers": 2, "data.source": "text",
     "data.cache_dir": "cache", "data.vocab_size": 300, "data.seq_len": 32, "train.steps": 2, "train.compile": "off",
     "train.sample_tokens": 2, "run.threads": 1, "run.name": "tiny", "run.device": "cpu",
-    "ops.cross_entropy": "ref",
+    "ops.cross_entropy": "ref", "ops.adam": "ref",
 }  # fmt: skip
 IMPORT_ALL = """
 import importlib, pkgutil, tilewright

@@ -14,12 +14,14 @@ from tilewright.training.loop import train
 
 STEPS = 60
 CHANGES = {"train__steps": STEPS, "checkpoint__interval": 2, "train__eval_interval": 20, "train__sample_tokens": 0}
+COMPILED = CHANGES | {"ops__adam": "auto"}
+"""With the kernel of users' runs."""
 
 
 @pytest.fixture(scope="module")
 def straight(data, tmp_path_factory):
     runs = tmp_path_factory.mktemp("straight")
-    train(tiny(data, runs, **CHANGES))
+    train(tiny(data, runs, **COMPILED))
     return runs / "tiny"
 
 
@@ -63,13 +65,13 @@ def _kill_and_compare(data, runs, straight, kills: int, seed: int, **changes) ->
     step = 0
     for _ in range(kills):
         step += draw.randint(1, 2 * STEPS // (kills + 1) - 1)
-        code, said = _kill(data, runs, min(step, STEPS - 2), draw.uniform(0, 0.03), **changes)
+        code, said = _kill(data, runs, min(step, STEPS - 2), draw.uniform(0, 0.03), **COMPILED | changes)
         assert code in (-signal.SIGKILL, 0), said
-    train(tiny(data, runs, **CHANGES | changes))
+    train(tiny(data, runs, **COMPILED | changes))
     assert_same_run(runs / "tiny", straight)
     events = rows(runs / "tiny" / "events.jsonl")
     recovered = [row["recovery_s"] for row in events if row["kind"] == "recovered"]
-    assert all(seconds < 15 for seconds in recovered)
+    assert all(seconds < 60 for seconds in recovered)
 
 
 @pytest.mark.slow
@@ -94,10 +96,10 @@ def test_killed_six_times_at_random_moments(data, tmp_path, straight, seed):
 
 @pytest.mark.support("signal", "one")
 def test_sigterm_saves_and_exits_with_0(data, tmp_path, straight):
-    code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM)
+    code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM, **COMPILED)
     assert code == 0, said
     assert "SIGTERM" in said
     assert "the same command continues from there" in said
-    train(tiny(data, tmp_path, **CHANGES))
+    train(tiny(data, tmp_path, **COMPILED))
     assert "recovered" in [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
     assert_same_run(tmp_path / "tiny", straight)
