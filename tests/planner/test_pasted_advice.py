@@ -6,6 +6,7 @@ Over shipped recipes, typed settings, budgets and two machines with made-up rate
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -55,6 +56,17 @@ CASES = pytest.mark.parametrize(
 )
 EACH = pytest.mark.parametrize("command", COMMANDS)
 ON = pytest.mark.parametrize("where", MACHINES)
+
+
+def cases(*rest: object, commands: Iterable[str] = COMMANDS) -> list:
+    """Each command on each machine with each of `rest`, which is not slow for two different ones of it on the two."""
+    found = []
+    for number, command in enumerate(commands):
+        for place, where in enumerate(MACHINES):
+            for at, one in enumerate(rest):
+                first = at == (number + place) % len(rest)
+                found.append(pytest.param(where, command, one, marks=() if first else pytest.mark.slow))
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,9 +126,7 @@ def named(text: str, place: str) -> float:
     return float(parse_bytes(re.findall(rf"([\d.]+[GM]iB) on the {place}", text)[0]))
 
 
-@CASES
-@EACH
-@ON
+@pytest.mark.parametrize(("where", "command", "share"), cases(0.7, 1.0, 0.4, 4.0))
 def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, share):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     planner = planner_for(loaded, where)
@@ -144,9 +154,7 @@ def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, comma
     assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
 
 
-@pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.slow), True])
-@EACH
-@ON
+@pytest.mark.parametrize(("where", "command", "disk"), cases(False, True))
 def test_the_smallest_budget_is_one(where, command, disk):
     loaded = load(COMMANDS[command])
     planner = planner_for(loaded, where)
@@ -166,9 +174,7 @@ def test_the_smallest_budget_is_one(where, command, disk):
     assert planner.plan(Budget(0.98 * first, HOST, links, small.disk)) is None
 
 
-@pytest.mark.parametrize("share", [0.4, 0.8])
-@EACH
-@ON
+@pytest.mark.parametrize(("where", "command", "share"), cases(0.4, 0.8))
 def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_path):
     budget = share * whole(COMMANDS[command], where)
     plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
@@ -187,9 +193,9 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
             assert run.plan.step_s <= SAME * fix.step_s
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.05, marks=pytest.mark.slow), 0.45])
-@pytest.mark.parametrize("command", ["default", "cpu_50m, full", "slice_cpu"])
-@ON
+@pytest.mark.parametrize(
+    ("where", "command", "share"), cases(0.05, 0.45, commands=("default", "cpu_50m, full", "slice_cpu"))
+)
 def test_what_train_says_of_a_run_that_does_not_fit(where, command, share, tmp_path):
     arguments, budget = COMMANDS[command], share * whole(COMMANDS[command], where)
     loaded = load(arguments, device_budget=budget)
