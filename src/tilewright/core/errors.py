@@ -103,6 +103,10 @@ class DataError(TilewrightError):
     exit_code = EXIT_INPUT
 
 
+class LabelError(DataError, IndexError):
+    """Labels of a loss that are no class of it. Torch's losses raise an IndexError, which this is too."""
+
+
 class CheckpointError(TilewrightError):
     """A checkpoint that is missing, corrupt, of another model, or cannot be written."""
 

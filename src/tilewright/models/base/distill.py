@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
 from tilewright.models.base.protocols import LossOutput
+from tilewright.ops.base.labels import check_labels
 from tilewright.ops.kernels import Kernels
 
 HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
@@ -45,6 +46,7 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     if not is_taught(batch):
         return LossOutput(*head_loss(kernels, head, x_ND, labels_N))
     x_ND, weight_VD = head_operands(head, x_ND)
+    check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     temperature, weight = batch[HOW].tolist()
     rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
     hidden_NE = batch[HIDDEN].flatten(0, 1)
@@ -63,11 +65,13 @@ def _chunk(
     x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, hidden_CE: Tensor, head_VE: Tensor, temperature: float
 ) -> Tensor:
     """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32."""
-    logits_CV = (x_CD @ weight_VD.to(x_CD.dtype).T).float()
+    ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
+    logits_CV = (x_CD @ weight_VD.to(x_CD.dtype).T).float().masked_fill(ignored_C1, 0.0)
     entropy = F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="sum")
     with torch.no_grad():
-        theirs_CV = ((hidden_CE @ head_VE.to(hidden_CE.dtype).T).float() / temperature).log_softmax(-1)
+        theirs_CV = (hidden_CE @ head_VE.to(hidden_CE.dtype).T).float().masked_fill(ignored_C1, 0.0)
+        theirs_CV = (theirs_CV / temperature).log_softmax(-1)
     ours_CV = (logits_CV / temperature).log_softmax(-1)
-    each_C = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1)
-    divergence = each_C.masked_fill(labels_C == IGNORED_LABEL, 0.0).sum() * temperature**2
+    each_C1 = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
+    divergence = each_C1.masked_fill(ignored_C1, 0.0).sum() * temperature**2
     return torch.stack((entropy, divergence))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilewright.ops.base.labels import IGNORED as IGNORED_LABEL
+from tilewright.ops.base.labels import check_labels
 from tilewright.ops.kernels import Kernels
-
-IGNORED_LABEL = -100
 
 
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,6 +22,9 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
 
     Returns:
         (loss sum, FP32 scalar; number of targets, int64 scalar).
+
+    Raises:
+        LabelError: a label is no class; see `ops.base.labels`.
     """
     return kernels.linear_cross_entropy(*head_operands(head, x_ND), labels_N)
 
@@ -39,8 +42,11 @@ def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tens
     return [head_loss(kernels, head, x_SD, labels_S)[0] for x_SD, labels_S in zip(x_BSD, labels_BS, strict=True)]
 
 
-def logits_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from logits, softmax in FP32."""
+def logits_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from logits [..., V] and labels [...], softmax in FP32. Rows without a target are left out: the others
+    alone are copied to FP32, and logits that overflow there leave no trace."""
+    check_labels(labels.reshape(-1), logits.shape[:-1].numel(), logits.shape[-1])
+    wanted = labels != IGNORED_LABEL
+    logits_NV, labels_N = logits[wanted], labels[wanted]
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    loss_sum = F.cross_entropy(wide, labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
-    return loss_sum, (labels_N != IGNORED_LABEL).sum()
+    return F.cross_entropy(wide, labels_N, reduction="sum"), wanted.sum()

@@ -26,7 +26,7 @@ from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
 from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
 from tilewright.models.base.distill import batch_loss, is_taught
-from tilewright.models.base.head import IGNORED_LABEL, logits_loss, row_losses
+from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
@@ -114,9 +114,7 @@ class HFModel(nn.Module):
         logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
         if pairs is not None:
             return preference_loss([logits_loss(*row)[0] for row in zip(logits_BSV, labels_BS, strict=True)], pairs)
-        # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
-        wanted_BS = labels_BS != IGNORED_LABEL
-        return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))
+        return LossOutput(*logits_loss(logits_BSV, labels_BS))
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What the head reads [B, S, D], of a model whose head is one matmul; see `forward` for the batch.

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native import wide
 from tilewright.ops.base.compile import compile_options
+from tilewright.ops.base.derivatives import without_second
+from tilewright.ops.base.labels import IGNORED, check_labels
 
 LOSS_TILE = 64 * 2**20
 """Bytes of logits alive at once where the caller does not say."""
@@ -29,8 +32,8 @@ def row_lse(logits_CV: Tensor) -> Tensor:
 
 
 def masked_softmax_(logits_CV: Tensor, lse_C1: Tensor, keep_C1: Tensor) -> None:
-    """Softmax of each row from its log-sum-exp, zero where `keep` is, written over the logits."""
-    logits_CV.copy_((logits_CV.to(lse_C1.dtype) - lse_C1).exp() * keep_C1)
+    """Softmax of each row from its log-sum-exp, written over its logits; zero where `keep` is False."""
+    logits_CV.copy_(torch.where(keep_C1, (logits_CV.to(lse_C1.dtype) - lse_C1).exp(), 0.0))
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,26 @@ class ChunkStep:
 
         Args:
             logits_CV: [C, V] contiguous, any float dtype.
-            labels_C: [C] int64, -100 where there is no target.
+            labels_C: [C] int64, `IGNORED` where there is no target.
         """
-        keep_C = labels_C != -100
+        keep_C = labels_C != IGNORED
         flat = torch.arange(len(labels_C), device=labels_C.device) * logits_CV.shape[1] + labels_C.clamp(min=0)
         lse_C1 = self.row_lse(logits_CV)
         high = lse_C1.dtype
         target_logit_C = logits_CV.view(-1).index_select(0, flat).to(high)
-        log_prob_C = (target_logit_C - lse_C1.squeeze(-1)) * keep_C
-        self.masked_softmax_(logits_CV, lse_C1, keep_C.to(high).unsqueeze(-1))
-        logits_CV.view(-1).index_copy_(0, flat, ((log_prob_C.exp() - 1) * keep_C).to(logits_CV.dtype))
+        log_prob_C = torch.where(keep_C, target_logit_C - lse_C1.squeeze(-1), 0.0)
+        self.masked_softmax_(logits_CV, lse_C1, keep_C.unsqueeze(-1))
+        logits_CV.view(-1).index_copy_(0, flat, (log_prob_C.exp() - 1).to(logits_CV.dtype))  # zero without a target
         return -log_prob_C.sum()
 
 
 def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Loss sum (FP32) of one chunk, for evaluation."""
     return torch.nn.functional.cross_entropy(
-        logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), labels_C, ignore_index=-100, reduction="sum"
+        logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)),
+        labels_C,
+        ignore_index=IGNORED,
+        reduction="sum",
     )
 
 
@@ -91,26 +97,43 @@ class _ChunkedLoss(torch.autograd.Function):
             mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
             if dweight_VD is not None:
                 add_gradient(dweight_VD, part_CV, x_CD)
-        ctx.save_for_backward(*[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
+        ctx.save_for_backward(total, *[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
         ctx.weight_dtype = weight_VD.dtype
         ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
         return total
 
     @staticmethod
     def backward(ctx, dloss):
-        dx_ND, *learned = ctx.saved_tensors
-        # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
-        dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
-        if not learned:
-            return dx_ND, *[None] * 4
-        [dweight_VD] = learned
+        total, dx_ND, *learned = ctx.saved_tensors
+        with torch.no_grad():
+            # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
+            dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
+            dweight_VD = _scaled_weight_gradient(ctx, learned[0], dloss) if learned else None
+        return *without_second(dx_ND, dweight_VD, of=(total, dloss), error=_no_second), *[None] * 3
+
+
+def _scaled_weight_gradient(ctx, dweight_VD: Tensor, dloss: Tensor) -> Tensor:
+    """The weight's gradient times that of the loss: in its own memory where no other pass will ask for it."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        dweight_VD = dweight_VD * dloss
+    else:
         dweight_VD.mul_(dloss)
-        if not ctx.keeps_wide:
-            return dx_ND, dweight_VD.to(ctx.weight_dtype), *[None] * 3
-        # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
-        for part in _in_pieces(dweight_VD):
-            part.copy_(part.to(ctx.weight_dtype))
-        return dx_ND, dweight_VD, *[None] * 3
+    if not ctx.keeps_wide:
+        return dweight_VD.to(ctx.weight_dtype)
+    # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
+    for part in _in_pieces(dweight_VD):
+        part.copy_(part.to(ctx.weight_dtype))
+    return dweight_VD
+
+
+def _no_second() -> ConfigError:
+    return ConfigError(
+        "Loss in chunks of logits has no second derivative",
+        got="a gradient of a gradient (create_graph=True, a gradient penalty)",
+        need="a loss whose backward is differentiable",
+        try_='ops.cross_entropy = "ref", which holds all logits',
+        where="ops.cross_entropy",
+    )
 
 
 def _weight_gradient_adder(
@@ -179,7 +202,8 @@ def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = L
 def _linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int, make_step: Callable[[], ChunkStep]
 ) -> tuple[Tensor, Tensor]:
-    count = (labels_N != -100).sum()
+    check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
+    count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes), count
     low_weight_VD = weight_VD.to(x_ND.dtype)

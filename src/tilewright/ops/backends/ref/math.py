@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewright.ops.base.labels import IGNORED, check_labels
+
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MUON_EPS = 1e-7
 """Least norm that a matrix is divided by before the iteration of `newton_schulz`."""
@@ -68,10 +70,12 @@ def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0
 ) -> tuple[Tensor, Tensor]:
     """See `ops.loss.LINEAR_CROSS_ENTROPY`."""
+    check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
-    loss = F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum")
-    return loss, (labels_N != -100).sum()
+    logits_NV = logits_NV.masked_fill((labels_N == IGNORED)[:, None], 0.0)  # those may be infinite
+    loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+    return loss, (labels_N != IGNORED).sum()
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

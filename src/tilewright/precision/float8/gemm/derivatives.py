@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.base.derivatives import without_second
 
 
 def in_func_transform() -> bool:
@@ -19,40 +20,18 @@ def in_func_transform() -> bool:
 
 
 def first_order_only(*grads: Tensor | None, of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients as they are, of which no further derivative can be taken.
-
-    For the end of a `backward`. Differentiating the result (`create_graph=True`, then `backward`) raises ConfigError.
-    Compiled code needs none of it: torch.compile refuses second derivatives itself.
-
-    Args:
-        grads: results of the backward.
-        of: what they were computed from: a derivative with respect to these is what is refused.
-    """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return grads
-    return _Barrier.apply(len(grads), *grads, *of)
+    """Gradients as they are, of which no further derivative can be taken: `ops.base.derivatives.without_second`."""
+    return without_second(*grads, of=of, error=_no_second)
 
 
-class _Barrier(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count, *tensors):
-        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise ConfigError(
-            "FP8 layers have no second derivative",
-            got="a gradient of a gradient (create_graph=True, a gradient penalty, torch.func.hessian)",
-            need="layers in 16 or 32 bits where it is taken",
-            try_='tilewright.set_mode(model, "bf16_mixed"), or a rule for these layers with compute = "bf16"',
-            where="precision",
-        )
+def _no_second() -> ConfigError:
+    return ConfigError(
+        "FP8 layers have no second derivative",
+        got="a gradient of a gradient (create_graph=True, a gradient penalty, torch.func.hessian)",
+        need="layers in 16 or 32 bits where it is taken",
+        try_='tilewright.set_mode(model, "bf16_mixed"), or a rule for these layers with compute = "bf16"',
+        where="precision",
+    )
 
 
 class NoForwardMode:

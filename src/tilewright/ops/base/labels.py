@@ -1,0 +1,62 @@
+"""Labels that a loss takes: numbers of classes, and one value for rows that have no target.
+
+A loss with a kernel of its own checks what torch's checks: a label that is no class would be read as another one's, or
+write into a neighbour's gradient.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tilewright.core.errors import LabelError
+
+IGNORED = -100
+SHOWN = 3
+"""Labels that an error names."""
+
+
+def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:
+    """Raise where labels are not int64 [N], each a class or `IGNORED`.
+
+    On a GPU, and in compiled code, a label that is no class stops the device, as torch's losses do: the host does not
+    wait for the answer.
+
+    Raises:
+        LabelError: which is an IndexError too, as torch's.
+
+    Example:
+        >>> check_labels(torch.tensor([0, -100, 2]), 3, 3)
+        >>> check_labels(torch.tensor([0, -1, 3]), 3, 3)
+        Traceback (most recent call last):
+            ...
+        tilewright.core.errors.LabelError: Labels that are no class
+          got    2 of 3: -1 at 1, 3 at 2
+          need   from 0 to 2, or -100 where there is no target
+          try    -100 for padding and prompts; data encoded with the model's own vocabulary
+    """
+    if labels_N.shape != (num_rows,) or labels_N.dtype != torch.int64:
+        raise LabelError(
+            "Labels that do not fit their rows",
+            got=f"shape {tuple(labels_N.shape)}, {str(labels_N.dtype).removeprefix('torch.')}",
+            need=f"shape ({num_rows},), int64",
+            try_="a label for each position; labels.long()",
+        )
+    if torch.compiler.is_compiling() or labels_N.device.type != "cpu":
+        torch._assert_async(_are_labels(labels_N, num_classes).all(), "a label is no class of this loss")
+    elif num_rows and not isinstance(labels_N, FakeTensor) and not torch._C._functorch.is_batchedtensor(labels_N):
+        least, most = labels_N.aminmax()
+        if int(least) >= 0 and int(most) < num_classes:
+            return
+        bad = (~_are_labels(labels_N, num_classes)).nonzero().flatten().tolist()
+        if bad:
+            shown = ", ".join(f"{int(labels_N[row])} at {row}" for row in bad[:SHOWN])
+            raise LabelError(
+                "Labels that are no class",
+                got=f"{len(bad)} of {num_rows}: {shown}{', ...' if len(bad) > SHOWN else ''}",
+                need=f"from 0 to {num_classes - 1}, or {IGNORED} where there is no target",
+                try_=f"{IGNORED} for padding and prompts; data encoded with the model's own vocabulary",
+            )
+
+
+def _are_labels(labels_N: Tensor, num_classes: int) -> Tensor:
+    return ((labels_N >= 0) & (labels_N < num_classes)) | (labels_N == IGNORED)
