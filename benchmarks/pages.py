@@ -47,8 +47,12 @@ HEADLINES = (
     ("plan_measured_amx_error_before", "Peak memory predicted before the first step"),
     ("quality_fp8_tile", "Held-out loss of `fp8_tile` against BF16"),
     ("dpaa", "Held-out loss with the precision controller, on a model where static FP8 fails"),
-    ("export_int8_over_compiled_bf16__1_tokens", "INT8 export in its best runtime against compiled BF16, one token"),
-    ("export_4_bits__worst_domain_s_loss__percent", "4-bit export after training in 4 bits: loss of the worst domain"),
+    ("export_int8_over_compiled_bf16__1_tokens", "ONNX INT8 export against compiled BF16, one token"),
+    ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "of it the runtime: its FP32 against compiled BF16"),
+    (
+        "export_4_bits__worst_domain_s_loss__over_that_of_as_many_unrounded_steps__percent",
+        "4-bit export after 200 steps in 4 bits: loss of the worst domain over that of 200 unrounded steps",
+    ),
     ("memory 0", "42B parameters trained on one H200, tokens/s"),
 )
 COMMANDS = {
