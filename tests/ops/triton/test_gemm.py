@@ -82,3 +82,12 @@ def test_other_tiles_are_refused():
     x = torch.ones(128, 128)
     with pytest.raises(AssertionError, match="128x1 and 1x128"):
         gemm.tile_gemm(quantize(x, E4M3, COLUMN_TILE), quantize(x, E4M3, ROW_TILE), None, torch.float32)
+
+
+def test_the_choice_of_a_configuration_is_made_for_few_numbers_of_rows():
+    """Experts and generation have another number each time, and a choice measures all configurations."""
+    from tilewright.ops.backends.triton.gemm import rows_bucket
+
+    buckets = [rows_bucket(rows) for rows in range(1, 20_000)]
+    assert len(set(buckets)) <= 8
+    assert buckets == sorted(buckets)

@@ -64,8 +64,9 @@ def multiply_codes(
 
     wrap_triton(_tuned_kernel)[grid](
         a, b, a_scale, b_scale, raw(out) if bias is None else raw(bias.to(out_dtype)), raw(out),
-        num_rows, num_cols, num_summed, *a_strides, *b_strides, B_ROWS=b_rows, HAS_BIAS=bias is not None,
-        DECODED=decoded, A_MANTISSA=a_format.mantissa_bits, A_BIAS=a_format.bias,
+        num_rows, num_cols, num_summed, rows_bucket(num_rows), *a_strides, *b_strides,
+        B_ROWS=b_rows, HAS_BIAS=bias is not None, DECODED=decoded,
+        A_MANTISSA=a_format.mantissa_bits, A_BIAS=a_format.bias,
         B_MANTISSA=b_format.mantissa_bits, B_BIAS=b_format.bias,
         **({"BLOCK_M": 64, "BLOCK_N": 64, "GROUP": 4, "SUMMED": num_summed} if INTERPRETED else {"SUMMED": -1}),
     )  # fmt: skip
@@ -102,9 +103,20 @@ def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.const
         return decode_bits(qdata, MANTISSA, BIAS)
 
 
-@triton.jit
+def rows_bucket(num_rows: int) -> int:
+    """What the choice of a configuration depends on instead of the rows: each expert and each batch has other ones, and
+    a choice takes tenths of a second. Of integers that torch.compile traces as symbols too.
+
+    Example:
+        >>> [rows_bucket(rows) for rows in (1, 256, 257, 2048, 100_000)]
+        [1, 1, 2, 8, 8]
+    """
+    return torch.sym_min((num_rows + 255) // 256, 8)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_bucket"])
 def _gemm_kernel(
-    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, num_rows, num_cols, num_summed,
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, num_rows, num_cols, num_summed, rows_bucket,
     a_scale_stride_row, a_scale_stride_tile, b_scale_stride_row, b_scale_stride_tile,
     B_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, DECODED: tl.constexpr,
     A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr, B_MANTISSA: tl.constexpr, B_BIAS: tl.constexpr,
@@ -162,5 +174,5 @@ _CONFIGS = [_config(128, 128, 4, 8), _config(128, 128, 3, 8), _config(128, 64, 4
 _tuned_kernel = (
     _gemm_kernel
     if INTERPRETED
-    else triton.autotune(_CONFIGS, key=["num_rows", "num_cols", "num_summed", "B_ROWS", "DECODED"])(_gemm_kernel)
+    else triton.autotune(_CONFIGS, key=["rows_bucket", "num_cols", "num_summed", "B_ROWS", "DECODED"])(_gemm_kernel)
 )
