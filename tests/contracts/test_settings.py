@@ -171,6 +171,7 @@ PROOFS: dict[str, Probe | str] = {
     "lora.alpha": Probe("8", "steps", {"lora.rank": "2"}),
     "lora.targets": Probe('["*.q_proj"]', "weights", {"lora.rank": "2"}),
     "lora.base": Probe("keep", "weights", {"lora.rank": "2"}),
+    "train.minutes": "tests/training/test_minutes.py::test_a_run_in_minutes_is_the_run_of_so_many_steps",
     "train.steps": Probe("2", "steps"),
     "train.global_batch_size": Probe("8", "weights"),
     "train.micro_batch_size": Probe("4", "evals"),

@@ -79,6 +79,7 @@ CASES = [
     ({"optim.master_weights": "split24"}, "24-bit weights need 8-bit moments"),
     ({"train.micro_batch_size": "17"}, "Micro-batch is larger than the global batch"),
     ({"train.checkpoint_inputs": "fp8"}, "FP8 layer inputs need full activation checkpointing"),
+    ({"train.steps": "0"}, "Run without a length"),
     ({"run.name": "a/b"}, "Run name is not a single folder name"),
 ]
 
@@ -130,6 +131,7 @@ def test_voids_name_real_fields():
         ({}, "model.balance_rate", "model.num_experts = 0"),
         ({"precision.enabled": "false"}, "precision.mode", "precision.enabled = false"),
         ({"optim.schedule": "constant"}, "optim.min_lr_ratio", 'optim.schedule = "constant"'),
+        ({"train.steps": "7", "train.minutes": "2"}, "train.minutes", "train.steps is given"),
     ],
 )
 def test_voids(settings, path, why):

@@ -1,5 +1,6 @@
 """The loader: precedence and sources, every problem at once, strict types, and a round trip of what it writes."""
 
+import itertools
 import tomllib
 from pathlib import Path
 
@@ -367,3 +368,49 @@ def test_micro_batch_follows_a_smaller_batch_of_a_more_specific_source(tmp_path,
 def test_micro_batch_that_was_asked_for_with_the_batch_or_after_it_is_a_conflict(tmp_path, file, overrides):
     with pytest.raises(ConfigError, match=r"micro_batch_size = 4"):
         load_recipe(write(tmp_path, "mine.toml", file), overrides, environ={})
+
+
+_WAYS = ("grandparent", "parent", "file", "env", "cli")
+"""Where a setting can be given, the least specific first."""
+
+
+def _loaded(tmp_path, given):
+    """The recipe where each of `_WAYS` gives the settings of `[train]` that are named for it."""
+
+    def lines(way):
+        return "".join(f"{name} = {value}\n" for name, value in given.get(way, {}).items())
+
+    write(tmp_path, "grandparent.toml", "[train]\n" + lines("grandparent"))
+    write(tmp_path, "parent.toml", 'extends = "grandparent.toml"\n[train]\n' + lines("parent"))
+    file = write(tmp_path, "file.toml", 'extends = "parent.toml"\n[train]\n' + lines("file"))
+    environ = {f"TILEWRIGHT_TRAIN_{name.upper()}": str(value) for name, value in given.get("env", {}).items()}
+    typed = [f"--train.{name}={value}" for name, value in given.get("cli", {}).items()]
+    return load_recipe(file, typed, environ=environ)
+
+
+@pytest.mark.parametrize(("lower", "higher"), list(itertools.combinations(_WAYS, 2)))
+@pytest.mark.parametrize("names", [("steps", "minutes"), ("minutes", "steps")])
+def test_of_steps_and_minutes_the_more_specific_source_decides(tmp_path, lower, higher, names):
+    loaded = _loaded(tmp_path, {lower: {names[0]: 7}, higher: {names[1]: 3}})
+    train = loaded.recipe.train
+    assert (getattr(train, names[0]), getattr(train, names[1])) == (0, 3)
+    assert loaded.sources[f"train.{names[0]}"] == f"follows train.{names[1]}"
+    assert not loaded.notes
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_minutes_alone_leave_the_number_of_steps_open(tmp_path, way):
+    loaded = _loaded(tmp_path, {way: {"minutes": 2.5}})
+    assert (loaded.recipe.train.steps, loaded.recipe.train.minutes) == (0, 2.5)
+    assert loaded.sources["train.steps"] == "follows train.minutes"
+    off = _loaded(tmp_path, {way: {"minutes": 0}})
+    assert (off.recipe.train.steps, off.recipe.train.minutes) == (400, 0)  # the schema's own
+
+
+@pytest.mark.parametrize("way", ["file", "env", "cli"])
+@pytest.mark.parametrize("names", [("steps", "minutes"), ("minutes", "steps")])
+def test_of_steps_and_minutes_in_one_place_steps_count_and_it_is_said(tmp_path, way, names):
+    loaded = _loaded(tmp_path, {way: {names[0]: 9, names[1]: 9}})
+    assert (loaded.recipe.train.steps, loaded.recipe.train.minutes) == (9, 9)
+    (note,) = loaded.notes
+    assert note.startswith("train.minutes has no effect here: train.steps is given")

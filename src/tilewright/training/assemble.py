@@ -7,7 +7,7 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -68,6 +68,7 @@ from tilewright.training.executor.layer_major_setup import (
 from tilewright.training.executor.not_finite import all_finite
 from tilewright.training.executor.standard import Executor, StandardExecutor
 from tilewright.training.executor.summon import SummonedParams, passing
+from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
 from tilewright.training.planning.site import PlanContext
@@ -106,6 +107,14 @@ class RunContext:
     def memory_plan(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe says."""
         return self.planned.memory_plan
+
+    def lasting(self, length: Length) -> "RunContext":
+        """The same run with so many steps, which is an event of it where there is something to say."""
+        told = ((length.text, length.numbers),) if length.text else ()
+        planned = replace(
+            self.planned, loaded=lasting(self.planned.loaded, length), events=(*self.planned.events, *told)
+        )
+        return replace(self, planned=planned)
 
     def replanner(self) -> Replanner | None:
         """Plans the run again while it runs; made at the first call. None where it cannot be: see `resolve.note`."""

@@ -13,6 +13,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.reference import attach_reference
+from tilewright.training.planning.minutes import LONG, Length, is_open
 
 NUM_STEPS = 2
 COUNTED = ("parameters", "optimizer", "gradients", "buffers")
@@ -29,6 +30,9 @@ def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 
         UnknownFitError: the plan does not know, and the recipe has a memory budget that it enforces.
     """
     setup = set_up(loaded, world=world)
+    minutes = setup.recipe.train.minutes if is_open(setup.recipe) else 0.0
+    if minutes:
+        setup = setup.lasting(Length(LONG, "", "", {}))
     parts = build(setup, fresh=True)
     try:
         attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model), world)
@@ -45,6 +49,8 @@ def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 
         parts.close()
     for line in comparison(setup.plan, memory, result.seconds):
         say(line)
+    if minutes:
+        say(f"train.minutes = {minutes:g}: about {int(60 * minutes / result.seconds):,} steps at the measured rate")
     for note in parts.model.notes:
         say(f"note: {note}")
     return NUM_STEPS

@@ -7,6 +7,7 @@ This file connects; the loop over steps is in `run`. The report is written by th
 returns or raises.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
+from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
 from tilewright.parallel.liveness.heartbeat import RankRecord, take_lost
@@ -28,13 +30,23 @@ from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.layer_major import UnrecoverableStepError
 from tilewright.training.executor.standard import MAX_BAD_STEPS
+from tilewright.training.planning.minutes import (
+    LONG,
+    Length,
+    StepTimes,
+    is_open,
+    steps_within,
+    with_known_steps,
+    with_time_left,
+)
 from tilewright.training.planning.ranks import RankWatch, check_world
 from tilewright.training.planning.resolve import load_run_plan
+from tilewright.training.planning.trial import time_steps
 from tilewright.training.replan_setup import replanner_for
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
-from tilewright.training.runlog.progress import open_progress
+from tilewright.training.runlog.progress import NoProgress, open_progress
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest
@@ -99,22 +111,26 @@ def _find_and_train(
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     """Train from the newest checkpoint of the folder, where steps are left."""
-    world, steps = World.alone() if watch is None else watch.world, loaded.recipe.train.steps
+    world = World.alone() if watch is None else watch.world
     loaded = in_turn(world, lambda: pinned(loaded, folder.path))
     loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
-    if found.step >= steps:
-        say(f"{folder.path} has reached step {found.step} of {steps}; raise train.steps to continue.")
+    train = loaded.recipe.train
+    if not is_open(loaded.recipe) and found.step >= train.steps:
+        more = "train.minutes, or give train.steps," if train.minutes else "train.steps"
+        say(f"{folder.path} has reached step {found.step} of {train.steps}; raise {more} to continue.")
         return RunResult(folder.path, found.step)
     found = replace(found, lost=lost)
     return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
 
 
 def _newest(loaded: Loaded, folder: RunFolder, store: CheckpointStore) -> tuple[Loaded, PlanFile | None, ResumePoint]:
-    """The recipe with the settings of the folder's plan, that plan, and the checkpoint to continue from."""
-    run_plan = None
-    if store.paths():
+    """The recipe with the steps and the plan of the folder's run, that plan, and the checkpoint to continue from."""
+    run_plan, resuming = None, bool(store.paths())
+    if resuming:
         loaded, run_plan = load_run_plan(loaded, folder.path)
-    return loaded, run_plan, find(folder, store, loaded.recipe)
+    loaded = with_known_steps(loaded, folder.path, resuming=resuming)
+    found = find(folder, store, loaded.recipe)
+    return with_time_left(loaded, found.step, found.elapsed_s), run_plan, found
 
 
 def _train_through(
@@ -162,16 +178,66 @@ def _train(
     setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None)
     if on_setup is not None:
         on_setup(setup)
-    recipe = setup.recipe
-    store.background = recipe.checkpoint.async_save  # a plan may have changed it
-    follows = not world.is_first
-    names = () if follows else recipe.log.sinks
-    sinks = open_sinks(names, folder.path, recipe.model_dump(mode="json"))
+    store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it
+    if is_open(setup.recipe):
+        times = _timed(setup, folder, store, found, watch, left_out)
+        if isinstance(times, str):
+            say(f"{times} while steps were timed: nothing was to be saved, the same command starts again")
+            return RunResult(folder.path, found.step, stopped=times)
+        many = partial(steps_within, setup.recipe, times, done=found.step, elapsed_s=found.elapsed_s)
+        setup = setup.lasting(on_first(world, many))
+        found = found.at_length(setup.recipe, times.spent_s)
+    with _assembled(setup, folder, store, found, watch, left_out) as run:
+        run.begin(began)
+        with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
+            return run.train(stop)
+
+
+def _timed(
+    setup: RunContext,
+    folder: RunFolder,
+    store: CheckpointStore,
+    found: ResumePoint,
+    watch: RankWatch | None,
+    left_out: frozenset[int],
+) -> StepTimes | str:
+    """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
+    say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
+    far_off = setup.lasting(Length(LONG, "", "", {}))
+    blaming = nullcontext if watch is None else watch.blaming
+    assembled = _assembled(far_off, folder, store, found, watch, left_out, shown=False)
+    with assembled as run, StopRequest() as stop, blaming():
+        times = time_steps(run, stop)
+    del run
+    gc.collect()  # the model that steps were timed with goes before the next one is made
+    trim_malloc()
+    return times
+
+
+@contextmanager
+def _assembled(
+    setup: RunContext,
+    folder: RunFolder,
+    store: CheckpointStore,
+    found: ResumePoint,
+    watch: RankWatch | None,
+    left_out: frozenset[int],
+    *,
+    shown: bool = True,
+) -> Iterator[Run]:
+    """The run at the step that it continues from, closed at the end.
+
+    Args:
+        shown: False: nothing of it is shown or written.
+    """
+    world = World.alone() if watch is None else watch.world
+    recipe, follows = setup.recipe, not world.is_first or not shown
+    sinks = open_sinks(() if follows else recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s, follows=follows)
     recorder = MetricsLogger(
         log,
-        open_progress(follows=follows),
+        open_progress(follows=follows) if shown else NoProgress(),
         sinks,
         steps=recipe.train.steps,
         memory_limit=setup.memory_limit,
@@ -182,17 +248,17 @@ def _train(
             recorder.event(found.step, "plan", text, **numbers)
         attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), world)
         restore(found, parts, recorder)
-        _write_facts(folder, setup, parts)
+        if shown:
+            _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
         agreement = None if watch is None else watch.agreement(folder, setup.plan, parts.memory_tracker, recorder)
+        if watch is not None and not shown:
+            watch.recorder = None  # what it sees is to be seen
         replanner = replanner_for(setup, parts, recorder, agreement=agreement)
-        run = Run(
+        yield Run(
             setup, parts, parts.state(), store, folder, recorder, replanner,
             resumed=resumed, agreement=agreement, left_out=left_out,
         )  # fmt: skip
-        run.begin(began)
-        with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
-            return run.train(stop)
     finally:
         parts.close()
         if watch is not None:

@@ -4,7 +4,7 @@
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilewright.core.config import schema
@@ -40,6 +40,16 @@ class ResumePoint:
     """A run has written here before."""
     lost: tuple[RankRecord, ...] = ()
     """Ranks that ended without a word the last time."""
+
+    def at_length(self, recipe: Recipe, spent_s: float) -> "ResumePoint":
+        """The same, once the number of steps is known, after so many seconds that count as the run's."""
+        steps = recipe.train.steps
+        changes = (
+            change if change.field != "train.steps" else replace(change, now=steps)
+            for change in self.changes
+            if change.field != "train.steps" or change.before != steps
+        )
+        return replace(self, changes=tuple(changes), elapsed_s=self.elapsed_s + spent_s)
 
 
 def open_folder(

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
-from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.launch import on_first
@@ -33,7 +32,7 @@ from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
-from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery
+from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery, record_save
 from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
@@ -114,7 +113,7 @@ class Run:
             self._evaluate()
             self._write_samples()
         self._agree()
-        while self.step < steps and self._why_stop() is None:
+        while self.step < steps and self.asked_to_stop is None:
             try:
                 self._step()
             except UnrecoverableStepError as lost:
@@ -146,10 +145,29 @@ class Run:
         if finished:
             self._finish()
         else:
-            text = f"{self._why_stop()} after step {self.step}; saved, the same command continues from there"
+            text = f"{self.asked_to_stop} after step {self.step}; saved, the same command continues from there"
             self.recorder.event(self.step, "stop", text)
         loss = self.last and self.last.loss
-        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else self._why_stop())
+        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else self.asked_to_stop)
+
+    @property
+    def asked_to_stop(self) -> str | None:
+        """Why the run is to end after this step; None: it is not. Of several ranks as of the last step."""
+        return self._stop.reason if self.agreement is None else self._stopped
+
+    def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[float]:
+        """Steps that are run to be timed, until their seconds are `enough` or a stop is asked for.
+
+        Of several ranks the slowest one's seconds count, so that all find enough in the same step.
+        """
+        self._stop, seconds = stop, []
+        self._agree()
+        while self.asked_to_stop is None and not enough(seconds):
+            began = time.perf_counter()
+            self._step()
+            took = time.perf_counter() - began
+            seconds.append(took if self.agreement is None else self.agreement.most(took))
+        return seconds
 
     def _step(self) -> None:
         """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`transaction`)."""
@@ -211,9 +229,6 @@ class Run:
         """Of several ranks: say where this one is, for who watches it."""
         if self.agreement is not None:
             self.agreement.heartbeat.at(self.step + 1, phase)
-
-    def _why_stop(self) -> str | None:
-        return self._stop.reason if self.agreement is None else self._stopped
 
     def _minutes_passed(self) -> bool:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
@@ -327,22 +342,8 @@ class Run:
         failed = None
         for save in self.store.finished():
             self._saving -= 1
-            for name in save.dropped:
-                text = f"{name} was deleted: the disk is full, and a newer checkpoint is valid"
-                self.recorder.event(save.step, "checkpoint_dropped", text)
-            numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
-            if save.error is None:
-                text = f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)}"
-                if save.background:
-                    text += f" in the background, training stood still for {format_seconds(save.stall_s)}"
-                self.recorder.event(save.step, "save", text, background=save.background, **numbers)
-            else:
-                failed = save
-                newest = self.store.newest_step
-                text = f"the checkpoint of step {save.step} could not be written: {save.error}; " + (
-                    f"the newest one is of step {newest}" if newest is not None else "there is none yet"
-                )
-                self.recorder.event(save.step, "save_failed", text, **numbers)
+            record_save(self.recorder, save, self.store.newest_step)
+            failed = failed if save.error is None else save
         return failed
 
     def _keep_last_good(self, error: NumericsError) -> None:

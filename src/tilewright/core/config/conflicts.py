@@ -310,6 +310,14 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             f"train.micro_batch_size = {train.global_batch_size}, "
             f"or train.global_batch_size = {train.micro_batch_size}",
         )
+    if not train.steps and not train.minutes:
+        yield Conflict(
+            ("train.steps", "train.minutes"),
+            "Run without a length",
+            "train.steps = 0, train.minutes = 0.0",
+            "a number of steps, or of minutes",
+            "train.steps = 400, or train.minutes = 5",
+        )
     layer_major = recipe.memory.executor == "layer_major"
     if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not layer_major:
         yield Conflict(

@@ -92,7 +92,8 @@ def load_recipe(
     merged.problems += problems
     for name, text in pairs:
         _put_text(merged, name, text, CLI, f"--{name} on the command line")
-    _follow(merged)
+    _follow_batch(merged)
+    _follow_length(merged)
     recipe = _validated(merged)
     sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in schema.fields()}
     void = without_effect(recipe)
@@ -129,7 +130,7 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
-def _follow(merged: _Values) -> None:
+def _follow_batch(merged: _Values) -> None:
     """A micro-batch that a less specific source gave is no larger than the batch that a more specific one asks for."""
     batch, micro = "train.global_batch_size", "train.micro_batch_size"
     wanted, given = merged.values.get(batch), merged.values.get(micro, TrainSection().micro_batch_size)
@@ -140,6 +141,26 @@ def _follow(merged: _Values) -> None:
         if level[0] == level[1] or order.index(micro) > order.index(batch):
             return  # written down together, or later: a conflict
     merged.put(micro, wanted, f"follows {batch}", merged.places[batch])
+
+
+def _follow_length(merged: _Values) -> None:
+    """Steps or minutes: what the more specific source gives, and the other one is 0. Of one source both stay."""
+    steps, minutes = "train.steps", "train.minutes"
+    given = [path for path in merged.values if path in (steps, minutes)]  # the last one is the most specific
+    if not given or not _is_above_0(merged.values[given[-1]]):
+        return
+    other = minutes if given[-1] == steps else steps
+    if other not in given:
+        if other == minutes:
+            return  # which is 0 by default
+    elif _level(merged.sources[other]) == _level(merged.sources[given[-1]]):
+        return
+    merged.put(other, 0, f"follows {given[-1]}", merged.places[given[-1]])
+
+
+def _is_above_0(value: object) -> bool:
+    """Whether a value of any type is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _level(source: str) -> str:

@@ -147,8 +147,13 @@ class LoraSection(Section):
 
 
 class TrainSection(Section):
-    steps: Count = Field(default=400, ge=1)
-    """Optimizer steps."""
+    steps: Count = Field(default=400, ge=0)
+    """Optimizer steps. 0: as many as fit into `minutes`. Where a file gives both, these count; of two sources, such as
+    recipe and command line, the one that goes before the other."""
+    minutes: float = Field(default=0.0, ge=0, le=525_600, allow_inf_nan=False)
+    """How long to train, first compilation and evaluations on the way included; preparation of data, and what follows
+    the last step, are not. The first steps are timed and thrown away; then the number of steps is fixed and written to
+    run.toml, whatever happens to their speed later. 0: `steps` says how many."""
     global_batch_size: Count = Field(default=16, ge=1)
     """Rows (sequences or images) in one optimizer step, over all ranks. A pair of preferences is two rows."""
     micro_batch_size: Count = Field(default=8, ge=1)

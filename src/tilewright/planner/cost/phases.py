@@ -4,6 +4,7 @@ Every phase that may hold the most is there, so that a peak that moves (from the
 grow deeper, from activations to gradients) is caught by the solver and not by the run.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,8 +92,8 @@ class FixedBytes:
 def written_beside(recipe: Recipe) -> bool:
     """Whether checkpoints are written from a copy while training continues. The last one never is: nothing follows
     it."""
-    section = recipe.checkpoint
-    return section.async_save and (section.interval_minutes > 0 or 0 < section.interval < recipe.train.steps)
+    section, steps = recipe.checkpoint, recipe.train.steps or math.inf  # 0: as many as fit
+    return section.async_save and (section.interval_minutes > 0 or 0 < section.interval < steps)
 
 
 def stages(classes: Sequence[LayerClass]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""How a run ended, that it recovered, and what its time went into."""
+"""How a run ended, that it recovered, what was saved, and what its time went into."""
 
 import time
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from tilewright.core.units import format_seconds, format_share
+from tilewright.core.units import format_bytes, format_seconds, format_share
+from tilewright.training.checkpoint.store import SaveRecord
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import Counters
 from tilewright.training.runlog.recorder import MetricsLogger
@@ -62,6 +63,29 @@ def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, ela
     text += f"held training up for {format_seconds(stall_s)} ({format_share(share)})"
     text += f"; {format_share(goodput)} of all time since the run began went into steps that count"
     recorder.event(counters.step, "done", text, stall_s=stall_s, stall_share=share, goodput=goodput)
+
+
+def record_save(recorder: MetricsLogger, save: SaveRecord, newest: int | None) -> None:
+    """A save that ended, well or not.
+
+    Args:
+        recorder: of the run.
+        save: what it took, and what was wrong.
+        newest: step of the newest checkpoint there is; None without any.
+    """
+    for name in save.dropped:
+        text = f"{name} was deleted: the disk is full, and a newer checkpoint is valid"
+        recorder.event(save.step, "checkpoint_dropped", text)
+    numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
+    if save.error is not None:
+        text = f"the checkpoint of step {save.step} could not be written: {save.error}; "
+        text += f"the newest one is of step {newest}" if newest is not None else "there is none yet"
+        recorder.event(save.step, "save_failed", text, **numbers)
+        return
+    text = f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)}"
+    if save.background:
+        text += f" in the background, training stood still for {format_seconds(save.stall_s)}"
+    recorder.event(save.step, "save", text, background=save.background, **numbers)
 
 
 def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:

@@ -41,6 +41,16 @@ class PlainProgress:
         """Nothing to end."""
 
 
+class NoProgress:
+    """Of steps that nobody is to see."""
+
+    def line(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class LiveProgress:
     """One line that is rewritten, notes above it."""
 

@@ -37,7 +37,7 @@ _WORDS = {
     type=click.FloatRange(0, min_open=True),
     default=3,
     show_default=True,
-    help="Passes over the data, where --train.steps is not given.",
+    help="Passes over the data, where neither --train.steps nor --train.minutes is given.",
 )
 @click.option("--dry-run", is_flag=True, help="Run two steps, compare planned with measured, keep nothing.")
 @verbosity
@@ -72,10 +72,11 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     assert isinstance(prepared, PreparedData)
     loaded = with_passes(loaded, prepared, passes)
     train, rows = loaded.recipe.train, sum(prepared.num_rows.values())
-    say(
-        f"steps: {train.steps} of {train.global_batch_size} rows of {loaded.recipe.data.seq_len} tokens, "
-        f"{train.steps * train.global_batch_size / max(1, rows):.2g} passes over {rows} rows"
+    several = f"{train.steps}" if train.steps else f"as many as fit into {train.minutes:g} minutes, each"
+    passed = (
+        f", {train.steps * train.global_batch_size / max(1, rows):.2g} passes over {rows} rows" if train.steps else ""
     )
+    say(f"steps: {several} of {train.global_batch_size} rows of {loaded.recipe.data.seq_len} tokens{passed}")
     result = train_and_judge(loaded, dry_run, _tell_plan)
     if result.run_dir is not None and result.stopped is None:
         _next(loaded, result.run_dir)

@@ -47,7 +47,7 @@ def tuned_recipe(
 
 def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
     """The recipe with the steps of some passes over the data, a batch that leaves room for steps, and a warm-up of a
-    tenth of them at most; what the user sets stays."""
+    tenth of them at most; what the user sets stays, a time instead of steps too."""
     rows = sum(prepared.num_rows.values())
     train, changes = loaded.recipe.train, {}
     batch = train.global_batch_size
@@ -56,7 +56,7 @@ def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded
         changes["train.global_batch_size"] = batch
     if train.micro_batch_size > batch and not _is_set(loaded, "train.micro_batch_size"):
         changes["train.micro_batch_size"] = batch
-    if not _is_set(loaded, "train.steps"):
+    if not _is_set(loaded, "train.steps") and not train.minutes:
         changes["train.steps"] = max(1, -(-round(passes * rows) // batch))
         if not _is_set(loaded, "optim.warmup_steps"):
             changes["optim.warmup_steps"] = min(loaded.recipe.optim.warmup_steps, changes["train.steps"] // 10)
