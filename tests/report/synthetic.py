@@ -25,7 +25,7 @@ STEADY: Mapping[str, Any] = {
 """What a step's row holds in addition to its loss where a test says nothing else."""
 
 RECIPE = "[optim]\nclip_norm = 1.0 # default\nwarmup_steps = 0 # default\n\n[train]\nsteps = 400 # default\n"
-PLAN = {"peak_bytes": 2**30, "step_phase": "backward", "phases": {"backward": {"activations": 2**30}}}
+PLAN = {"peak_bytes": 2**30, "step_phase": "backward", "phases": {"backward": {"activations": 2**30}}, "step_s": 1.0}
 
 
 def step_rows(losses: Sequence[Any], **columns: Column) -> list[dict[str, Any]]:

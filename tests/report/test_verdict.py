@@ -92,7 +92,7 @@ def test_clean_run_is_good_throughout_and_says_what_it_learned(tmp_path):
     assert [one for one in found.verdicts if one.state is not GOOD] == []
     assert found.state is GOOD
     assert found.headline(learned(run)) == learned(run)
-    assert found.line(learned(run)) == f"verdict: good: {learned(run)} (13 good)"
+    assert found.line(learned(run)) == f"verdict: good: {learned(run)} (14 good)"
     assert learned(run).startswith("The loss fell from 9.06 to 2.7")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.report.synthetic import RECIPE, eval_rows, read, step_rows
+from tests.report.synthetic import PLAN, RECIPE, eval_rows, read, step_rows
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.verdict.rule import VerdictState
 
@@ -206,6 +206,25 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("never found the loss scale", Case(columns={"skipped": ["overflow"] * COUNT}), BAD),
         ("one of one", Case([3.0], {"skipped": ["too large"]}, evals={}), BAD),
         ("none of 19", Case(falling(19)), NOT_MEASURED),
+    ],
+    "time plan": [
+        ("as planned", Case(), GOOD),
+        ("1.4 times as long", Case(columns={"step_s": noisy(1.4)}), GOOD),
+        ("1.4 times as fast", Case(columns={"step_s": noisy(1 / 1.4)}), GOOD),
+        ("1.6 times as long", Case(columns={"step_s": noisy(1.6)}), LOOK),
+        ("1.6 times as fast", Case(columns={"step_s": noisy(1 / 1.6)}), LOOK),
+        ("3.3 times as long", Case(columns={"step_s": noisy(3.3)}), BAD),
+        ("one step that compiles", Case(columns={"step_s": [90.0] + [1.0] * (COUNT - 1)}), GOOD),
+        ("three steps", Case(falling(3), {"step_s": [9.0, 2.0, 2.0]}, evals={}), NOT_MEASURED),
+        ("four steps", Case(falling(4), {"step_s": [9.0, 2.0, 2.0, 2.0]}, evals={}), LOOK),
+        ("no plan", Case(files={"plan": None}), NOT_MEASURED),
+        ("seconds not known", Case(files={"plan": PLAN | {"step_s": None}}), NOT_MEASURED),
+        ("no seconds", Case(columns={"step_s": [None] * COUNT}), NOT_MEASURED),
+        (
+            "planned again",
+            Case(columns={"step_s": noisy(2.0)}, files={"events": [{"step": 3, "kind": "replan", "after": "8 x"}]}),
+            NOT_MEASURED,
+        ),
     ],
     "memory plan": [
         ("9 % above", Case(files=memory(1.09)), GOOD),

@@ -9,6 +9,8 @@ from tilewright.planner.advice.changes import Change
 from tilewright.planner.advice.fixes import Fix
 from tilewright.planner.describe import kept_in_words, verdict
 from tilewright.planner.plan import Plan, describe, places, rank_rows
+from tilewright.training.planning.minutes import expected_steps, length_in_words
+from tilewright.training.planning.pace import long_run
 
 
 def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] | None, idle: str) -> None:
@@ -52,6 +54,8 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     )
     if spent:
         echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
+    if not plan.shape.unknown:
+        echo(f"length: {length_in_words(plan.recipe, plan.step_s)}")
     if plan.setting.shards.ranks > 1:
         echo(f"communication: {communication(plan)}")
     if changes and plan.state == "fits":  # else they are in the error
@@ -64,7 +68,8 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
         show_table(
             ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
         )
-    for note in (*([idle] if idle else []), *plan.notes):
+    long = "" if plan.shape.unknown else long_run(plan.recipe.train, 0, plan.step_s)
+    for note in (*(one for one in (idle, long) if one), *plan.notes):
         echo(f"note: {note}")
 
 
@@ -148,6 +153,7 @@ def to_json(
         "host_bytes": int(plan.host_bytes),
         "disk_bytes": int(plan.disk_bytes),
         "step_s": plan.step_s if known else None,
+        "steps": expected_steps(plan.recipe, plan.step_s) if known else plan.recipe.train.steps or None,
         "tokens_per_s": plan.tokens_per_s if known else None,
         "settings": plan.settings(),
         "narrowed": dict(plan.narrowed),

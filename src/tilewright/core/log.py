@@ -8,11 +8,16 @@ under `--quiet` and on all ranks but the first.
 import logging
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Callable
 
 from tilewright.core import env
-from tilewright.core.units import HARD_SPACE, bind_units
+from tilewright.core.units import HARD_SPACE, bind_units, format_seconds
 
 ROOT = "tilewright"
+QUIET_S = 25.0
+"""Seconds of silence after which a program that works says so: half a minute at most, with the time of a line."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -89,3 +94,54 @@ def say(what: object = "", *, error: bool = False) -> None:
     # Without a terminal there is no width to fit: tables keep their full rows, so that grep finds them.
     console = Console(file=stream, no_color=env.no_color() or None, width=None if stream.isatty() else 160)
     console.print(what, markup=False, highlight=isinstance(what, str), soft_wrap=isinstance(what, str))
+
+
+class Pulse:
+    """Says now and then what is going on, so that a program that works can be told from one that hangs.
+
+    A context manager. It says something only while nothing else is said, from a thread of its own.
+
+    Args:
+        tell: called with a line of text.
+        every_s: seconds of silence.
+        on: False: says nothing. On a terminal a live line or a bar is there instead.
+    """
+
+    def __init__(self, tell: Callable[[str], object] = say, every_s: float = QUIET_S, *, on: bool = True) -> None:
+        self._tell = tell
+        self._every_s = every_s
+        self._what: Callable[[], str] | str = ""
+        self._began = self._said = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True) if on else None
+
+    def at(self, what: Callable[[], str] | str) -> None:
+        """Something else begins: a phrase, or what gives one; empty while another one speaks."""
+        self._what, self._began = what, time.monotonic()
+
+    def said(self) -> None:
+        """Something was said just now."""
+        self._said = time.monotonic()
+
+    def __enter__(self) -> "Pulse":
+        self.said()
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(max(0.01, self._said + self._every_s - time.monotonic())):
+            if time.monotonic() < self._said + self._every_s:
+                continue
+            self.said()
+            what = self._what if isinstance(self._what, str) else self._what()
+            if what:
+                try:
+                    self._tell(f"{what}: {format_seconds(time.monotonic() - self._began)} so far")
+                except BrokenPipeError:  # the reader is gone; the main thread will meet it too
+                    return

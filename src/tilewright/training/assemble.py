@@ -236,12 +236,17 @@ class Components:
         return all_finite(self.model.named_buffers())
 
 
+def _in_silence(what: str) -> None:
+    """Told what begins, and nobody else is."""
+
+
 def set_up(
     loaded: Loaded,
     *,
     world: World = World.alone(),  # noqa: B008 (frozen)
     run_plan: PlanFile | None = None,
     resuming: bool = False,
+    at: Callable[[str], object] = _in_silence,
 ) -> RunContext:
     """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
 
@@ -250,6 +255,7 @@ def set_up(
         world: the processes of the run; those of one machine share its cores and memory.
         run_plan: the plan that the run resumes under.
         resuming: the run has a checkpoint: nothing is decided that changes a number.
+        at: told what begins.
 
     Raises:
         HardwareError: the device is not there.
@@ -268,10 +274,12 @@ def set_up(
     check_equal(world, {"prepared data": prepared.fingerprint})
 
     def planned() -> ResolvedPlan:
+        at("measuring this machine")
         rates = ceilings.measure(machine, progress=say, own_process=True)
         run = recipe.run
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
         together = world.local_size == world.size
+        at("planning")
         site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
-from tilewright.core.log import say
+from tilewright.core.log import Pulse, say
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
@@ -46,7 +46,7 @@ from tilewright.training.replan_setup import replanner_for
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
-from tilewright.training.runlog.progress import NoProgress, open_progress
+from tilewright.training.runlog.progress import NoProgress, open_progress, open_pulse
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest
@@ -175,22 +175,23 @@ def _train(
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     world = World.alone() if watch is None else watch.world
-    setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None)
-    if on_setup is not None:
-        on_setup(setup)
-    store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it
-    if is_open(setup.recipe):
-        times = _timed(setup, folder, store, found, watch, left_out)
-        if isinstance(times, str):
-            say(f"{times} while steps were timed: nothing was to be saved, the same command starts again")
-            return RunResult(folder.path, found.step, stopped=times)
-        many = partial(steps_within, setup.recipe, times, done=found.step, elapsed_s=found.elapsed_s)
-        setup = setup.lasting(on_first(world, many))
-        found = found.at_length(setup.recipe, times.spent_s)
-    with _assembled(setup, folder, store, found, watch, left_out) as run:
-        run.begin(began)
-        with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
-            return run.train(stop)
+    with open_pulse() as pulse:
+        setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None, at=pulse.at)
+        if on_setup is not None:
+            on_setup(setup)
+        store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it
+        if is_open(setup.recipe):
+            times = _timed(setup, folder, store, found, watch, left_out, pulse)
+            if isinstance(times, str):
+                say(f"{times} while steps were timed: nothing was to be saved, the same command starts again")
+                return RunResult(folder.path, found.step, stopped=times)
+            many = partial(steps_within, setup.recipe, times, done=found.step, elapsed_s=found.elapsed_s)
+            setup = setup.lasting(on_first(world, many))
+            found = found.at_length(setup.recipe, times.spent_s)
+        with _assembled(setup, folder, store, found, watch, left_out, pulse) as run:
+            run.begin(began)
+            with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
+                return run.train(stop)
 
 
 def _timed(
@@ -200,13 +201,15 @@ def _timed(
     found: ResumePoint,
     watch: RankWatch | None,
     left_out: frozenset[int],
+    pulse: Pulse,
 ) -> StepTimes | str:
     """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
     say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
     far_off = setup.lasting(Length(LONG, "", "", {}))
     blaming = nullcontext if watch is None else watch.blaming
-    assembled = _assembled(far_off, folder, store, found, watch, left_out, shown=False)
+    assembled = _assembled(far_off, folder, store, found, watch, left_out, pulse, shown=False)
     with assembled as run, StopRequest() as stop, blaming():
+        pulse.at("timing steps, the first of which compiles")
         times = time_steps(run, stop)
     del run
     gc.collect()  # the model that steps were timed with goes before the next one is made
@@ -222,6 +225,7 @@ def _assembled(
     found: ResumePoint,
     watch: RankWatch | None,
     left_out: frozenset[int],
+    pulse: Pulse,
     *,
     shown: bool = True,
 ) -> Iterator[Run]:
@@ -233,11 +237,12 @@ def _assembled(
     world = World.alone() if watch is None else watch.world
     recipe, follows = setup.recipe, not world.is_first or not shown
     sinks = open_sinks(() if follows else recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
+    pulse.at("making the model")
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s, follows=follows)
     recorder = MetricsLogger(
         log,
-        open_progress(follows=follows) if shown else NoProgress(),
+        open_progress(pulse, follows=follows) if shown else NoProgress(),
         sinks,
         steps=recipe.train.steps,
         memory_limit=setup.memory_limit,
@@ -246,7 +251,9 @@ def _assembled(
     try:
         for text, numbers in setup.planned.events:
             recorder.event(found.step, "plan", text, **numbers)
+        pulse.at("")  # it has a bar of its own
         attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), world)
+        pulse.at("loading the checkpoint" if found.checkpoint is not None else "starting")
         restore(found, parts, recorder)
         if shown:
             _write_facts(folder, setup, parts)

@@ -5,6 +5,7 @@
 `Run._step` and the executor's `standard`; docs/explanation/how-a-step-runs.md walks through them.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
-from tilewright.training.components.dataset import data_events, evaluation_line
+from tilewright.training.components.dataset import evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
@@ -29,11 +30,12 @@ from tilewright.training.executor.microbatches import Batch, row_length
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
+from tilewright.training.planning.pace import Pace
 from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
-from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery, record_save
-from tilewright.training.runlog.parameters import in_words, num_parameters
+from tilewright.training.runlog import lifecycle
+from tilewright.training.runlog.lifecycle import RunResult, check_files
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import run_samples
@@ -75,7 +77,8 @@ class Run:
     """Of several ranks: by minutes, on any of them."""
 
     def __post_init__(self) -> None:
-        self.recipe = self.setup.recipe
+        self.recipe, plan = self.setup.recipe, self.setup.plan
+        self._pace = Pace(0.0 if plan.unknown else plan.step_s, self.recipe.train.steps, self.recorder.event)
 
     @property
     def step(self) -> int:
@@ -87,16 +90,8 @@ class Run:
         self._began, self._ready_s = began, time.perf_counter() - began
         self.parts.counters.begin(time.time())
         self._elapsed_before_s = self.recorder.log.elapsed_s
-        recipe, setup = self.recipe, self.setup
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
-        if self.resumed:
-            return
-        trained, total = num_parameters(self.parts.model)
-        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}, "
-        text += f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
-        self.recorder.event(0, "start", text, parameters=total, trained=trained)
-        for kind, line, numbers in data_events(setup.prepared):
-            self.recorder.event(0, kind, line, **numbers)
+        lifecycle.record_start(self.recorder, self.setup, self.parts, self.folder, resumed=self.resumed)
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
@@ -133,7 +128,7 @@ class Run:
             if self.step == first + 1:
                 self._check_no_fallbacks()
             if self.resumed and self.step == first + 1:
-                record_recovery(self.recorder, self.step, self._began, self._ready_s)
+                lifecycle.record_recovery(self.recorder, self.step, self._began, self._ready_s)
             self._between_steps()
         if finished := self.step >= steps:
             self._evaluate()
@@ -145,8 +140,7 @@ class Run:
         if finished:
             self._finish()
         else:
-            text = f"{self.asked_to_stop} after step {self.step}; saved, the same command continues from there"
-            self.recorder.event(self.step, "stop", text)
+            lifecycle.record_stop(self.recorder, self.step, self.asked_to_stop)
         loss = self.last and self.last.loss
         return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else self.asked_to_stop)
 
@@ -191,8 +185,9 @@ class Run:
         parts.counters.add(self.last)
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if due else None
         row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
-        if due or self.last.skipped is not None or self.last.redone is not None:
-            self.recorder.step(row, parts.counters, self.last)
+        self.recorder.step(row, parts.counters, self.last)
+        if parts.modes.next_switch == math.inf:  # a plan is of the last mode
+            self._pace.after_step(self.step, self.last.seconds)
         if parts.control is not None:
             control = parts.control
             self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
@@ -226,7 +221,8 @@ class Run:
             self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
 
     def _at(self, phase: str) -> None:
-        """Of several ranks: say where this one is, for who watches it."""
+        """Say where the run is, for its user; of several ranks for those that watch this one, too."""
+        self.recorder.at(self.step, phase)
         if self.agreement is not None:
             self.agreement.heartbeat.at(self.step + 1, phase)
 
@@ -342,7 +338,7 @@ class Run:
         failed = None
         for save in self.store.finished():
             self._saving -= 1
-            record_save(self.recorder, save, self.store.newest_step)
+            lifecycle.record_save(self.recorder, save, self.store.newest_step)
             failed = failed if save.error is None else save
         return failed
 
@@ -385,9 +381,10 @@ class Run:
         self._write_samples()
         if self.recipe.checkpoint.export_hf:
             self._export()
-        record_done(self.recorder, self.parts.counters, self._stall_s, self._elapsed_before_s)
+        lifecycle.record_done(self.recorder, self.parts.counters, self._stall_s, self._elapsed_before_s)
 
     def _write_samples(self) -> None:
+        self._at("samples")
         with self.parts.passing():
             for sample in run_samples(self.recipe, self.parts.model, self.setup.tokenizer, self.parts.held_out.batches):
                 self.recorder.sample(self.step, sample)

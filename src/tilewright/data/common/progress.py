@@ -1,10 +1,13 @@
-"""Shows how far a preparation is: a bar on a terminal, one log line a phase elsewhere. Times each phase."""
+"""Shows how far a preparation is: a bar on a terminal, elsewhere a line where it takes long. Times each phase."""
 
 import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
+
+from tilewright.core.log import ROOT, Pulse, get_logger, say
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +22,12 @@ class ProgressBar:
         self.seconds: dict[str, float] = {}
         self._title, self._bar, self._task = title, None, None
         self._name, self._started = "", 0.0
+        self._done, self._total = 0.0, None
+        quiet = get_logger(ROOT).level >= logging.ERROR
+        self._pulse = Pulse(partial(say, error=True), on=not sys.stderr.isatty() and not quiet)
 
     def __enter__(self) -> "ProgressBar":
+        self._pulse.__enter__()
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import Progress
@@ -33,13 +40,22 @@ class ProgressBar:
         """End the phase before, if any, and start `name`. `total` None: of unknown length."""
         self._finish()
         self._name, self._started = name, time.perf_counter()
+        self._done, self._total = 0.0, total
+        self._pulse.at(self._words)
         if self._bar:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(f"{self._title}: {name}", total=total)
         log.info("%s: %s", self._title, name)
 
+    def _words(self) -> str:
+        """What is done now, and how much of it is."""
+        share = f", {self._done / self._total:.0%}" if self._total else ""
+        return f"{self._title}: {self._name}{share}" if self._name else ""
+
     def advance(self, amount: float) -> None:
+        """Count so many units of the phase as done."""
+        self._done += amount
         if self._bar and self._task is not None:
             self._bar.advance(self._task, amount)
 
@@ -50,6 +66,7 @@ class ProgressBar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._finish()
+        self._pulse.__exit__()
         if self._bar:
             self._bar.stop()
 

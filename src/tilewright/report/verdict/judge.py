@@ -18,6 +18,7 @@ RULES: Mapping[VerdictRule, Callable[[RunData], Verdict]] = {
     gradients.TAIL: gradients.tail,
     gradients.CLIPPING: gradients.clipping,
     resources.OFF_PLAN: resources.off_plan,
+    resources.OFF_PACE: resources.off_pace,
     resources.LEAK: resources.leak,
     resources.SLOWDOWN: resources.slowdown,
     resources.WAIT: resources.wait,

@@ -1,15 +1,19 @@
-"""Rules on memory and time: is the run as planned, does it grow, slow down, or wait?"""
+"""Rules on memory and time: are bytes and seconds as planned, does memory grow, do steps slow down, or wait?"""
 
 from bisect import bisect_right
 from statistics import median
 
-from tilewright.core.units import format_bytes, format_share
+from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import planned_owners, quarters, training_peak
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
+from tilewright.training.planning.pace import OFF
+from tilewright.training.planning.pace import off_plan as off_plan_by
 
+FEWEST_TIMED = 3
+"""Steps after the first below which no seconds are judged."""
 FEWEST_PEAKS = 8
 """Recorded peaks below which no growth is judged; only steps with a progress line have one."""
 
@@ -23,6 +27,18 @@ OFF_PLAN = VerdictRule(
     why=(
         "Plans of the shipped recipes are within 10 % of what was measured. With an error of a quarter a plan does not "
         "say whether a run fits."
+    ),
+)
+OFF_PACE = VerdictRule(
+    name="time plan",
+    chart="throughput",
+    measures="median seconds of the steps after the first over the planned ones, or the inverse if that is more",
+    unit="times",
+    look=OFF,
+    bad=3.0,
+    why=(
+        "Steps of the shipped recipes take what is planned within a third. From 1.5 times on other programs run, or an "
+        "operation is slow in its format here; at 3 times a job of five minutes takes fifteen."
     ),
 )
 LEAK = VerdictRule(
@@ -78,6 +94,23 @@ def off_plan(run: RunData) -> Verdict:
         f"{format_bytes(measured)} measured."
     )
     return OFF_PLAN.judge(abs(error), text)
+
+
+def off_pace(run: RunData) -> Verdict:
+    """Do steps take the planned seconds?"""
+    planned, (_, seconds) = run.planned("step_s"), run.column("step_s")
+    seconds = seconds[1:]  # the first one compiles
+    if not planned:
+        return OFF_PACE.not_measured("No seconds of a step were planned.")
+    if any(event.get("after") for event in run.kinds("replan")):
+        return OFF_PACE.not_measured("The memory plan was planned again during the run; see its table.")
+    if len(seconds) < FEWEST_TIMED:
+        return OFF_PACE.too_short(len(seconds), FEWEST_TIMED)
+    found = median(seconds)
+    if found <= 0:
+        return OFF_PACE.not_measured("The time of the steps is not recorded.")
+    text = f"A step took {format_seconds(found)}, {format_seconds(planned)} were planned."
+    return OFF_PACE.judge(off_plan_by(planned, found), text)
 
 
 def leak(run: RunData) -> Verdict:

@@ -97,6 +97,26 @@ def expected_steps(recipe: Recipe, step_s: float) -> int:
     return max(FEWEST, int(60 * recipe.train.minutes / step_s))
 
 
+def length_in_words(recipe: Recipe, step_s: float) -> str:
+    """How long a run will be, as planned.
+
+    Args:
+        recipe: reads `[train]`.
+        step_s: planned seconds of a step.
+
+    Example:
+        >>> from tilewright.core.config.recipe import TrainSection
+        >>> length_in_words(Recipe(train=TrainSection(steps=600)), 0.75)
+        '600 steps of 750 ms take 7m30s'
+        >>> length_in_words(Recipe(train=TrainSection(steps=0, minutes=5)), 0.75)
+        'about 400 steps of 750 ms fit into 5 minutes'
+    """
+    steps, each = expected_steps(recipe, step_s), format_seconds(step_s)
+    if is_open(recipe):
+        return f"about {steps:,} steps of {each} fit into {recipe.train.minutes:g} minutes"
+    return f"{steps:,} steps of {each} take {format_seconds(steps * step_s)}"
+
+
 def lasting(loaded: Loaded, length: Length) -> Loaded:
     """The recipe with so many steps."""
     recipe = changed(loaded.recipe, {_STEPS: length.steps})

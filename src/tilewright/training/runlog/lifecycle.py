@@ -1,4 +1,4 @@
-"""How a run ended, that it recovered, what was saved, and what its time went into."""
+"""How a run began and ended, that it recovered, what was saved, and what its time went into."""
 
 import time
 from collections.abc import Mapping
@@ -8,9 +8,13 @@ from pathlib import Path
 import psutil
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
+from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.store import SaveRecord
+from tilewright.training.components.dataset import data_events
 from tilewright.training.executor.evaluate import DomainLoss
+from tilewright.training.planning.pace import long_run
 from tilewright.training.runlog.files import Counters
+from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 
@@ -28,6 +32,38 @@ class RunResult:
     """Last evaluation by domain, empty where none was run."""
     stopped: str | None = None
     """Why the run ended before its last step (the name of a signal), None where it did not."""
+
+
+def record_start(
+    recorder: MetricsLogger, setup: RunContext, parts: Components, folder: RunFolder, *, resumed: bool
+) -> None:
+    """What is trained, on what, and how long: the first events of a run; of one that goes on, only that it will be
+    long.
+
+    Args:
+        recorder: of the run.
+        setup: machine, data and plan.
+        parts: the model, and its mode.
+        folder: of the run.
+        resumed: the run goes on.
+    """
+    train, plan, done = setup.recipe.train, setup.plan, parts.counters.step
+    if not plan.unknown and (text := long_run(train, done, plan.step_s)):
+        recorder.event(done, "long", text)
+    if resumed:
+        return
+    trained, total = num_parameters(parts.model)
+    text = f"{in_words(trained, total)} in {parts.modes.mode} on {setup.world.of(setup.machine.device_name)}, "
+    text += f"{train.steps} steps of {train.global_batch_size} rows, in {folder.path}"
+    seconds = {} if plan.unknown else {"planned_s": train.steps * plan.step_s}
+    recorder.event(0, "start", text, parameters=total, trained=trained, **seconds)
+    for kind, line, numbers in data_events(setup.prepared):
+        recorder.event(0, kind, line, **numbers)
+
+
+def record_stop(recorder: MetricsLogger, step: int, reason: str | None) -> None:
+    """The end of a run that was asked to stop, and saved."""
+    recorder.event(step, "stop", f"{reason} after step {step}; saved, the same command continues from there")
 
 
 def record_recovery(recorder: MetricsLogger, step: int, began: float, ready_s: float) -> None:

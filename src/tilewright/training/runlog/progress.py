@@ -1,4 +1,5 @@
-"""What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval.
+"""What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval,
+and in each half minute at least.
 
     step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB (optimizer 4.1,
     activations 3.2) | 8,412 tok/s | wait 1.2 % | eta 12m00s
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tilewright.core import env
-from tilewright.core.log import ROOT, get_logger, say, wrap_text
+from tilewright.core.log import ROOT, Pulse, get_logger, say, wrap_text
 from tilewright.core.units import format_loss, format_seconds, format_share
 
 _GIB = 2**30
@@ -20,6 +21,10 @@ _GIB = 2**30
 
 class TrainProgress(Protocol):
     """Shows lines that replace each other, and notes that stay."""
+
+    def at(self, what: str) -> None:
+        """What the run does from now on."""
+        ...
 
     def line(self, text: str) -> None: ...
 
@@ -29,13 +34,24 @@ class TrainProgress(Protocol):
 
 
 class PlainProgress:
-    """Every line stays: for files, pipes and grep."""
+    """Every line stays: for files, pipes and grep.
+
+    Args:
+        pulse: told what goes on, and that something was said.
+    """
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+
+    def at(self, what: str) -> None:
+        self._pulse.at(what)
 
     def line(self, text: str) -> None:
+        self._pulse.said()
         say(text)
 
     def note(self, text: str) -> None:
-        say(text)
+        self.line(text)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -43,6 +59,8 @@ class PlainProgress:
 
 class NoProgress:
     """Of steps that nobody is to see."""
+
+    def at(self, what: str) -> None: ...
 
     def line(self, text: str) -> None: ...
 
@@ -62,6 +80,9 @@ class LiveProgress:
         self._live = Live(Text(""), auto_refresh=False, transient=False)
         self._live.start()
 
+    def at(self, what: str) -> None:
+        """Nothing: the last line stays."""
+
     def line(self, text: str) -> None:
         self._live.update(self._text(wrap_text(text, env.columns())), refresh=True)
 
@@ -72,13 +93,19 @@ class LiveProgress:
         self._live.stop()
 
 
-def open_progress(*, follows: bool = False) -> TrainProgress:
+def open_pulse() -> Pulse:
+    """What says that a run works, where no live line does; silent like `say`."""
+    return Pulse(on=not _is_live())
+
+
+def open_progress(pulse: Pulse, *, follows: bool = False) -> TrainProgress:
     """The live line where standard output is a terminal and not quiet, else plain lines. Of a rank that `follows` the
     first one nothing is shown, since `say` is silent there."""
-    if follows:
-        return PlainProgress()
-    quiet = get_logger(ROOT).level >= logging.ERROR
-    return LiveProgress() if sys.stdout.isatty() and not quiet else PlainProgress()
+    return LiveProgress() if _is_live() and not follows else PlainProgress(pulse)
+
+
+def _is_live() -> bool:
+    return sys.stdout.isatty() and get_logger(ROOT).level < logging.ERROR
 
 
 def step_line(
@@ -100,13 +127,20 @@ def step_line(
         f"gnorm {row['grad_norm']:.3g}",
         f"lr {row['lr']:.1e}",
         f"scale {row['loss_scale']:g} ({num_skips} skips)" if scaled else f"{num_skips} skips",
-        f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})",
+        *_memory(row, memory_limit),
         f"{row['tokens_per_s']:,.0f} tok/s",
         f"wait {format_share(row['wait_share'])}",
     ]
     if seconds_left is not None:
         parts.append(f"eta {format_seconds(seconds_left)}")
     return " | ".join(parts)
+
+
+def _memory(row: Mapping[str, Any], memory_limit: int) -> list[str]:
+    """The peak, where the row has it."""
+    if "memory_bytes" not in row:
+        return []
+    return [f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})"]
 
 
 def _largest(owners: Mapping[str, int]) -> str:

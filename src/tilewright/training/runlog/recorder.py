@@ -3,6 +3,7 @@
 `files` writes the row of every step; `progress` and `sinks` know how to show one.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,16 @@ from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.runlog.progress import TrainProgress, step_line
 from tilewright.training.runlog.sample import TextSample
 from tilewright.training.runlog.sinks import Sink, scalars_of
+
+OVERDUE_S = 20.0
+"""Seconds after a progress line from which on a step has one, whatever the log interval."""
+_PHASES = {
+    "data": "step {next} of {steps}",
+    "evaluate": "evaluation after step {step}",
+    "save": "checkpoint of step {step}",
+    "samples": "samples after step {step}",
+}
+"""What a run does, in words."""
 
 
 class MetricsLogger:
@@ -43,16 +54,27 @@ class MetricsLogger:
         self._steps = steps
         self._memory_limit = memory_limit
         self._scaled = scaled
+        self._began = time.monotonic()
+        self._shown_at: float | None = None
+
+    def at(self, step: int, phase: str) -> None:
+        """What the run does from now on.
+
+        Args:
+            step: steps done.
+            phase: one of `_PHASES`.
+        """
+        self._progress.at(_PHASES[phase].format(step=step, next=step + 1, steps=self._steps))
 
     def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult) -> None:
-        """What a step's row (`RunLog.step`) asks for too: a progress line where it has the memory, and an event
-        where the step was skipped or computed again."""
+        """What a step's row (`RunLog.step`) asks for too: a progress line where it has the memory or is overdue, and an
+        event where the step was skipped or computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"
             self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
         if result.skipped is not None:
             self._skipped(counters.step, result)
-        if "memory" in row:
+        if "memory" in row or time.monotonic() - (self._shown_at or self._began) >= OVERDUE_S:
             self._show(row, counters)
 
     def evaluation(
@@ -100,7 +122,8 @@ class MetricsLogger:
 
     def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
         """Rates are means since the last line, the rest is this step's."""
-        interval = self.log.take_interval()
+        interval, first = self.log.take_interval(), self._shown_at is None
+        self._shown_at = time.monotonic()
         shown = {
             **row,
             "tokens_per_s": interval.tokens / interval.seconds,
@@ -108,7 +131,8 @@ class MetricsLogger:
         }
         steps_left = self._steps - counters.step
         # The first step compiles: no estimate from it alone. The last one leaves nothing to estimate.
-        seconds_left = interval.seconds / interval.steps * steps_left if interval.steps > 1 and steps_left else None
+        estimated = steps_left and (interval.steps > 1 or not first)
+        seconds_left = interval.seconds / interval.steps * steps_left if estimated else None
         line = step_line(
             shown,
             steps=self._steps,

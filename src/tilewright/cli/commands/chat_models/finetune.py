@@ -72,11 +72,12 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     assert isinstance(prepared, PreparedData)
     loaded = with_passes(loaded, prepared, passes)
     train, rows = loaded.recipe.train, sum(prepared.num_rows.values())
-    several = f"{train.steps}" if train.steps else f"as many as fit into {train.minutes:g} minutes, each"
-    passed = (
-        f", {train.steps * train.global_batch_size / max(1, rows):.2g} passes over {rows} rows" if train.steps else ""
-    )
-    say(f"steps: {several} of {train.global_batch_size} rows of {loaded.recipe.data.seq_len} tokens{passed}")
+    said = f"as many as fit into {train.minutes:g} minutes, each"
+    size = f"of {train.global_batch_size} rows of {loaded.recipe.data.seq_len} tokens"
+    if train.steps:
+        said = f"{train.steps}"
+        size += f", {train.steps * train.global_batch_size / max(1, rows):.2g} passes over {rows} rows"
+    say(f"steps: {said} {size}")
     result = train_and_judge(loaded, dry_run, _tell_plan)
     if result.run_dir is not None and result.stopped is None:
         _next(loaded, result.run_dir)

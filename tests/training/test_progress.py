@@ -1,0 +1,121 @@
+"""A run that works says so: off a terminal a line in each half minute, whatever takes long."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from tests.training.tiny import tiny
+from tilewright.core import log
+from tilewright.core.log import Pulse
+from tilewright.data.common.progress import ProgressBar
+from tilewright.training import loop
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.loop import train
+from tilewright.training.run import Run
+from tilewright.training.runlog import progress, recorder
+
+
+def test_it_says_what_goes_on_while_nothing_else_is_said():
+    said = []
+    with Pulse(said.append, every_s=0.1) as pulse:
+        pulse.at("the first thing")
+        time.sleep(0.15)
+        for _ in range(4):  # something else is said all the time
+            pulse.said()
+            time.sleep(0.05)
+        pulse.at(lambda: f"the second thing, {len(said)} lines before")
+        time.sleep(0.25)
+        pulse.at("")
+        time.sleep(0.25)
+    before = len(said)
+    time.sleep(0.15)
+    assert len(said) == before, "it ends with its block"
+    assert said[0].startswith("the first thing: ")
+    assert said[0].endswith(" so far")
+    assert said[1].startswith("the second thing, 1 lines before: ")
+
+
+def test_it_says_nothing_where_it_is_off_or_nobody_reads():
+    said = []
+    with Pulse(said.append, every_s=0.01, on=False) as pulse:
+        pulse.at("something")
+        time.sleep(0.05)
+    assert said == []
+
+    def closed(line):
+        raise BrokenPipeError
+
+    with Pulse(closed, every_s=0.01) as pulse:
+        pulse.at("something")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Half a minute is a fraction of a second."""
+    monkeypatch.setattr(log.Pulse.__init__, "__defaults__", (log.say, 0.2))
+    monkeypatch.setattr(recorder, "OVERDUE_S", 0.15)
+
+
+def _slow(monkeypatch, owner, name, seconds=0.6):
+    real = getattr(owner, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+CASES = {
+    "preparing": (loop, "build", "making the model: "),
+    "a step": (StandardExecutor, "step", "step 2 of 2: "),
+    "an evaluation": (recorder.MetricsLogger, "evaluation", "evaluation after step 2: "),
+    "a checkpoint": (Run, "_write_audit", "checkpoint of step 2: "),
+    "samples": (recorder.MetricsLogger, "sample", "samples after step 2: "),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_speaks_in_each_long_phase(data, tmp_path, monkeypatch, hasty, capsys, case):
+    owner, name, words = CASES[case]
+    _slow(monkeypatch, owner, name)
+    train(tiny(data, tmp_path, train__steps=2, train__eval_interval=0, checkpoint__interval=0))
+    assert any(line.startswith(words) for line in capsys.readouterr().out.splitlines()), words
+
+
+def test_slow_steps_have_lines_between_those_of_the_log_interval(data, tmp_path, monkeypatch, hasty, capsys):
+    _slow(monkeypatch, StandardExecutor, "step", 0.17)
+    settings = {"train__steps": 6, "train__eval_interval": 0, "train__log_interval": 100, "checkpoint__interval": 0}
+    train(tiny(data, tmp_path, **settings))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and " | loss " in line]
+    assert [line.split()[1] for line in lines] == [f"{step}/6" for step in range(1, 7)]
+    assert all(("| mem " in line) is (line.split()[1] in ("1/6", "6/6")) for line in lines), "memory costs a look"
+    assert all("| eta " in line for line in lines[2:-1])
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_bar_speaks_off_a_terminal(monkeypatch, hasty, capsys, quiet):
+    log.configure(quiet=quiet)
+    try:
+        with ProgressBar("preparing data") as bar:
+            bar.phase("tokens", total=8)
+            bar.advance(2)
+            time.sleep(0.5)
+    finally:
+        log.configure()
+    said = capsys.readouterr()
+    assert said.out == "", "a command may write JSON there"
+    assert ("preparing data: tokens, 25%: " in said.err) is not quiet
+
+
+def test_on_a_terminal_the_live_line_is_enough(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with progress.open_pulse() as pulse:
+        assert pulse._thread is None
