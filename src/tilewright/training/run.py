@@ -21,7 +21,7 @@ from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
-from tilewright.training.components.dataset import evaluation_line
+from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
@@ -30,7 +30,7 @@ from tilewright.training.executor.microbatches import Batch, row_length
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
-from tilewright.training.planning.pace import Pace
+from tilewright.training.planning.pace import Pace, long_run
 from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
@@ -91,7 +91,13 @@ class Run:
         self.parts.counters.begin(time.time())
         self._elapsed_before_s = self.recorder.log.elapsed_s
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
-        lifecycle.record_start(self.recorder, self.setup, self.parts, self.folder, resumed=self.resumed)
+        train, setup = self.recipe.train, self.setup
+        if not setup.plan.unknown and (text := long_run(train, self.step, setup.plan.step_s)):
+            self.recorder.event(self.step, "long", text)
+        if not self.resumed:
+            how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
+            length = f"{train.steps} steps of {train.global_batch_size} rows, in {self.folder.path}"
+            lifecycle.record_start(self.recorder, self.parts.model, how, length, data_events(setup.prepared))
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.

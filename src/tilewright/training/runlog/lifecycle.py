@@ -1,22 +1,45 @@
 """How a run began and ended, that it recovered, what was saved, and what its time went into."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
+from torch import nn
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
-from tilewright.training.assemble import Components, RunContext
-from tilewright.training.checkpoint.store import SaveRecord
-from tilewright.training.components.dataset import data_events
 from tilewright.training.executor.evaluate import DomainLoss
-from tilewright.training.planning.pace import long_run
 from tilewright.training.runlog.files import Counters
 from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
+
+
+class Saved(Protocol):
+    """A save that ended: `checkpoint.writing.SaveRecord`."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def stall_s(self) -> float: ...
+
+    @property
+    def write_s(self) -> float: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def background(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def dropped(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -35,29 +58,21 @@ class RunResult:
 
 
 def record_start(
-    recorder: MetricsLogger, setup: RunContext, parts: Components, folder: RunFolder, *, resumed: bool
+    recorder: MetricsLogger, model: nn.Module, how: str, length: str, data: Iterable[tuple[str, str, Mapping[str, Any]]]
 ) -> None:
-    """What is trained, on what, and how long: the first events of a run; of one that goes on, only that it will be
-    long.
+    """What is trained, on what, and how long: the first events of a run.
 
     Args:
         recorder: of the run.
-        setup: machine, data and plan.
-        parts: the model, and its mode.
-        folder: of the run.
-        resumed: the run goes on.
+        model: whose parameters are counted.
+        how: the mode, the machine.
+        length: steps, and where they are written.
+        data: events of the data, as kind, text and numbers.
     """
-    train, plan, done = setup.recipe.train, setup.plan, parts.counters.step
-    if not plan.unknown and (text := long_run(train, done, plan.step_s)):
-        recorder.event(done, "long", text)
-    if resumed:
-        return
-    trained, total = num_parameters(parts.model)
-    text = f"{in_words(trained, total)} in {parts.modes.mode} on {setup.world.of(setup.machine.device_name)}, "
-    text += f"{train.steps} steps of {train.global_batch_size} rows, in {folder.path}"
-    seconds = {} if plan.unknown else {"planned_s": train.steps * plan.step_s}
-    recorder.event(0, "start", text, parameters=total, trained=trained, **seconds)
-    for kind, line, numbers in data_events(setup.prepared):
+    trained, total = num_parameters(model)
+    text = f"{in_words(trained, total)} in {how}, {length}"
+    recorder.event(0, "start", text, parameters=total, trained=trained)
+    for kind, line, numbers in data:
         recorder.event(0, kind, line, **numbers)
 
 
@@ -101,7 +116,7 @@ def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, ela
     recorder.event(counters.step, "done", text, stall_s=stall_s, stall_share=share, goodput=goodput)
 
 
-def record_save(recorder: MetricsLogger, save: SaveRecord, newest: int | None) -> None:
+def record_save(recorder: MetricsLogger, save: Saved, newest: int | None) -> None:
     """A save that ended, well or not.
 
     Args:
