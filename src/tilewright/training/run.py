@@ -156,10 +156,8 @@ class Run:
         return self._stop.reason if self.agreement is None else self._stopped
 
     def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[float]:
-        """Steps that are run to be timed, until their seconds are `enough` or a stop is asked for.
-
-        Of several ranks the slowest one's seconds count, so that all find enough in the same step.
-        """
+        """Steps that are run to be timed, until their seconds (of several ranks the slowest one's, so that all stop in
+        the same step) are `enough`, or a stop is asked for."""
         self._stop, seconds = stop, []
         self._agree()
         while self.asked_to_stop is None and not enough(seconds):
