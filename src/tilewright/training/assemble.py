@@ -47,7 +47,7 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
+from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
@@ -352,7 +352,7 @@ def build(
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    stream = _stream(recipe, setup.prepared, setup.world)
+    stream = stream_of(recipe, setup.prepared, rank=world.rank, world=world.size)
     plan, counters = setup.plan, Counters()
     heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
     draw_apart(world)
@@ -366,20 +366,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages, world: World) -> Stream:
-    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
-    return Stream(
-        prepared,
-        seed=recipe.run.seed,
-        weights=recipe.data.weights,
-        batch_size=recipe.train.global_batch_size // rows,
-        micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
-        prefetch=recipe.data.prefetch,
-        rank=world.rank,
-        world=world.size,
-    )
 
 
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:

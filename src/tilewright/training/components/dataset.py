@@ -8,6 +8,7 @@ import torch
 
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
+from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.data.corpus.account import account_line
@@ -64,6 +65,21 @@ def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]
     if isinstance(prepared, PreparedChat):
         for line in prepared.preview():
             yield "chat", line, {}
+
+
+def stream_of(recipe: Recipe, prepared: Prepared, *, rank: int, world: int) -> Stream:
+    """The batches of a run, of several ranks this one's part of them."""
+    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
+    return Stream(
+        prepared,
+        seed=recipe.run.seed,
+        weights=recipe.data.weights,
+        batch_size=recipe.train.global_batch_size // rows,
+        micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
+        prefetch=recipe.data.prefetch,
+        rank=rank,
+        world=world,
+    )
 
 
 @dataclass(frozen=True)
