@@ -10,7 +10,7 @@ from tests.training.tiny import tiny
 from tilewright.core import log
 from tilewright.core.log import Pulse
 from tilewright.data.common.progress import ProgressBar
-from tilewright.training import loop
+from tilewright.training import loop, run
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 from tilewright.training.run import Run
@@ -28,13 +28,14 @@ def test_it_says_what_goes_on_while_nothing_else_is_said():
         pulse.at(lambda: f"the second thing, {len(said)} lines before")
         time.sleep(0.25)
         pulse.at("")
-        time.sleep(0.25)
+        time.sleep(0.15)
     before = len(said)
     time.sleep(0.15)
     assert len(said) == before, "it ends with its block"
-    assert said[0].startswith("the first thing: ")
-    assert said[0].endswith(" so far")
-    assert said[1].startswith("the second thing, 1 lines before: ")
+    assert said[0].startswith("the first thing: working, ")
+    assert said[0].endswith(" ms after the last line")
+    assert said[1].startswith("the second thing, 1 lines before: working, 1"), "0.1 s after the second thing began"
+    assert said[2].startswith("the second thing, 2 lines before: working, 2"), "its own lines are not counted"
 
 
 def test_it_says_nothing_where_it_is_off_or_nobody_reads():
@@ -56,7 +57,7 @@ def test_it_says_nothing_where_it_is_off_or_nobody_reads():
 def hasty(monkeypatch):
     """Half a minute is a fraction of a second."""
     monkeypatch.setattr(log.Pulse.__init__, "__defaults__", (log.say, 0.2))
-    monkeypatch.setattr(recorder, "OVERDUE_S", 0.15)
+    monkeypatch.setattr(run, "OVERDUE_S", 0.15)
 
 
 def _slow(monkeypatch, owner, name, seconds=0.6):

@@ -111,17 +111,19 @@ class Pulse:
         self._tell = tell
         self._every_s = every_s
         self._what: Callable[[], str] | str = ""
-        self._began = self._said = time.monotonic()
+        self._next = self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True) if on else None
 
     def at(self, what: Callable[[], str] | str) -> None:
         """Something else begins: a phrase, or what gives one; empty while another one speaks."""
-        self._what, self._began = what, time.monotonic()
+        self._what = what
+        self.said()
 
     def said(self) -> None:
-        """Something was said just now."""
-        self._said = time.monotonic()
+        """Something was said, or begins, just now."""
+        self._last = time.monotonic()
+        self._next = self._last + self._every_s
 
     def __enter__(self) -> "Pulse":
         self.said()
@@ -135,13 +137,13 @@ class Pulse:
             self._thread.join()
 
     def _beat(self) -> None:
-        while not self._ended.wait(max(0.01, self._said + self._every_s - time.monotonic())):
-            if time.monotonic() < self._said + self._every_s:
+        while not self._ended.wait(max(0.01, self._next - time.monotonic())):
+            if (now := time.monotonic()) < self._next:
                 continue
-            self.said()
+            self._next = now + self._every_s
             what = self._what if isinstance(self._what, str) else self._what()
             if what:
                 try:
-                    self._tell(f"{what}: {format_seconds(time.monotonic() - self._began)} so far")
+                    self._tell(f"{what}: working, {format_seconds(now - self._last)} after the last line")
                 except BrokenPipeError:  # the reader is gone; the main thread will meet it too
                     return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tilewright.core.errors import CheckpointError, FitError, NumericsError
+from tilewright.core.errors import FitError, NumericsError
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.launch import on_first
@@ -30,13 +30,13 @@ from tilewright.training.executor.microbatches import Batch, row_length
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
-from tilewright.training.planning.pace import Pace, long_run
+from tilewright.training.planning.pace import COUNTED, hold_against_plan, long_run
 from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
 from tilewright.training.runlog import lifecycle
 from tilewright.training.runlog.lifecycle import RunResult, check_files
-from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.recorder import OVERDUE_S, MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import run_samples
 from tilewright.training.runlog.signals import StopRequest
@@ -71,14 +71,15 @@ class Run:
     _saved_at: float = 0.0
     _saving: int = 0  # saves whose end has not been reported
     _stop: StopRequest = field(default_factory=StopRequest)
-    _stopped: str | None = None
-    """Of several ranks: why any of them was asked to stop, as of the last step."""
-    _save_due: bool = False
-    """Of several ranks: by minutes, on any of them."""
+    _stopped: str | None = None  # of several ranks: why any of them was asked to stop, as of the last step
+    _phase: str = "data"
+    _shown_at: float = field(default_factory=time.monotonic)
+    _first_s: list[float] = field(default_factory=list)  # of the first steps of this process
+    _planned_s: float = 0.0
+    _save_due: bool = False  # of several ranks: by minutes, on any of them
 
     def __post_init__(self) -> None:
-        self.recipe, plan = self.setup.recipe, self.setup.plan
-        self._pace = Pace(0.0 if plan.unknown else plan.step_s, self.recipe.train.steps, self.recorder.event)
+        self.recipe = self.setup.recipe
 
     @property
     def step(self) -> int:
@@ -92,7 +93,8 @@ class Run:
         self._elapsed_before_s = self.recorder.log.elapsed_s
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         train, setup = self.recipe.train, self.setup
-        if not setup.plan.unknown and (text := long_run(train, self.step, setup.plan.step_s)):
+        self._planned_s = 0.0 if setup.plan.unknown else setup.plan.step_s
+        if text := long_run(train, self.step, self._planned_s):
             self.recorder.event(self.step, "long", text)
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
@@ -108,6 +110,7 @@ class Run:
             CheckpointError: the last checkpoint could not be written.
         """
         steps, first, self._stop = self.recipe.train.steps, self.step, stop
+        self.recorder.watch(lambda: (self._phase, self.step))
         if first == 0 and self.recipe.model.weights == "load":  # what it could do before
             line = evaluation_line(self.recipe, self.parts.held_out, self.setup.other_text)
             self.recorder.event(0, "evaluating", line)
@@ -189,9 +192,15 @@ class Run:
         parts.counters.add(self.last)
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if due else None
         row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
-        self.recorder.step(row, parts.counters, self.last)
-        if parts.modes.next_switch == math.inf:  # a plan is of the last mode
-            self._pace.after_step(self.step, self.last.seconds)
+        if shown := due or time.monotonic() - self._shown_at >= OVERDUE_S:
+            self._shown_at = time.monotonic()
+        if shown or self.last.skipped is not None or self.last.redone is not None:
+            self.recorder.step(row, parts.counters, self.last, shown=shown)
+        if len(self._first_s) < COUNTED and parts.modes.next_switch == math.inf:  # a plan is of the last mode
+            self._first_s.append(self.last.seconds)
+            if len(self._first_s) == COUNTED:
+                steps = self.recipe.train.steps
+                hold_against_plan(self.recorder.event, self._planned_s, self._first_s, self.step, steps)
         if parts.control is not None:
             control = parts.control
             self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
@@ -225,8 +234,8 @@ class Run:
             self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
 
     def _at(self, phase: str) -> None:
-        """Say where the run is, for its user; of several ranks for those that watch this one, too."""
-        self.recorder.at(self.step, phase)
+        """Note where the run is, for its user; of several ranks for those that watch this one, too."""
+        self._phase = phase
         if self.agreement is not None:
             self.agreement.heartbeat.at(self.step + 1, phase)
 
@@ -302,7 +311,7 @@ class Run:
             HardwareError: some did.
         """
         if self.recipe.precision.strict:
-            self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
+            self._write_audit()
             self.parts.audit.check_no_fallbacks()
 
     def _save(self, now: bool = False) -> float:
@@ -329,13 +338,7 @@ class Run:
         self.parts.counters.paused_unix = time.time()
         self._save(now=True)
         if (failed := self._tell_saves()) is not None and failed.step == self.step:
-            raise CheckpointError(
-                f"Checkpoint of step {self.step} could not be written",
-                got=failed.error or "",
-                need="room and the right to write there; the checkpoints before it are untouched",
-                try_="make room and run the same command: it continues from the newest checkpoint",
-                where=str(self.store.folder),
-            )
+            raise lifecycle.not_written(failed, self.store.folder)
 
     def _tell_saves(self) -> SaveRecord | None:
         """Record the saves that ended; returns the last one that failed."""
@@ -355,21 +358,19 @@ class Run:
         self.recorder.event(self.step, "stop", str(error), cause="numerics")
 
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
-        """The error of a step that found no memory under any memory plan. The step has changed nothing, so the steps
-        before it are saved."""
+        """The error of a step without memory under any plan. It has changed nothing: the steps before it are saved."""
         memory = self.parts.memory_tracker.snapshot(self.parts.model, self.parts.optimizer)
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
         fit = no_memory(error, memory, when, self.recipe, fixes)
         self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])
         if self._drawn is not None:
             self.parts.stream.load_state_dict(self._drawn)
-            self._save_what_was_done()
+            if self.step != self._saved_step:
+                self._save_what_was_done()
         return fit
 
     def _save_what_was_done(self) -> None:
         """Save the steps before one that found no memory, if that takes not too much itself."""
-        if self.step == self._saved_step:
-            return
         try:
             self._save(now=True)
         except (RuntimeError, MemoryError) as error:

@@ -1,6 +1,6 @@
 """Seconds of a run beside the plan's: how long it will take, before it starts; steps that are far off, early."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from tilewright.core.config.recipe import TrainSection
@@ -10,8 +10,8 @@ OFF = 1.5
 """Measured over planned seconds, or planned over measured, from which on a plan was wrong."""
 LONG_S = 900.0
 """Seconds of a run that its user is told of before it starts."""
-_COUNTED = 3
-"""Steps after the first, which compiles, whose middle one is held against the plan."""
+COUNTED = 4
+"""Steps of a process that are held against the plan: the first one, which compiles, and three more."""
 
 
 def off_plan(planned_s: float, measured_s: float) -> float:
@@ -41,39 +41,23 @@ def long_run(train: TrainSection, done: int, step_s: float) -> str:
     )
 
 
-class Pace:
-    """Holds the first steps of a process against the plan, and says once where they are far off.
+def hold_against_plan(
+    record_event: Callable[..., None], planned_s: float, seconds: Sequence[float], step: int, steps: int
+) -> None:
+    """Record where the first steps of a process are far off the plan.
 
     Args:
+        record_event: step, kind, text, numbers.
         planned_s: seconds of a step; 0 where they are not known.
+        seconds: of the first `COUNTED` steps in the mode that was planned. The first one compiles, and does not count.
+        step: steps done.
         steps: of the run.
-        record_event: records an event: step, kind, text, numbers.
     """
-
-    def __init__(self, planned_s: float, steps: int, record_event: Callable[..., None]) -> None:
-        self._planned_s = planned_s
-        self._steps = steps
-        self._record_event = record_event
-        self._seconds: list[float] = []
-
-    def after_step(self, step: int, seconds: float) -> None:
-        """Count a step in the mode that was planned.
-
-        Args:
-            step: steps done.
-            seconds: that the last one took.
-        """
-        if not self._planned_s or len(self._seconds) > _COUNTED:
-            return
-        self._seconds.append(seconds)
-        if len(self._seconds) <= _COUNTED:
-            return
-        found = median(self._seconds[1:])
-        if off_plan(self._planned_s, found) < OFF:
-            return
-        left = self._steps - step
-        text = f"steps take {format_seconds(found)}, {found / self._planned_s:.2g} times the planned "
-        text += f"{format_seconds(self._planned_s)}: the {left:,} that are left take {format_seconds(left * found)}"
-        if found > self._planned_s:
-            text += ". Other programs, or a format that this machine is slow in (tilewright doctor), may be the cause"
-        self._record_event(step, "pace", text, planned_s=self._planned_s, measured_s=found, threshold=OFF)
+    found, left = median(seconds[1:]), steps - step
+    if not planned_s or off_plan(planned_s, found) < OFF:
+        return
+    text = f"steps take {format_seconds(found)}, {found / planned_s:.2g} times the planned {format_seconds(planned_s)}"
+    text += f": the {left:,} that are left take {format_seconds(left * found)}"
+    if found > planned_s:
+        text += ". Other programs, or a format that this machine is slow in (tilewright doctor), may be the cause"
+    record_event(step, "pace", text, planned_s=planned_s, measured_s=found, threshold=OFF)

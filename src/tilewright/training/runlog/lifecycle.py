@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import psutil
 from torch import nn
 
+from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import Counters
@@ -137,6 +138,22 @@ def record_save(recorder: MetricsLogger, save: Saved, newest: int | None) -> Non
     if save.background:
         text += f" in the background, training stood still for {format_seconds(save.stall_s)}"
     recorder.event(save.step, "save", text, background=save.background, **numbers)
+
+
+def not_written(save: Saved, folder: Path) -> CheckpointError:
+    """The error of a last checkpoint that failed.
+
+    Args:
+        save: the failed one.
+        folder: of the checkpoints.
+    """
+    return CheckpointError(
+        f"Checkpoint of step {save.step} could not be written",
+        got=save.error or "",
+        need="room and the right to write there; the checkpoints before it are untouched",
+        try_="make room and run the same command: it continues from the newest checkpoint",
+        where=str(folder),
+    )
 
 
 def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:

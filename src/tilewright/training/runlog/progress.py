@@ -9,7 +9,7 @@ Everything shown is in metrics.jsonl too.
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tilewright.core import env
@@ -22,8 +22,8 @@ _GIB = 2**30
 class TrainProgress(Protocol):
     """Shows lines that replace each other, and notes that stay."""
 
-    def at(self, what: str) -> None:
-        """What the run does from now on."""
+    def watch(self, what: Callable[[], str]) -> None:
+        """Asked what the run does while it says nothing."""
         ...
 
     def line(self, text: str) -> None: ...
@@ -43,7 +43,7 @@ class PlainProgress:
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
 
-    def at(self, what: str) -> None:
+    def watch(self, what: Callable[[], str]) -> None:
         self._pulse.at(what)
 
     def line(self, text: str) -> None:
@@ -60,7 +60,7 @@ class PlainProgress:
 class NoProgress:
     """Of steps that nobody is to see."""
 
-    def at(self, what: str) -> None: ...
+    def watch(self, what: Callable[[], str]) -> None: ...
 
     def line(self, text: str) -> None: ...
 
@@ -80,7 +80,7 @@ class LiveProgress:
         self._live = Live(Text(""), auto_refresh=False, transient=False)
         self._live.start()
 
-    def at(self, what: str) -> None:
+    def watch(self, what: Callable[[], str]) -> None:
         """Nothing: the last line stays."""
 
     def line(self, text: str) -> None:

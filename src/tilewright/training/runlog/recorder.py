@@ -3,8 +3,7 @@
 `files` writes the row of every step; `progress` and `sinks` know how to show one.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilewright.core.units import format_bits, format_loss, format_perplexity
@@ -54,27 +53,30 @@ class MetricsLogger:
         self._steps = steps
         self._memory_limit = memory_limit
         self._scaled = scaled
-        self._began = time.monotonic()
-        self._shown_at: float | None = None
+        self._first = True
 
-    def at(self, step: int, phase: str) -> None:
-        """What the run does from now on.
+    def watch(self, where: Callable[[], tuple[str, int]]) -> None:
+        """Say what the run does while nothing else is said.
 
         Args:
-            step: steps done.
-            phase: one of `_PHASES`.
+            where: gives one of `_PHASES`, and the steps done.
         """
-        self._progress.at(_PHASES[phase].format(step=step, next=step + 1, steps=self._steps))
 
-    def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult) -> None:
-        """What a step's row (`RunLog.step`) asks for too: a progress line where it has the memory or is overdue, and an
-        event where the step was skipped or computed again."""
+        def words() -> str:
+            phase, step = where()
+            return _PHASES[phase].format(step=step, next=step + 1, steps=self._steps)
+
+        self._progress.watch(words)
+
+    def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult, *, shown: bool = True) -> None:
+        """What a step's row (`RunLog.step`) asks for too: a progress line, and an event where the step was skipped or
+        computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"
             self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
         if result.skipped is not None:
             self._skipped(counters.step, result)
-        if "memory" in row or time.monotonic() - (self._shown_at or self._began) >= OVERDUE_S:
+        if shown:
             self._show(row, counters)
 
     def evaluation(
@@ -122,8 +124,7 @@ class MetricsLogger:
 
     def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
         """Rates are means since the last line, the rest is this step's."""
-        interval, first = self.log.take_interval(), self._shown_at is None
-        self._shown_at = time.monotonic()
+        interval, first, self._first = self.log.take_interval(), self._first, False
         shown = {
             **row,
             "tokens_per_s": interval.tokens / interval.seconds,
