@@ -142,7 +142,7 @@ def test_five_mistakes_are_reported_at_once_with_their_lines(tmp_path):
         "optim.betas is not right",
     ]
     assert found[0].got == '"7"'
-    assert found[0].need == "an integer, at least 1, at most 2147483647"
+    assert found[0].need == "an integer, at least 0, at most 2147483647"
     assert found[1].try_ == "did you mean optim.lr?"
     assert found[2].try_ == "did you mean [precision]?"
     assert found[3].need.startswith('one of "fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile"')
