@@ -87,7 +87,9 @@ class Region:
         if self.inputs is not None:
             args = tuple(_cast(arg, self.inputs) if isinstance(arg, Tensor) else arg for arg in args)
             kwargs = {key: _cast(arg, self.inputs) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()}
-        with torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None):
+        # Without its cache: that keeps 16-bit weights until the outermost region ends, after many steps maybe.
+        on = self.autocast is not None
+        with torch.autocast(self.device_type, dtype=self.autocast, enabled=on, cache_enabled=False):
             if self.functions:
                 with Fp32Functions(self.functions):
                     out = forward(*args, **kwargs)
