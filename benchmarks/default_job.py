@@ -38,7 +38,7 @@ RUNGS: dict[str, tuple[str, dict[str, str]]] = {
     "width": ("cpu_10m", SMALL_MODEL),
     "schedule": ("cpu_10m", LINEAR),
     "adamw": ("cpu_10m", ADAMW),
-    "default": ("default", {}),
+    "default": ("default", {"train.global_batch_size": "16", "train.micro_batch_size": "16"}),
 }
 WORDS = {
     "start": "AdamW 2e-3, cosine; 6 layers of 320, vocabulary 8192, steps of 16 x 512 tokens",

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, Stolen, machine_kind, spread, write_result
+from benchmarks.default_job import STEPS as OUR_STEPS
 from benchmarks.default_job import known_runs, step_seconds, text_of
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
@@ -146,7 +147,7 @@ def calibrate(data: PreparedData, recipe: Recipe, rounds: int) -> None:
     results = {name: spread(found) for name, found in samples.items()}
     ratio = spread([ours / theirs for ours, theirs in zip(samples["default"], samples["trainer"], strict=True)])
     seconds = {
-        "default": recipe.train.steps * results["default"]["median"], "trainer": STEPS * results["trainer"]["median"],
+        "default": OUR_STEPS["default"] * results["default"]["median"], "trainer": STEPS * results["trainer"]["median"],
     }  # fmt: skip
     write_result(
         steps_path().stem,
