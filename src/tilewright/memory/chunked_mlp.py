@@ -29,7 +29,7 @@ from tilewright.formats.tiled import WithCopies
 from tilewright.memory.token_wise import TRIED, why_not_token_wise
 from tilewright.models.base.routers import find_routers
 from tilewright.ops.base.compile import layer_options
-from tilewright.precision.float8.gemm.derivatives import in_func_transform
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.mixed.autocast import Fp32Functions
 from tilewright.precision.mixed.derived import Derived, derive
 from tilewright.precision.snapshot import drawing, torch_states

@@ -56,6 +56,7 @@ ATTENTION = Op(
         Candidate("ref", ref.attention, always),
     ),
     gpu_kinds=KINDS,
+    in_transforms=ref.attention,
 )
 
 

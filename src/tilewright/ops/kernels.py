@@ -28,6 +28,7 @@ from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import LINEAR
@@ -41,6 +42,7 @@ OPS = (
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IN_TRANSFORMS = {op.name: op.in_transforms for op in OPS if op.in_transforms is not None}
 
 Key = tuple[str, str, torch.dtype, str]
 
@@ -121,6 +123,8 @@ class Kernels:
         return kernels_of, (self.spec,)
 
     def _find(self, op: str, device: str, dtype: torch.dtype, kind: str = "") -> Callable[..., Any]:
+        if op in _IN_TRANSFORMS and in_func_transform():
+            return _IN_TRANSFORMS[op]
         run = self._run.get((op, device, dtype, kind))
         if run is None:
             raise self.impossible[op, device, dtype, kind]
@@ -148,7 +152,8 @@ class Kernels:
         rows = self.attention_block if block is None else block
         device, dtype = q_BHSD.device.type, q_BHSD.dtype
         kind = attention_kind(device, q_BHSD.shape[-1], segments is not None)
-        read = segments if ("attention", device, dtype, kind) in self._by_documents else segments_of(segments)
+        by_documents = ("attention", device, dtype, kind) in self._by_documents and not in_func_transform()
+        read = segments if by_documents else segments_of(segments)
         return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows)
 
     def documents(self, batch: Mapping[str, Tensor]) -> Segments:

@@ -37,6 +37,10 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
     return wgrad.why_not(machine, case)
 
 
+def _in_transforms(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    return (ref.linear if wide.widens(x.device.type, x.dtype) else native)(x, weight_MK, bias_M)
+
+
 LINEAR = Op(
     "linear",
     (
@@ -45,4 +49,5 @@ LINEAR = Op(
         Candidate("native", native, always),
         Candidate("ref", ref.linear, always),
     ),
+    in_transforms=_in_transforms,
 )

@@ -17,4 +17,5 @@ LINEAR_CROSS_ENTROPY = Op(
         Candidate("native", native.eager, always),
         Candidate("ref", ref.linear_cross_entropy, always),
     ),
+    in_transforms=ref.linear_cross_entropy,
 )

@@ -27,4 +27,8 @@ def _one_row(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (x * (torch.dot(flat_D, flat_D).item() / len(flat_D) + eps) ** -0.5).mul_(weight_D)
 
 
-RMS_NORM = Op("rms_norm", (Candidate("native", native, always), Candidate("ref", ref.rms_norm, always)))
+RMS_NORM = Op(
+    "rms_norm",
+    (Candidate("native", native, always), Candidate("ref", ref.rms_norm, always)),
+    in_transforms=ref.rms_norm,
+)

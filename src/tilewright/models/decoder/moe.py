@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import MLP
 from tilewright.ops.base.documents import Segments, segments_of
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 
 
@@ -122,12 +123,12 @@ class MoE(nn.Module):
         inverse[order] = torch.arange(len(order), device=order.device)
 
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
-        rows = _Permute.apply(copies, order, inverse).split(counts)
+        rows = _permuted(copies, order, inverse).split(counts)
         if self.expert_runner is not None and self.expert_runner.fits(self.experts):
             outs = self.expert_runner(rows, list(self.experts))
         else:
             outs = self._run_one_by_one(rows)
-        out_NKD = _Permute.apply(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
+        out_NKD = _permuted(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
     def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -162,6 +163,11 @@ def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int) -> Tensor:
     num_rows = len(x_ND)
     missing = -num_rows % multiple
     return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
+
+
+def _permuted(x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in another order."""
+    return x_ND.index_select(0, order) if in_func_transform() else _Permute.apply(x_ND, order, inverse)
 
 
 class _Permute(torch.autograd.Function):

@@ -48,6 +48,8 @@ class Op:
         kinds: what a choice depends on besides device and dtype; a case for each.
         gpu_kinds: more of them, on GPUs alone.
         setting: field of the recipe section `[ops]` that forces a candidate; empty: the name.
+        in_transforms: what runs inside of `torch.func` transforms, made of torch's own differentiable operations; None:
+            the chosen candidate.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Op:
     kinds: tuple[str, ...] = ("",)
     gpu_kinds: tuple[str, ...] = ()
     setting: str = ""
+    in_transforms: Callable[..., Any] | None = None
 
     @property
     def field(self) -> str:

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.float8.fused import QuantizingSwiGLU
-from tilewright.precision.float8.gemm.derivatives import first_order_only, in_func_transform
+from tilewright.precision.float8.gemm.derivatives import first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, quantize_copies
 from tilewright.precision.float8.linear import Float8Linear, input_copies

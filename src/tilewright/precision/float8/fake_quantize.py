@@ -98,7 +98,7 @@ class FP8Quantizer(FakeQuantizer):
             if self._batches_left:
                 self._observe(amax)
         powers = self.power_of_two and not fixed
-        return _Rounded.apply(x_MK, scale_inv, tile, self.spec, powers, fixed and self.clip_gradient).view(x.shape)
+        return _Rounded.apply(x_MK, scale_inv, tile, self.spec, powers, fixed and self.clip_gradient)[0].view(x.shape)
 
     def reset(self) -> None:
         """Forget the scale and calibrate again."""
@@ -125,17 +125,25 @@ class FP8Quantizer(FakeQuantizer):
 class _Rounded(torch.autograd.Function):
     """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the format."""
 
-    @staticmethod
-    def forward(ctx, x_MK, scale_inv, tile, spec, power_of_two, clip):
-        if clip:
-            reach = spread_scale(scale_inv * spec.max, tile, (x_MK.shape[0], x_MK.shape[1]))
-            ctx.save_for_backward(x_MK.abs() <= reach)
-        ctx.clip = clip
-        tiled = TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two), scale_inv, tile, spec)
-        return tiled.dequantize(x_MK.dtype)
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx, grad_MK):
+    def forward(x_MK, scale_inv, tile, spec, power_of_two, clip):
+        inside = None
+        if clip:
+            inside = x_MK.abs() <= spread_scale(scale_inv * spec.max, tile, (x_MK.shape[0], x_MK.shape[1]))
+        tiled = TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two), scale_inv, tile, spec)
+        return tiled.dequantize(x_MK.dtype), inside
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.clip = output[1] is not None
+        if ctx.clip:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_MK, _):
         grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
         return grad, None, None, None, None, None
 

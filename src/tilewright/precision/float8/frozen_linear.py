@@ -18,8 +18,9 @@ from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3, SPECS
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only, in_func_transform
+from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import gradient_spec
 from tilewright.precision.float8.linear import Float8Linear

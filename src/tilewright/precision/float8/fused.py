@@ -14,8 +14,8 @@ from torch import Tensor
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.derivatives import in_func_transform
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,10 @@ class QuantizingSwiGLU:
     kernels: Kernels
     power_of_two: bool
 
-    def __call__(self, gate: Tensor, up: Tensor) -> WithCopies:
-        """gate and up [..., D] -> [..., D], in gate's dtype."""
+    def __call__(self, gate: Tensor, up: Tensor) -> WithCopies | Tensor:
+        """gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func transform."""
+        if in_func_transform():
+            return self.kernels.swiglu(gate, up)
         return _with_copies(*_SwigluQuantize.apply(gate, up, self.kernels, self.power_of_two))
 
 

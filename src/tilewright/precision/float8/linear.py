@@ -21,8 +21,8 @@ from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.derivatives import in_func_transform
 from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import quantize_copies, quantize_weight
@@ -58,8 +58,9 @@ class Float8Linear(Cast, nn.Linear):
     """Where layers side by side find each other's copies of the input. Set by `convert`."""
     keeps_weight: bool = False
     """FP8 data of the weight are kept between passes, where that is worth it; see `keep_weight`."""
-    weight_store: Tensor | None
-    """A buffer with these data, see `weight_store.new_store`; None: the weight is quantised in each pass."""
+    weight_store: Tensor | None = None
+    """These data, see `weight_store.new_store`; None: the weight is quantised in each pass. No buffer: whoever walks
+    through the buffers of two models (an average of weights, DDP) finds the same ones in a copy, which has none."""
 
     def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "qdata", strict: bool = False) -> None:
         """Set the formats, and for them what compiled code and producers of the input depend on.
@@ -73,7 +74,7 @@ class Float8Linear(Cast, nn.Linear):
         settings = (gemms.tensorwise, power_of_two)
         changed = settings != (self.tensorwise, self.power_of_two)
         self.tensorwise, self.power_of_two = settings
-        if changed or "weight_store" not in self._buffers:
+        if changed:
             self.keep_weight(self.keeps_weight)  # a store belongs to one kind of scale
         self.keep_value = keep == "value" or gemms.wgrad not in FP8_FORMATS
         self.row_copy = keep == "value" or gemms.fprop in FP8_FORMATS
@@ -143,12 +144,11 @@ class Float8Linear(Cast, nn.Linear):
         They are checked against the weight in each use (`weight_store`). A copy of the layer starts without.
         """
         self.keeps_weight = keep
-        store = new_store(self.weight, tensorwise=self.tensorwise) if keep else None
-        self.register_buffer("weight_store", store, persistent=False)
+        self.weight_store = new_store(self.weight, tensorwise=self.tensorwise) if keep else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which are other models and quantise their weights in each pass."""
-        return {**vars(self), "keeps_weight": False, "_buffers": {**self._buffers, "weight_store": None}}
+        return {**vars(self), "keeps_weight": False, "weight_store": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         super()._apply(fn, recurse)

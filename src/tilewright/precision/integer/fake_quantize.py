@@ -192,26 +192,33 @@ def round_to_integers(
         scale: FP32, one for each tile; `zero_point` int8 beside it, or None.
         clip: gradient zero where a value lies outside of the grid.
     """
-    return _Rounded.apply(x_MK, scale, zero_point, tile, spec, clip)
+    return _Rounded.apply(x_MK, scale, zero_point, tile, spec, clip)[0]
 
 
 class _Rounded(torch.autograd.Function):
     """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the range."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x_MK, scale, zero_point, tile, spec, clip):
-        shape = (x_MK.shape[0], x_MK.shape[1])
+    def forward(x_MK, scale, zero_point, tile, spec, clip):
+        shape, inside = (x_MK.shape[0], x_MK.shape[1]), None
         if clip:
             point = 0 if zero_point is None else zero_point.float()
             low, high = ((end - point) * scale for end in (spec.lowest, spec.highest))
             inside = (x_MK >= spread_scale(low, tile, shape)) & (x_MK <= spread_scale(high, tile, shape))
-            ctx.save_for_backward(inside)
-        ctx.clip = clip
         codes = encode_integer(x_MK, scale, zero_point, tile, spec)
-        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype)
+        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype), inside
 
     @staticmethod
-    def backward(ctx, grad_MK):
+    def setup_context(ctx, inputs, output):
+        ctx.clip = output[1] is not None
+        if ctx.clip:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_MK, _):
         grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
         return grad, None, None, None, None, None
 

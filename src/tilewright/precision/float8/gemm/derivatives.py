@@ -11,14 +11,6 @@ from tilewright.core.errors import ConfigError
 from tilewright.ops.base.derivatives import without_second
 
 
-def in_func_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, ...) is at work: tensors may then have no memory to read.
-
-    Never so for torch.compile, which reads no memory either and would take the question itself for such a transform.
-    """
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def first_order_only(*grads: Tensor | None, of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Gradients as they are, of which no further derivative can be taken: `ops.base.derivatives.without_second`."""
     return without_second(*grads, of=of, error=_no_second)

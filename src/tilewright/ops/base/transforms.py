@@ -1,0 +1,22 @@
+"""Whether a `torch.func` transform is at work, in which operations have another form.
+
+Inside of `torch.func.grad`, `vmap` and the like tensors may have no memory to read, and an autograd.Function must be
+written for it. So operations with a form made of torch's own differentiable ones (`Op.in_transforms`) run that there:
+it takes any transform, holds what it computes whole, and rounds as the reference does.
+"""
+
+import torch
+
+
+def in_func_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vmap, ...) is at work.
+
+    Never so for torch.compile, which reads no memory either and would take the question itself for such a transform.
+
+    Example:
+        >>> found = []
+        >>> _ = torch.func.grad(lambda x: (found.append(in_func_transform()), x * x)[1])(torch.tensor(3.0))
+        >>> found, in_func_transform()
+        ([True], False)
+    """
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
