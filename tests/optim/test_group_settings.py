@@ -22,6 +22,8 @@ from tilewright.optim.muon import Muon
 from tilewright.optim.param_groups import muon_groups
 
 KERNELS = Kernels(detect_machine("cpu"), {})
+TORCHS = Kernels(detect_machine("cpu"), {"newton_schulz": "native"})
+"""With the bits of torch's Muon."""
 BOTH = pytest.mark.parametrize("cls", [DeepSeekAdam, Muon])
 
 
@@ -239,7 +241,7 @@ def test_schedulers_of_torch_write_into_the_groups(schedule, pair):
     for cls in filter(None, pair):
         group = group_of(cls)
         (param,) = group["params"]
-        kind = {"adjust_lr": "match_rms_adamw"} if cls is Muon else {}
+        kind = {"kernels": TORCHS} if cls is Muon else {}
         kind = {"adjust_lr_fn": "match_rms_adamw"} if cls is torch.optim.Muon else kind
         kind |= {} if cls is torch.optim.Muon else {"betas": (0.9, 0.95)}
         optimizer = cls([group], lr=0.01, weight_decay=0.1, **kind)

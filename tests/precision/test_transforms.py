@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from tests.models.shapes import KERNELS, make_batch
 from tests.models.test_hf_models import make
+from tilewright.core.errors import LabelError
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -178,3 +179,14 @@ def test_forward_mode_and_second_derivatives(net, mode):
 
 def inner(one, other):
     return sum((one[name] * other[name]).sum() for name in one)
+
+
+@pytest.mark.parametrize("bad", [-1, 64])
+def test_labels_that_are_no_class_are_found_in_transforms_too(bad):
+    model = build("dense", "none")
+    batch, params = batch_of(model, rows=3), trained(model)
+    batch["labels"][2, 5] = bad
+    by_rows = vmap(grad(lambda params, row: loss_of(model, params, {n: v[None] for n, v in row.items()})), (None, 0))
+    for way in (lambda: grad(lambda params: loss_of(model, params, batch))(params), lambda: by_rows(params, batch)):
+        with pytest.raises(LabelError, match=f"{bad} at 37"):
+            way()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.core.errors import LabelError
+from tilewright.ops.base.transforms import unwrapped
 
 IGNORED = -100
 SHOWN = 3
@@ -43,7 +44,10 @@ def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:
         )
     if torch.compiler.is_compiling() or labels_N.device.type != "cpu":
         torch._assert_async(_are_labels(labels_N, num_classes).all(), "a label is no class of this loss")
-    elif num_rows and not isinstance(labels_N, FakeTensor) and not torch._C._functorch.is_batchedtensor(labels_N):
+    elif num_rows and not isinstance(labels_N, FakeTensor):
+        labels_N = unwrapped(labels_N).flatten()  # of all samples where a vmap goes over them
+        if not len(labels_N):
+            return
         least, most = labels_N.aminmax()
         if int(least) >= 0 and int(most) < num_classes:
             return
@@ -52,7 +56,7 @@ def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:
             shown = ", ".join(f"{int(labels_N[row])} at {row}" for row in bad[:SHOWN])
             raise LabelError(
                 "Labels that are no class",
-                got=f"{len(bad)} of {num_rows}: {shown}{', ...' if len(bad) > SHOWN else ''}",
+                got=f"{len(bad)} of {len(labels_N)}: {shown}{', ...' if len(bad) > SHOWN else ''}",
                 need=f"from 0 to {num_classes - 1}, or {IGNORED} where there is no target",
                 try_=f"{IGNORED} for padding and prompts; data encoded with the model's own vocabulary",
             )

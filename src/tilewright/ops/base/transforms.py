@@ -6,6 +6,7 @@ it takes any transform, holds what it computes whole, and rounds as the referenc
 """
 
 import torch
+from torch import Tensor
 
 
 def in_func_transform() -> bool:
@@ -20,3 +21,17 @@ def in_func_transform() -> bool:
         ([True], False)
     """
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What holds the values of a tensor of a transform: with the dims over which `vmap` goes.
+
+    Example:
+        >>> shapes = []
+        >>> _ = torch.vmap(lambda x: (shapes.append(unwrapped(x).shape), x)[1])(torch.ones(3, 2))
+        >>> shapes
+        [torch.Size([3, 2])]
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -4,7 +4,6 @@ The gradient of a rounding is taken to be that of no rounding (straight-through)
 number without a meaning: zero where an operator has no derivative of its own.
 """
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import ConfigError
