@@ -138,8 +138,8 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
     """
+    from tilewright.data.batches.microbatches import row_length
     from tilewright.memory.tracking.malloc import trim_malloc
-    from tilewright.training.executor.microbatches import row_length
     from tilewright.training.executor.transaction import run_with_retries
 
     replanner.before_step(number, row_length(microbatches))

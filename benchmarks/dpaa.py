@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.common import RESULTS, write_result
 from benchmarks.outliers import plant_everywhere
 from tilewright.core.config.load import load_recipe
+from tilewright.data.batches.microbatches import count_targets
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.training.assemble import Components, build, prepare_data, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
-from tilewright.training.executor.microbatches import count_targets
 
 CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "

@@ -11,9 +11,9 @@ import time
 
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.config.load import load_recipe
+from tilewright.data.batches.microbatches import count_targets
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.precision_hook import one_row
-from tilewright.training.executor.microbatches import count_targets
 
 CLAIM = "samples of evidence take at most 1 % of the time of training on recipe cpu_10m"
 

@@ -26,8 +26,8 @@ from benchmarks.common import Deadline, spread, write_result
 from benchmarks.memory_gpu import DEVICE, device_peak_bytes, host_peak_bytes
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
+from tilewright.data.batches.microbatches import Batch, count_tokens
 from tilewright.training.assemble import Components, build, set_up
-from tilewright.training.executor.microbatches import Batch, count_tokens
 
 CLAIM = "adapters on an FP8 base take less device memory than peft's on BF16, and at most 1.2x the time of a step"
 CONTENDERS = ("lora_fp8", "lora_bf16", "peft_bf16")

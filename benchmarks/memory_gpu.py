@@ -26,12 +26,12 @@ import torch
 from benchmarks.common import Deadline, spread, write_result
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
+from tilewright.data.batches.microbatches import Batch, count_targets, count_tokens
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
 from tilewright.models.decoder.init import initial_rules
 from tilewright.training.assemble import RunContext, build, set_up
-from tilewright.training.executor.microbatches import Batch, count_targets, count_tokens
 from tilewright.training.executor.standard import StepResult
 
 CLAIMS = {

@@ -12,11 +12,11 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.ops import varlen_contract
 from tests.ops.compare import assert_snr
 from tilewright.core.hardware import detect_machine
+from tilewright.data.batches.microbatches import to_device
 from tilewright.ops.backends.native.varlen_attention import by_efficient
 from tilewright.ops.base import documents
 from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.ops.kernels import Kernels
-from tilewright.training.executor.microbatches import to_device
 
 KEY = ("attention", "cpu", torch.float32, "")
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from tests.models.shapes import make_batch, make_decoder
 from tests.ranks import on_ranks
+from tilewright.data.batches.microbatches import count_targets
 from tilewright.optim.clip import GradClip
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.executor.microbatches import count_targets
 from tilewright.training.executor.standard import StandardExecutor
 
 ROWS, STEPS = 4, 16

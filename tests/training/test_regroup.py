@@ -11,7 +11,7 @@ import torch
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.training.executor.microbatches import row_length
+from tilewright.data.batches.microbatches import row_length
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.planning.describe import tighter, words

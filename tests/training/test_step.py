@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tilewright.core.errors import NumericsError
+from tilewright.data.batches.microbatches import count_targets
 from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.microbatches import count_targets
 from tilewright.training.executor.not_finite import all_finite
 from tilewright.training.executor.standard import StandardExecutor
 

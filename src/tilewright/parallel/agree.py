@@ -5,7 +5,7 @@ What rests on a local measurement or signal (a stop that one rank was asked for,
 differs from rank to rank. It is agreed on before it is acted on, or ranks wait for each other in different calls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,35 +29,6 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
     total = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return float(total)
-
-
-def mean_over(
-    group: dist.ProcessGroup | None,
-    sums: Mapping[str, float | Tensor],
-    weight: float,
-    device: torch.device | str = "cpu",
-) -> dict[str, float]:
-    """Weighed means of numbers over the group; nothing where all weights are zero.
-
-    Args:
-        group: None gives the means of this process.
-        sums: this rank's values times their weights, added up; by names that are the same on all ranks.
-        weight: the sum of this rank's weights.
-        device: of the group's backend.
-
-    Example:
-        >>> mean_over(None, {"margin": 6.0}, 4), mean_over(None, {"margin": 0.0}, 0)
-        ({'margin': 1.5}, {})
-    """
-    if not sums:
-        return {}
-    names = sorted(sums)
-    total, *rest = weight, *(float(sums[name]) for name in names)
-    if group is not None:
-        totals = torch.tensor([total, *rest], dtype=torch.float64, device=device)
-        dist.all_reduce(totals, group=group)
-        total, *rest = totals.tolist()
-    return {name: value / total for name, value in zip(names, rest, strict=True)} if total else {}
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:

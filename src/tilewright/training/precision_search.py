@@ -17,6 +17,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
+from tilewright.data.batches.microbatches import Batch
 from tilewright.data.common.progress import ProgressBar
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import set_mode
@@ -28,7 +29,6 @@ from tilewright.precision.search.loss_model import LossModel, Prediction, Produc
 from tilewright.precision.search.search import PolicyCandidate, SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
 from tilewright.training.assemble import Components, RunContext, build, set_up
-from tilewright.training.executor.microbatches import Batch
 
 Weights = Callable[[Model], tuple[Sequence[float], Sequence[float]]]
 """Puts weights into a model; returns steps and losses of the run that they come from."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from tilewright.core.errors import FitError, NumericsError
+from tilewright.data.batches.microbatches import Batch, row_length
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.launch import on_first
@@ -26,7 +27,6 @@ from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
 from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
-from tilewright.training.executor.microbatches import Batch, row_length
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory

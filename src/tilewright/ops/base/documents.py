@@ -59,7 +59,7 @@ def document_starts(segments_BS: Tensor) -> Tensor:
     pieces = len(starts_N) - len(named_N.unique())
     if pieces:
         raise DataError(
-            "A document of a packed row is in pieces",
+            "Document of a packed row is in pieces",
             got=f"`segments` with {pieces} values that come again in their row, after other ones",
             need="`segments` [B, S] whose equal values stand together in each row",
             try_="number the documents of a row in order: 0, 0, 1, 1, 1, ..., -1 for padding",

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_share
+from tilewright.data.batches.microbatches import Batch, count_targets, to_device
 from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.policy.schedule import FormatSchedule, lr_factor
-from tilewright.training.executor.microbatches import Batch, count_targets, to_device
 from tilewright.training.runlog.recorder import MetricsLogger
 
 _SHOWN = 3

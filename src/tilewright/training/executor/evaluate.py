@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tilewright.core.units import bits_per_byte, perplexity
+from tilewright.data.batches.microbatches import Batch, count_targets, to_device
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.parallel.agree import gather
 from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
-from tilewright.training.executor.microbatches import Batch, count_targets, to_device
 
 
 @dataclass(frozen=True)

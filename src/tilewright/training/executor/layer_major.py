@@ -30,6 +30,15 @@ from torch import Tensor
 
 from tilewright.core.errors import NumericsError
 from tilewright.core.memory_plan import MemoryPlan
+from tilewright.data.batches.microbatches import (
+    Batch,
+    add_weighed,
+    count_over,
+    count_targets,
+    count_tokens,
+    mean_over,
+    to_device,
+)
 from tilewright.memory.layer_major.apply_plan import PlanApplier
 from tilewright.memory.layer_major.passes import LayerMajor
 from tilewright.memory.layer_major.replay import Replay
@@ -42,18 +51,10 @@ from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseM
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import DelayedClip
-from tilewright.parallel.agree import any_of, mean_over, sum_of
+from tilewright.parallel.agree import any_of, sum_of
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.layer_major_attempt import NOT_FINITE, Attempt, BadStep
-from tilewright.training.executor.microbatches import (
-    Batch,
-    add_weighed,
-    count_over,
-    count_targets,
-    count_tokens,
-    to_device,
-)
 from tilewright.training.executor.standard import MAX_BAD_STEPS, StepResult, after_step
 from tilewright.training.executor.transaction import PartialUpdateError, StepTransaction, others_wait, partial_update
 

@@ -20,24 +20,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.core.memory_plan import MemoryPlan
+from tilewright.data.batches.microbatches import (
+    Batch,
+    add_weighed,
+    count_over,
+    count_targets,
+    mean_over,
+    sum_dtype,
+    to_device,
+)
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.agree import mean_over, sum_over
+from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
-from tilewright.training.executor.microbatches import (
-    Batch,
-    add_weighed,
-    count_over,
-    count_targets,
-    sum_dtype,
-    to_device,
-)
 from tilewright.training.executor.not_finite import not_finite_error
 from tilewright.training.executor.transaction import (
     PartialUpdateError,

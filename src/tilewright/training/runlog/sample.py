@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.data.batches.microbatches import Batch
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
-from tilewright.training.executor.microbatches import Batch
 
 PROMPT_TOKENS = 24
 MAX_SAMPLES = 4

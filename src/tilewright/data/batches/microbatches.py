@@ -77,3 +77,32 @@ def add_weighed(sums: dict[str, Tensor], values: Mapping[str, Tensor], targets: 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """What losses are added up in."""
     return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def mean_over(
+    group: dist.ProcessGroup | None,
+    sums: Mapping[str, float | Tensor],
+    weight: float,
+    device: torch.device | str = "cpu",
+) -> dict[str, float]:
+    """Weighed means of numbers over the group; nothing where all weights are zero.
+
+    Args:
+        group: None gives the means of this process.
+        sums: this rank's values times their weights, added up; by names that are the same on all ranks.
+        weight: the sum of this rank's weights.
+        device: of the group's backend.
+
+    Example:
+        >>> mean_over(None, {"margin": 6.0}, 4), mean_over(None, {"margin": 0.0}, 0)
+        ({'margin': 1.5}, {})
+    """
+    if not sums:
+        return {}
+    names = sorted(sums)
+    total, *rest = weight, *(float(sums[name]) for name in names)
+    if group is not None:
+        totals = torch.tensor([total, *rest], dtype=torch.float64, device=device)
+        dist.all_reduce(totals, group=group)
+        total, *rest = totals.tolist()
+    return {name: value / total for name, value in zip(names, rest, strict=True)} if total else {}
