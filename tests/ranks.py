@@ -54,10 +54,11 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
 @contextmanager
 def started(
-    world: int, function: Callable[..., Any], *args: Any
+    world: int, function: Callable[..., Any], *args: Any, group: bool = True
 ) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
     """The processes of the ranks, and what each sends at its end: whether `function` raised, and what it returned or
-    the traceback. They are killed where they still run at the end."""
+    the traceback. They are killed where they still run at the end. Without `group` they make none, and have the store
+    that torchrun would give them."""
     import torch.distributed as dist
 
     context = fork_server()
@@ -72,7 +73,7 @@ def started(
         try:
             for rank in range(world):
                 mine, theirs = context.Pipe(duplex=False)
-                given = (theirs, store.port, rank, world, function, args)
+                given = (theirs, store.port, rank, world, function, args, group)
                 process = context.Process(target=_rank, args=given, daemon=True)
                 process.start()
                 theirs.close()
@@ -105,20 +106,25 @@ def _collect(ends: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(end: Connection, port: int, rank: int, world: int, function: Callable[..., Any], args: tuple) -> None:
+def _rank(
+    end: Connection, port: int, rank: int, world: int, function: Callable[..., Any], args: tuple, group: bool
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    if group:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    else:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         found = False, function(rank, *args)
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         found = True, traceback.format_exc()
     end.send(found)
     end.close()
-    if not found[0]:
+    if group and not found[0]:
         dist.destroy_process_group()

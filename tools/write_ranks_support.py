@@ -75,11 +75,12 @@ FEATURES = {
         "memory": "out of memory on one rank: all try again",
         "alone": "a rank that fails alone inside a step is named, all end",
         "stopped": "a stopped rank is named",
+        "hangs": "a rank that hangs, in any phase, is named, all end",
     },
 }
 NOT_THERE = frozenset({
     *(("offload", mesh) for mesh in ("one", "copies")), ("corruption", "one"), ("corruption", "shards"),
-    ("alone", "one"), ("stopped", "one"), ("others", "one"),
+    ("alone", "one"), ("stopped", "one"), ("hangs", "one"), ("others", "one"),
 })  # fmt: skip
 """Cells that mean nothing."""
 

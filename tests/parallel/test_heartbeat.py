@@ -78,8 +78,7 @@ class Folder:
 
     def live(self, *ranks):
         for rank in ranks:
-            self.beats[rank]._beats += 1
-            self.beats[rank]._write()
+            self.beats[rank]._beat()
 
     def close(self):
         for beat in self.beats:

@@ -1,15 +1,20 @@
 """Start of the ranks, work of one that all have, facts that must be equal, errors printed once."""
 
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.ranks import on_ranks
 from tilewright.core import env
-from tilewright.core.env import agent_store, of_ranks
-from tilewright.core.errors import ConfigError, DataError
-from tilewright.parallel.launch import check_equal, in_turn, launched, on_first
+from tilewright.core.env import Ranks, agent_store, meeting_point, of_ranks
+from tilewright.core.errors import ConfigError, DataError, HardwareError
+from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, take_gpu
+from tilewright.parallel.meeting import Meeting
 
 WAIT = """
 import time
@@ -70,27 +75,73 @@ def test_the_first_does_it_and_all_have_the_result():
         assert "rank 2" in alone
 
 
-def _facts(rank):
-    with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
-        check_equal(world, {"recipe": "same"})
-        try:
-            check_equal(world, {"recipe": "same", "version of torch": "2.0" if rank == 1 else "2.1"})
-        except ConfigError as error:
-            return str(error)
+def _refused(call):
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
+def _launched(**given):
+    with launched(device="cpu", timeout_s=60, **{"dp_replicate": 1, "dp_shard": -1} | given) as world:
+        return world
+
+
+def _facts(rank):
+    with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
+        check_equal(world, {"recipe": "same"})
+        found = [_refused(lambda: check_equal(world, {"recipe": "same", "version of torch": f"2.{rank}"}))]
+    meshes = ({"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": 2})
+    given = meshes[rank] | {"facts": {"recipe": str(rank)}}
+    details = {"setting train.steps": "5", "setting parallel.dp_shard": str(2 - rank)}
+    found.append(_refused(lambda: _launched(**given, details=lambda: details)))
+    found.append(_refused(lambda: _launched(dp_replicate=3, dp_shard=1)))
+    assert _launched(**meshes[0]).sizes.dp_replicate == 2
+    return found
+
+
 @pytest.mark.dist
-def test_what_differs_is_named():
+def test_what_differs_is_named_and_so_is_a_mesh_before_it_is_made():
+    """With two meshes ranks would wait for each other in different calls."""
     first, second = on_ranks(2, _facts)
     assert first == second
-    assert first.startswith("Ranks differ in their version of torch\n")
-    assert "rank 0: 2.1; rank 1: 2.0" in first
+    version, mesh, size = first
+    assert version.startswith("Ranks differ in their version of torch\n")
+    assert "rank 0: 2.0; rank 1: 2.1" in version
+    assert mesh.startswith("Ranks differ in their setting parallel.dp_shard\n")
+    assert size.startswith("Mesh that does not fit the number of processes")
+
+
+def taken(monkeypatch, seen):
+    """What each rank of a machine takes, or the refusal; `seen`: GPUs by rank."""
+    store, found, world = dist.HashStore(), [], len(seen)
+    told = dist.PrefixStore("meeting/1", store)
+    for rank, names in enumerate(seen):  # one after the other here, so all have told theirs before
+        mine = 0 if len(names) == 1 else rank
+        told.set(f"GPUs/{rank}", json.dumps(names[mine] if mine < len(names) else ""))
+    for rank, names in enumerate(seen):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "device_count", lambda names=names: len(names))
+            patch.setattr(
+                torch.cuda, "get_device_properties", lambda index, names=names: SimpleNamespace(uuid=names[index])
+            )
+            patch.setattr(torch.cuda, "set_device", found.append)
+            try:
+                take_gpu(Ranks(rank, rank, world, world), Meeting(store, rank, world, 20))
+            except HardwareError as error:
+                found.append(str(error))
+    return found
+
+
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
+    assert taken(monkeypatch, [["a", "b"], ["a", "b"]]) == [0, 1]
+    assert taken(monkeypatch, [["a"], ["b"]]) == [0, 0], "the launcher shows each its own"
+    for seen in ([["a"], ["a"]], [["a", "b"]] * 3):
+        assert all("Fewer GPUs than processes" in said for said in taken(monkeypatch, seen))
 
 
 def test_one_process_starts_nothing():
-    import torch.distributed as dist
-
     with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
         assert world.size == 1
         assert not dist.is_initialized()
@@ -108,4 +159,7 @@ def test_torchrun_s_store_is_found_where_it_is_there():
     assert agent_store(there | {"TORCHELASTIC_RESTART_COUNT": "2"}) == ("host0", 29500, "2")
     assert agent_store(there | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
     assert agent_store({}) is None
+    assert meeting_point(there) == ("host0", 29500)
+    with pytest.raises(ConfigError, match="nowhere to meet"):
+        meeting_point({"WORLD_SIZE": "2"})
     assert [env.ranks(one).rank for one in of_ranks(3, 29500)] == [0, 1, 2]

@@ -1,11 +1,14 @@
 """Direct preference optimization equals the formula of its paper in a plain FP32 loop."""
 
 import json
+import os
 import random
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
+import platformdirs
 import pytest
 import torch
 
@@ -184,13 +187,28 @@ def test_a_run_raises_the_margin_resumes_and_records_it(lora, model, pairs, tmp_
     assert all("margin" in r["aux"] if "aux" in r else "margin" in r for r in steps[0])
 
 
+def _own_cache(rank, runs):
+    """Let this rank be on a machine of its own, with a cache of its own; what was compiled is there."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    compiled = Path(platformdirs.user_cache_dir("tilewright")) / "kernels"
+    os.environ["XDG_CACHE_HOME"] = str(runs / f"machine{rank}")
+    cache = Path(platformdirs.user_cache_dir("tilewright"))
+    cache.mkdir(parents=True)
+    (cache / "kernels").symlink_to(compiled)
+    return cache
+
+
 def _rank(rank, model, pairs, runs, changes):
-    """Losses of a run on this rank's world, in two parts: the second finds the starting weights again."""
+    """Losses of a run on this rank's world, in two parts. In the second the last rank finds no reference, and has the
+    starting weights again."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
+    apart = "parallel__dp_shard" in changes and not changes.get("parallel__dp_replicate")
+    cache = _own_cache(rank, runs) if apart else runs / "cache"
     for steps in (3, 6):
-        for entry in (runs / "cache" / "data").glob("reference-*") if rank == 0 else ():
+        for entry in (cache / "data").glob("reference-*") if rank + 1 == int(os.environ["WORLD_SIZE"]) else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        train(dpo(pairs, model, runs, train__steps=steps, **changes))
+        where = {"data__cache_dir": "" if apart else cache}
+        train(dpo(pairs, model, runs, train__steps=steps, **where | changes))
     return [row["loss"] for row in rows(runs / "tiny" / "metrics.jsonl") if "loss" in row]
 
 
@@ -198,6 +216,7 @@ def _rank(rank, model, pairs, runs, changes):
 @pytest.mark.parametrize("mesh", [pytest.param("copies", marks=pytest.mark.slow), "shards"])
 @pytest.mark.support("pairs", "copies", "shards")
 def test_ranks_have_the_losses_of_one_process(mesh, model, pairs, tmp_path):
+    """Shards are on machines with caches of their own: where one lacks the reference, all compute it together."""
     changes = {"model__kind": "decoder", "optim__lr": 3e-3, "train__log_interval": 1, "precision__mode": "fp32"}
     (alone,) = on_ranks(1, _rank, model, pairs, tmp_path / "one", changes)
     sizes = {"parallel__dp_replicate": 2, "parallel__dp_shard": 1} if mesh == "copies" else {"parallel__dp_shard": 2}

@@ -354,6 +354,25 @@ def agent_store(environ: Mapping[str, str] | None = None) -> tuple[str, int, str
     return host, int(port), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Host and port at which the first rank's process waits for the others, as a launcher sets them.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    environ = os.environ if environ is None else environ
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            "Several processes, and nowhere to meet",
+            got=f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}, WORLD_SIZE={environ.get('WORLD_SIZE', '')!r}",
+            need="host and port of the first process on all of them",
+            try_="torchrun --nproc-per-node N -m tilewright ..., which sets them; or unset WORLD_SIZE and RANK",
+            where="environment",
+        )
+    return host, int(port)
+
+
 def of_ranks(world: int, port: int) -> list[dict[str, str]]:
     """What torchrun would set for `world` processes on this machine, for who starts them itself."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}

@@ -27,6 +27,7 @@ def shard_from_meta(
     device: torch.device,
     *,
     fresh: bool = True,
+    before_gather: Callable[[], None] | None = None,
 ) -> None:
     """Shard a model without memory, and fill its parts and buffers.
 
@@ -36,6 +37,8 @@ def shard_from_meta(
         values: initial values; asked for this rank's rows of one parameter at a time, on the host.
         device: of the model.
         fresh: False leaves parameters unfilled, for a checkpoint. Buffers, which it may not hold, are filled.
+        before_gather: called once this rank's parts are filled. Ranks read for as long as their disks take, and a
+            collective waits no longer than its timeout.
 
     Raises:
         ConfigError: see `shard`.
@@ -54,6 +57,8 @@ def shard_from_meta(
     _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
     shard(model, layers, mesh, sharding)
     _renew(model, lambda name, param: _with_local(param, parts.pop(name)))
+    if before_gather is not None:
+        before_gather()
     ready(model)
 
 

@@ -1,7 +1,6 @@
 """Start and end of `torch.distributed` around a run, and what must be equal on all ranks before it begins.
 
-    with launched(dp_replicate=1, dp_shard=-1, device="auto", timeout_s=600) as world:
-        check_equal(world, {"recipe": digest})
+    with launched(dp_replicate=1, dp_shard=-1, device="auto", timeout_s=600, facts={"recipe": digest}) as world:
         prepared = in_turn(world, prepare)          # the first prepares, the others find it prepared
         plan = on_first(world, measure_and_plan)    # the first does it, all have the result
 
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -19,98 +19,135 @@ import torch.distributed as dist
 
 from tilewright.core import env
 from tilewright.core.env import Ranks
-from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
+from tilewright.core.errors import HardwareError, TilewrightError
 from tilewright.parallel.agree import from_first, gather
+from tilewright.parallel.meeting import Meeting, meet, raise_where_unequal
 from tilewright.parallel.world import MeshSizes, World, join
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Below the 25 days
-that 32 bits of milliseconds hold, should a backend count in them."""
+"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Who does not go on with
+it is seen in its record (`liveness.stall`). Below the 25 days that 32 bits of milliseconds hold, should a backend count
+in them."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
-def launched(*, dp_replicate: int, dp_shard: int, device: str, timeout_s: float) -> Iterator[World]:
+def launched(
+    *,
+    dp_replicate: int,
+    dp_shard: int,
+    device: str,
+    timeout_s: float,
+    facts: Mapping[str, str] = _NOTHING,
+    details: Callable[[], Mapping[str, Any]] = dict,
+) -> Iterator[World]:
     """The world of this run; `torch.distributed` is initialised inside where there are several processes.
 
-    Where it is initialised already, by a program of the user's, it is taken as it is, and stays.
+    Where it is initialised already, by a program of the user's, it is taken as it is, and stays; its groups have this
+    timeout from then on.
 
     Args:
         dp_replicate: copies of the model.
         dp_shard: parts of a copy; -1: what is left.
         device: "auto", "cpu" or "cuda". Each rank of a machine takes a GPU of its own.
-        timeout_s: after which a collective that does not end raises.
+        timeout_s: for which ranks wait for each other, at the start and in each collective.
+        facts: what must be the same on all ranks, by what it is called in the error; compared before any group is made.
+        details: the same in small pieces; gathered and compared where a fact differs, to name what does.
 
     Raises:
-        ConfigError: the mesh does not fit the number of processes.
-        HardwareError: fewer GPUs than ranks on this machine.
+        ConfigError: the mesh does not fit the number of processes, or ranks differ in a fact.
+        HardwareError: fewer GPUs than ranks on this machine, or ranks that do not come.
     """
     ranks = env.ranks()
     there = dist.is_available() and dist.is_initialized()
-    sizes = MeshSizes.fill(dp_replicate, dp_shard, dist.get_world_size() if there else ranks.world)
-    if sizes.world == 1:
+    if (dist.get_world_size() if there else ranks.world) == 1:
+        MeshSizes.fill(dp_replicate, dp_shard, 1)
         yield World.alone()
         return
+    limit = timedelta(seconds=timeout_s)
+    if there:
+        store = dist.group.WORLD.get_group_store()
+        meeting = Meeting(store, dist.get_rank(), dist.get_world_size(), timeout_s)
+    else:
+        meeting = meet(ranks, timeout_s)
+    _compare(meeting, facts, details)
+    sizes = MeshSizes.fill(dp_replicate, dp_shard, meeting.world)
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    if on_gpu and not there:
-        take_gpu(ranks)
     if not there:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        gpu = {"device_id": torch.device("cuda", ranks.local_rank)} if on_gpu else {}
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **_meeting(ranks), **gpu)
-    world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"))
-    yield replace(world, waiting_group=dist.new_group(backend="gloo", timeout=PATIENCE))
+        gpu = {"device_id": torch.device("cuda", take_gpu(ranks, meeting))} if on_gpu else {}
+        group = {"store": meeting.store, "rank": ranks.rank, "world_size": ranks.world}
+        dist.init_process_group(backend, timeout=limit, **group, **gpu)
+    world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
+    groups = {
+        "control_group": dist.new_group(backend="gloo", timeout=limit),
+        "waiting_group": dist.new_group(backend="gloo", timeout=PATIENCE),
+    }
+    yield replace(world, meeting=meeting, **groups)
     if not there:  # not after an error: the others may be in the middle of a collective
         dist.destroy_process_group()
 
 
-def _meeting(ranks: Ranks) -> dict[str, Any]:
-    """Where the ranks meet, for `init_process_group`. torchrun's store outlives the ranks that it starts again, and
-    holds where those of the attempt before could be reached, so each attempt has a part of it."""
-    found = env.agent_store()
-    if found is None:
-        return {}
-    host, port, attempt = found
-    store = dist.PrefixStore(f"tilewright/attempt/{attempt}", dist.TCPStore(host, port, is_master=False))
-    return {"store": store, "rank": ranks.rank, "world_size": ranks.world}
+def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise where ranks differ in a fact; of a recipe with the settings in which they do."""
+    of_ranks = meeting.gather("recipe and versions", dict(facts))
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+        raise_where_unequal(meeting.gather("settings", dict(details())))
+        raise_where_unequal(of_ranks)
 
 
-def take_gpu(ranks: Ranks) -> None:
-    """Make the GPU of this rank the current one.
+def take_gpu(ranks: Ranks, meeting: Meeting) -> int:
+    """Make the GPU of this rank the current one; its number among those that this process sees.
+
+    A launcher may show each process one GPU, which is number 0 then.
 
     Raises:
-        HardwareError: there are fewer of them than ranks on this machine.
+        HardwareError: there are fewer of them than ranks on this machine; on all ranks.
     """
     found = torch.cuda.device_count()
-    if ranks.local_world > found:
+    index = 0 if found == 1 else ranks.local_rank
+    mine = str(torch.cuda.get_device_properties(index).uuid) if index < found else ""
+    taken = meeting.gather("GPUs", mine)
+    if "" in taken or len(set(taken)) < len(taken):
         raise HardwareError(
             "Fewer GPUs than processes on this machine",
             got=f"{found} GPUs, {ranks.local_world} processes",
             need="one GPU for each process",
             try_=f"torchrun --nproc-per-node {found}, or --run.device cpu",
         )
-    torch.cuda.set_device(ranks.local_rank)
+    torch.cuda.set_device(index)
+    return index
 
 
-def on_first(world: World, work: Callable[[], T]) -> T:
-    """What `work()` returns on the first rank, which pickles, on all; the others wait, however long it takes.
+def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
+    """What `work()` returns on the first rank, which pickles, on all; the others wait while it works.
+
+    Args:
+        world: this run's.
+        work: called on the first rank.
+        named: what it is, before ranks watch each other (`RankWatch`): it may take `parallel.timeout_minutes` then.
 
     Raises:
         TilewrightError: the first rank's, on all.
+        HardwareError: the first rank has not done in time what was named.
     """
-    if world.waiting_group is None:
+    if world.waiting_group is None or world.meeting is None:
         return work()
-    found: tuple[TilewrightError | None, T | None] = (None, None)
+    found: tuple[TilewrightError | None, T | None] | None = None
     if world.is_first:
         try:
             found = None, work()
         except TilewrightError as error:
-            from_first(world.waiting_group, (error, None))
-            raise
-    problem, value = from_first(world.waiting_group, found)
+            found = error, None
+    if named:
+        world.meeting.after_first(named)
+    world.waits()
+    told = from_first(world.waiting_group, found)
+    problem, value = told if found is None else found
     if problem is not None:
         raise problem
-    return found[1] if world.is_first else value  # type: ignore[return-value]
+    return value  # type: ignore[return-value]
 
 
 def in_turn(world: World, work: Callable[[], T]) -> T:
@@ -127,14 +164,25 @@ def in_turn(world: World, work: Callable[[], T]) -> T:
     for mine in turns:
         problem = None
         if mine:
+            world.works()
             try:
                 done.append(work())
             except TilewrightError as error:
                 problem = error
+        world.waits()
         for rank, found in enumerate(gather(world.waiting_group, problem)):
             if found is not None:
                 raise problem if rank == world.rank and problem is not None else found
     return done[0]
+
+
+def on_any(world: World, look: Callable[[], bool]) -> bool:
+    """Whether `look()` is true on any rank; each looks at what its own machine has."""
+    if world.waiting_group is None:
+        return look()
+    found = look()
+    world.waits()
+    return any(gather(world.waiting_group, found))
 
 
 def check_equal(world: World, facts: Mapping[str, str]) -> None:
@@ -149,14 +197,5 @@ def check_equal(world: World, facts: Mapping[str, str]) -> None:
     """
     if world.size == 1:
         return
-    of_ranks = gather(world.waiting_group, dict(facts))
-    for name, first in of_ranks[0].items():
-        others = [rank for rank, of_rank in enumerate(of_ranks) if of_rank.get(name) != first]
-        if others:
-            shown = ", ".join(f"rank {rank}: {of_ranks[rank].get(name)}" for rank in others[:3])
-            raise ConfigError(
-                f"Ranks differ in their {name}",
-                got=f"rank 0: {first}; {shown}" + (f", and {len(others) - 3} more" if len(others) > 3 else ""),
-                need=f"the same {name} on all {world.size} ranks",
-                try_="the same command, files and installation on each machine",
-            )
+    world.waits()
+    raise_where_unequal(gather(world.waiting_group, dict(facts)))

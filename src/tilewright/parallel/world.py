@@ -9,6 +9,7 @@ there yet, and refused by the recipe above 1: `tp` (tensors), `ep` (experts), `p
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.core.env import Ranks
 from tilewright.core.errors import ConfigError
+from tilewright.parallel.liveness.heartbeat import Heartbeat
+from tilewright.parallel.meeting import Meeting
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
@@ -69,9 +72,17 @@ class World:
     sizes: MeshSizes = MeshSizes()
     mesh: DeviceMesh | None = None
     """Of two axes, `dp_replicate` and `dp_shard`; None for one process."""
+    control_group: dist.ProcessGroup | None = None
+    """All ranks, over gloo: for decisions, and for what is on the host. None for one process."""
     waiting_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo and with a patience of weeks: for work of one rank that the others wait for. None for one
-    process."""
+    """All ranks, over gloo and with a patience of days: for work of one rank that the others wait for. Call `waits`
+    before. None for one process."""
+    timeout_s: float = 0.0
+    """For which ranks wait for each other."""
+    meeting: Meeting | None = None
+    """Where ranks meet without a group."""
+    heartbeat: Heartbeat | None = None
+    """This rank's, once there is a run folder."""
 
     @staticmethod
     def alone() -> "World":
@@ -95,6 +106,38 @@ class World:
     def is_first(self) -> bool:
         """Whether this process prepares data, plans, writes the run folder and prints."""
         return self.rank == 0
+
+    def at(self, phase: str) -> None:
+        """This rank begins a phase of the start of a run."""
+        if self.heartbeat is not None:
+            self.heartbeat.phase(phase)
+
+    def begin(self, phase: str) -> None:
+        """The same, of another start: steps may be counted from an earlier one on again."""
+        if self.heartbeat is not None:
+            self.heartbeat.begin(phase)
+
+    def waits(self) -> None:
+        """This rank has done its part of the phase and waits for others, for as long as they work."""
+        if self.heartbeat is not None:
+            self.heartbeat.waits()
+
+    def works(self) -> None:
+        """It goes on with the phase."""
+        if self.heartbeat is not None:
+            self.heartbeat.works()
+
+    def aside(self, phase: str) -> None:
+        """A thread has done its part of what ranks do beside the steps, and waits for others."""
+        if self.heartbeat is not None:
+            self.heartbeat.aside(phase)
+
+    def wait_for_all(self) -> None:
+        """Return once all ranks have come here, however long each of them works before."""
+        if self.waiting_group is not None:
+            self.waits()
+            dist.barrier(group=self.waiting_group)
+            self.works()
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -123,16 +166,24 @@ class World:
         return self.mesh if self.sizes.dp_replicate > 1 else self.mesh[SHARD]
 
 
-def join(ranks: Ranks, sizes: MeshSizes, device: torch.device) -> World:
+def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:
     """This process's place in an initialised `torch.distributed`.
 
     Args:
         ranks: what torchrun says of this process.
         sizes: of the mesh; their product is the number of processes.
         device: of the model; its type is the mesh's.
+        timeout: of collectives in all groups; None leaves what they have.
     """
     if sizes.world == 1:
         return World.alone()
     shape = (sizes.dp_replicate, sizes.dp_shard)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-    return World(dist.get_rank(), dist.get_world_size(), ranks.local_rank, ranks.local_world, sizes, mesh)
+    seconds = 0.0
+    if timeout is not None:
+        seconds = timeout.total_seconds()
+        for group in (dist.group.WORLD, *mesh.get_all_groups()):
+            assert group is not None, "it is initialised"
+            group.set_timeout(timeout)  # those of a mesh would have half an hour
+    size, local = dist.get_world_size(), (ranks.local_rank, ranks.local_world)
+    return World(dist.get_rank(), size, *local, sizes, mesh, timeout_s=seconds)

@@ -270,6 +270,7 @@ def set_up(
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     add_in_fp32(machine.device)
+    world.at("data preparation")
     prepared = in_turn(world, lambda: prepare_data(recipe))
     check_equal(world, {"prepared data": prepared.fingerprint})
 
@@ -283,6 +284,7 @@ def set_up(
         site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 
+    world.at("planning")
     plan = on_first(world, planned)
     trim_malloc()  # what all of this used; a plan is of the run
     settings = plan.loaded.recipe

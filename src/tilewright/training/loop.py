@@ -39,7 +39,7 @@ from tilewright.training.planning.minutes import (
     with_known_steps,
     with_time_left,
 )
-from tilewright.training.planning.ranks import RankWatch, check_world
+from tilewright.training.planning.ranks import RankWatch, check_world, facts_of, settings_of
 from tilewright.training.planning.resolve import load_run_plan
 from tilewright.training.planning.trial import time_steps
 from tilewright.training.replan_setup import replanner_for
@@ -71,6 +71,8 @@ def train(loaded: Loaded, *, dry_run: bool = False, on_setup: Callable[[RunConte
         dp_shard=parallel.dp_shard,
         device=loaded.recipe.run.device,
         timeout_s=60 * parallel.timeout_minutes,
+        facts=facts_of(loaded.recipe),
+        details=partial(settings_of, loaded.recipe),
     ) as world:
         check_world(world, loaded.recipe)
         if dry_run:
@@ -88,10 +90,11 @@ def _open_and_train(
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
-        lost = on_first(world, partial(take_lost, folder.path))
+        lost = on_first(world, partial(take_lost, folder.path), named="the records of ranks before this run")
         if world.size == 1:
             return _find_and_train(loaded, folder, store, lost, began, None, on_setup)
         with RankWatch(folder.path, world).running() as watch:  # from here on a rank that is gone is named
+            store.world = watch.world
             try:
                 return _find_and_train(loaded, folder, store, lost, began, watch, on_setup)
             finally:
@@ -112,6 +115,7 @@ def _find_and_train(
 ) -> RunResult:
     """Train from the newest checkpoint of the folder, where steps are left."""
     world = World.alone() if watch is None else watch.world
+    world.at("search for a checkpoint")
     loaded = in_turn(world, lambda: pinned(loaded, folder.path))
     loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
     train = loaded.recipe.train
@@ -238,6 +242,7 @@ def _assembled(
     recipe, follows = setup.recipe, not world.is_first or not shown
     sinks = open_sinks(() if follows else recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     pulse.at("making the model")
+    world.begin("making the model")
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s, follows=follows)
     recorder = MetricsLogger(
@@ -251,10 +256,13 @@ def _assembled(
     try:
         for text, numbers in setup.planned.events:
             recorder.event(found.step, "plan", text, **numbers)
+        world.at("reference")
         pulse.at("")  # it has a bar of its own
         attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), world)
         pulse.at("loading the checkpoint" if found.checkpoint is not None else "starting")
+        world.at("restore")
         restore(found, parts, recorder)
+        world.wait_for_all()
         if shown:
             _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None

@@ -74,7 +74,7 @@ def open_folder(
         mine.append(folder)
         return folder.path, moved_to
 
-    path, moved_to = on_first(world, opened)
+    path, moved_to = on_first(world, opened, named="the run folder")
     return mine[0] if mine else RunFolder(path, follows=True), moved_to
 
 

@@ -233,11 +233,11 @@ class Run:
             due, messages = self._minutes_passed(), self.parts.executor.transaction.oom_messages
             self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
 
-    def _at(self, phase: str) -> None:
+    def _at(self, phase: str, *, long: bool = False) -> None:
         """Note where the run is, for its user; of several ranks for those that watch this one, too."""
         self._phase = phase
         if self.agreement is not None:
-            self.agreement.heartbeat.at(self.step + 1, phase)
+            self.agreement.heartbeat.at(self.step + 1, phase, long=long)
 
     def _minutes_passed(self) -> bool:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
@@ -281,7 +281,7 @@ class Run:
         if self._evaluated_step == self.step:
             return
         self._at("evaluate")
-        started, group = time.perf_counter(), self.setup.world.waiting_group
+        started, group = time.perf_counter(), self.setup.world.control_group
         how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
         texts = self.parts.held_out, self.setup.other_text
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
@@ -316,7 +316,7 @@ class Run:
 
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
-        self._at("save")
+        self._at("save", long=True)
         self._write_audit()
         self._saved_step = self.step
         self._saving += 1
@@ -395,5 +395,6 @@ class Run:
                 self.recorder.sample(self.step, sample)
 
     def _export(self) -> None:
+        self._at("export")
         text = export(self.recipe, self.parts.model, self.state, self.setup.tokenizer, self.folder.path / "hf")
         self.recorder.event(self.step, "export", text)

@@ -292,8 +292,8 @@ class ParallelSection(Section):
     """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
     part of them between micro-batches. More communication, less memory. False: once per step."""
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """A process that waits so long for the others ends, so that torchrun can start all again. Who is missing is said
-    long before."""
+    """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
+    start of a run where it neither computes nor writes. torchrun can start all again."""
 
 
 class OpsSection(Section):

@@ -4,8 +4,10 @@
     the others     `Blame` reads the records: whose fault it is that a connection broke, and with which words to end;
                    where none breaks (NCCL, a rank that hangs on its way out) the watching thread ends the process
 
-A killed rank leaves a record without an end, and no process. What all ranks meet together (bad numbers, an agreed
-decision) needs none of this: each of them says how it ends, and none waits for another.
+A killed rank leaves a record without an end, and no process. One that hangs leaves one that stands still: while others
+are further it is seen from there (`stall`); where they wait for it in the same phase, their collective times out on
+them, and not on the one that never came. What all ranks meet together (bad numbers, an agreed decision) needs none of
+this: each of them says how it ends, and none waits for another.
 """
 
 import platform
@@ -20,6 +22,7 @@ import psutil
 from tilewright.core.errors import HardwareError
 from tilewright.parallel.liveness.heartbeat import BEAT_S, RankRecord, records
 from tilewright.parallel.liveness.repeat import Repeat
+from tilewright.parallel.liveness.stall import Stalls
 
 GONE_S = 2.0
 """Without a beat for so long, a record whose process is not there is that of a killed one. A broken connection is proof
@@ -32,7 +35,7 @@ LOOK_S = 0.1
 
 
 class RankFailedError(HardwareError):
-    """Another rank has failed or died, and this one cannot continue without it."""
+    """A rank has failed, died or hangs, and the others cannot continue without it."""
 
     failed = 0
     """That rank."""
@@ -49,6 +52,8 @@ class RankEnd:
 
     record: RankRecord
     how: str
+    hangs: bool = False
+    """It has not ended, and does not go on."""
 
     def error(self, world: int) -> RankFailedError:
         """What the other ranks end with.
@@ -57,11 +62,15 @@ class RankEnd:
             world: number of ranks.
         """
         record = self.record
+        look = f"what rank {record.rank} says of it"
+        if self.hangs:
+            look = f"py-spy dump --pid {record.pid} there; parallel.timeout_minutes if it needs longer"
         error = RankFailedError(
-            f"Rank {record.rank} of {world} has failed in {record.where}; the others end with it",
+            f"Rank {record.rank} of {world} {'hangs' if self.hangs else 'has failed'} in {record.where}; "
+            "the others end with it",
             got=f"{self.how} ({record.process})",
             need="all ranks: each step needs every one of them",
-            try_=f"what rank {record.rank} says of it; the same command continues from the newest checkpoint,\n"
+            try_=f"{look}; the same command continues from the newest checkpoint,\n"
             "and with torchrun --max-restarts N it does so by itself",
         )
         error.failed = record.rank
@@ -69,26 +78,29 @@ class RankEnd:
 
 
 class Blame:
-    """Finds out which other rank has failed, from the records in the run folder.
+    """Finds out which other rank has failed or hangs, from the records in the run folder.
 
     Args:
         folder: of the run.
         rank: of this process.
+        stalls: says which rank does not go on; None: none is looked for.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, stalls: Stalls | None = None) -> None:
+        self._folder, self._stalls = folder, stalls
+        self.rank = rank
         self._beats: dict[int, tuple[tuple[int, int], float]] = {}
 
     def look(self, now: float, gone_s: float = GONE_S) -> RankEnd | None:
-        """The rank that failed by itself, as far as can be seen now; None where all are well, or this one failed too.
+        """The rank that failed or hangs, as far as can be seen now: this one too, where the others have given it up.
+        None where all are well, or this one has ended.
 
         Args:
             now: seconds of a clock that never goes back.
             gone_s: without a beat, after which a process that is not there was killed.
         """
         found = records(self._folder)
-        if self._rank in found and found[self._rank].end:
+        if self.rank in found and found[self.rank].end:
             return None
         quiet = self._quiet(found, now)
         for rank in sorted(quiet):
@@ -97,14 +109,20 @@ class Blame:
                 return RankEnd(record, record.end)
             if not record.end and quiet[rank] >= gone_s and not _is_there(record):
                 return RankEnd(record, "it ended without a word")
-        return None
+        if any(found[rank].timed_out and found[rank].end for rank in quiet) and not found[self.rank].timed_out:
+            return RankEnd(found[self.rank], "the others have waited for it as long as they may", hangs=True)
+        stalled = self._stalls.look(found, now) if self._stalls is not None else None
+        if stalled is None:
+            return None
+        record, seconds = stalled
+        return RankEnd(record, f"it has not gone on for {seconds:.0f} s, and others wait for it", hangs=True)
 
     def wait(self, error: BaseException) -> RankEnd | None:
-        """The same for a rank whose connection broke: looked for until it shows, or for four seconds. Then a rank that
-        has given no sign of life in them is taken for it.
+        """The same for a rank whose connection broke or whose collective timed out: looked for until it shows, or for
+        four seconds. Then it is one that has not timed out as the others have, or gives no sign of life.
 
         Args:
-            error: of this rank.
+            error: of this rank, which has said so in its record if it is a timeout.
         """
         began = now = time.monotonic()
         while now - began < BLAME_S:
@@ -113,16 +131,21 @@ class Blame:
             time.sleep(LOOK_S)
             now = time.monotonic()
         found = records(self._folder)
+        told = str(error).partition("\n")[0]
+        if any(record.timed_out for record in found.values()):
+            late = [rank for rank, record in sorted(found.items()) if not (record.timed_out or record.end)]
+            first = min(late or [self.rank], key=lambda rank: found[rank].place)
+            ranks = "it has" if len(late) < 2 else f"ranks {', '.join(map(str, late))} have"
+            return RankEnd(found[first], f"{ranks} not come where the others wait: {told}", hangs=True)
         quiet = self._quiet(found, now)
         silent = [rank for rank in sorted(quiet) if not found[rank].end and quiet[rank] >= BLAME_S]
-        told = f"it gives no sign of life, and here: {str(error).partition(chr(10))[0]}"
-        return RankEnd(found[silent[0]], told) if silent else None
+        return RankEnd(found[silent[0]], f"it gives no sign of life, and here: {told}") if silent else None
 
     def _quiet(self, found: Mapping[int, RankRecord], now: float) -> dict[int, float]:
         """Seconds without a beat of the other ranks, as seen by this one."""
         quiet = {}
         for rank, record in found.items():
-            if rank == self._rank:
+            if rank == self.rank:
                 continue
             beat = record.pid, record.beats
             if rank not in self._beats or self._beats[rank][0] != beat:
@@ -141,7 +164,7 @@ def ending_with_others(
         blame: of this rank; not used by anybody else.
         end: ends the process, from that thread.
         every_s: between two looks.
-        forced_s: since a rank was seen to have failed.
+        forced_s: since a rank was seen to have failed. Twice that where it is this one: the others say so first.
     """
     since: float | None = None
 
@@ -150,11 +173,22 @@ def ending_with_others(
         now = time.monotonic()
         found = blame.look(now)
         since = None if found is None else now if since is None else since
-        if found is not None and since is not None and now - since >= forced_s:
+        if found is None or since is None:
+            return
+        if now - since >= forced_s * (2 if found.record.rank == blame.rank else 1):
             end(found)
 
     with Repeat(look, every_s, "failures"):
         yield
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a collective has waited for as long as its group's timeout.
+
+    Args:
+        error: of gloo or NCCL, which have no class for it.
+    """
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 def _is_there(record: RankRecord) -> bool:

@@ -2,6 +2,7 @@
 
     beat = Heartbeat(folder, rank=1)      # a thread counts, once a second, for as long as this process can run
     beat.at(12, "forward")                # where it is, readable at once, and after a kill -9 too
+    beat.waits()                          # its part is done: from here on it waits for the others
     for line in Watch(folder, 4, 0).look(now): ...   # who is silent, or holds the others up
 
 Files, because they outlive the process and its store, and ranks of several machines share the run folder anyhow. A
@@ -17,16 +18,18 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tilewright.parallel.liveness.repeat import Repeat
+from tilewright.parallel.liveness.work import WorkMeter
 
 FOLDER = "ranks"
 ENDED = "ended"
 """How a rank's record ends that came to its end."""
-_SIZE = 512
+_SIZE = 1024
 BEAT_S = 1.0
 SILENT_S = 10.0
 """Without a beat for so long, a process is stopped, dead or cut off."""
@@ -41,11 +44,25 @@ class RankRecord:
     rank: int
     host: str
     pid: int
+    lap: int = 0
+    """Starts: a run may go back to an earlier step."""
     step: int = 0
     """The one it works on, counted from 1; 0 before the first."""
     phase: str = "start"
     moves: int = 0
     """Phases since the step began: ranks do the same, so of two in one step the one with fewer is behind."""
+    waiting: bool = False
+    """For others, its own part of the phase done."""
+    aside: str = ""
+    """What a thread of it does beside the steps."""
+    aside_moves: int = 0
+    """Phases of that, since the run began."""
+    long: bool = False
+    """What it does now may take long, and is not over while the process works."""
+    worked: int = 0
+    """Beats at which it had used processor or disk since the one before; counted while `long`."""
+    timed_out: bool = False
+    """It waited for others as long as it may, in vain."""
     beats: int = 0
     end: str = ""
     """How the process ended; empty while it runs, and for ever where it was killed."""
@@ -55,7 +72,18 @@ class RankRecord:
     @property
     def where(self) -> str:
         """For a user."""
-        return f"step {self.step}, {self.phase}" if self.step else self.phase
+        doing = f"{self.phase}, waiting" if self.waiting else self.phase
+        return f"step {self.step}, {doing}" if self.step else doing
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """How far it has got in the run."""
+        return self.lap, self.step, self.moves
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """What stands still where it does nothing more."""
+        return (*self.place, self.aside_moves, self.worked)
 
     @property
     def has_failed(self) -> bool:
@@ -78,10 +106,9 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, beat_s: float = BEAT_S) -> None:
-        self._step, self._phase, self._moves, self._beats, self._end = 0, "start", 0, 0, ""
-        self._follows = False
-        self._static = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
+        self._record = RankRecord(rank, platform.node(), os.getpid(), long=True)
         self._lock = threading.Lock()
+        self._work = WorkMeter()
         path = folder / FOLDER / f"{rank:05d}.json"
         path.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -89,19 +116,49 @@ class Heartbeat:
         path.write_bytes(b" " * _SIZE)  # a full disk shows here, not in the mapping
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._write()
+        self._set()
         self._thread = Repeat(self._beat, beat_s, "heartbeat")
 
-    def at(self, step: int, phase: str) -> None:
-        """This rank begins a phase of a step (counted from 1)."""
+    def at(self, step: int, phase: str, *, long: bool = False) -> None:
+        """This rank begins a phase of a step (counted from 1).
+
+        Args:
+            step: see above.
+            phase: its name, for a user.
+            long: how long it takes is not known.
+        """
         with self._lock:
-            self._moves = self._moves + 1 if step == self._step else 0
-            self._step, self._phase = step, phase
-            self._write()
+            moves = self._record.moves + 1 if step == self._record.step else 0
+            self._set(step=step, phase=phase, moves=moves, waiting=False, long=long)
+
+    def begin(self, phase: str) -> None:
+        """The same, of a start: what follows is further than all steps before."""
+        with self._lock:
+            self._set(lap=self._record.lap + 1, step=0, moves=0, phase=phase, waiting=False, long=True)
 
     def phase(self, phase: str) -> None:
         """The same, of the step that it is in."""
-        self.at(self._step, phase)
+        self.at(self._record.step, phase, long=self._record.long)
+
+    def waits(self) -> None:
+        """Its part of the phase is done. Whoever does not come here holds the others up."""
+        with self._lock:
+            self._set(moves=self._record.moves + 1, waiting=True)
+
+    def works(self) -> None:
+        """It has waited, and goes on with the phase."""
+        with self._lock:
+            self._set(waiting=False)
+
+    def aside(self, phase: str) -> None:
+        """A thread begins a phase of what it does beside the steps."""
+        with self._lock:
+            self._set(aside=phase, aside_moves=self._record.aside_moves + 1)
+
+    def give_up(self) -> None:
+        """It has waited for others as long as it may."""
+        with self._lock:
+            self._set(timed_out=True)
 
     def fail(self, error: BaseException, *, follows: bool = False) -> None:
         """Say that this rank ends on an error, for those who wait for it. What it says first stays.
@@ -111,17 +168,15 @@ class Heartbeat:
             follows: another rank had ended before.
         """
         with self._lock:
-            if not self._end:
-                self._end, self._follows = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", follows
-            self._write()
+            if not self._record.end:
+                self._set(end=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", follows=follows)
             self._map.flush()
 
     def close(self) -> None:
         """Say that it ended, and stop counting."""
         self._thread.stop()
         with self._lock:
-            self._end = self._end or ENDED
-            self._write()
+            self._set(end=self._record.end or ENDED)
             self._map.flush()
             self._map.close()
 
@@ -134,19 +189,16 @@ class Heartbeat:
         self.close()
 
     def _beat(self) -> None:
+        worked = self._record.long and self._work.has_worked()
         with self._lock:
-            self._beats += 1
-            self._write()
+            self._set(beats=self._record.beats + 1, worked=self._record.worked + worked)
             self._map.flush()  # to a disk that other machines see
 
-    def _write(self) -> None:
-        record = RankRecord(
-            **self._static, step=self._step, phase=self._phase, moves=self._moves, beats=self._beats, end=self._end,
-            follows=self._follows,
-        )  # fmt: skip
-        text = json.dumps(asdict(record)).encode()
+    def _set(self, **changes: Any) -> None:
+        self._record = replace(self._record, **changes)
+        text = json.dumps(asdict(self._record)).encode()
         if len(text) > _SIZE:
-            text = json.dumps(asdict(record) | {"end": self._end[:100], "host": ""}).encode()
+            text = json.dumps(asdict(self._record) | {"end": self._record.end[:100], "host": ""}).encode()
         self._map[:] = text[:_SIZE].ljust(_SIZE)
 
 
@@ -212,7 +264,7 @@ class Watch:
             return
         if record.beats != seen.record.beats:
             seen.beat_at = now
-        if (record.step, record.moves) != (seen.record.step, seen.record.moves):
+        if record.progress != seen.record.progress:
             seen.moved_at = seen.beat_at = now
         seen.record = record
 
@@ -233,7 +285,7 @@ class Watch:
         running = {rank: seen for rank, seen in self._seen.items() if rank not in silent and not seen.record.end}
         if silent or len(running) < 2:
             return
-        place = {rank: (seen.record.step, seen.record.moves) for rank, seen in running.items()}
+        place = {rank: seen.record.place for rank, seen in running.items()}
         last, first = min(place.values()), max(place.values())
         ahead = next(seen.record.where for rank, seen in running.items() if place[rank] == first)
         for rank, seen in sorted(running.items()):

@@ -15,10 +15,13 @@ class Repeat:
         name: of the thread.
     """
 
+    class Thread(threading.Thread):
+        """Of one of these: what it uses is no sign that the process does something else."""
+
     def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
         self._work, self._every_s = work, every_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = self.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -39,12 +39,13 @@ class RanksFailedError(RuntimeError):
         self.failures = failures
 
 
-def on_all(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+def on_all(group: dist.ProcessGroup | None, work: Callable[[], T], done: Callable[[], None] = lambda: None) -> list[T]:
     """The results of `work` by rank.
 
     Args:
         group: whose ranks all call this; None for one process, which then raises what its work raises.
         work: of this rank.
+        done: called once it is over; this rank waits for others then.
 
     Raises:
         RanksFailedError: a rank's work raised one of `DISK_ERRORS`; on all ranks.
@@ -56,6 +57,7 @@ def on_all(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
         found = work(), None
     except DISK_ERRORS as error:
         found = None, RankFailure(dist.get_rank(group), short_reason(error), is_full(error))
+    done()
     results = gather(group, found)
     failures = [failure for _, failure in results if failure is not None]
     if failures:

@@ -127,7 +127,8 @@ class TrainState:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Where one rank cannot read its shards, all ranks raise its error."""
-        if self.world.data_group is None:
+        group = self.world.waiting_group or self.world.data_group
+        if group is None:
             yield
             return
         problems: tuple[Problem, ...] = ()
@@ -136,7 +137,8 @@ class TrainState:
             yield
         except CheckpointError as error:
             problems, own = error.problems, error
-        found = [problem for of_rank in gather(self.world.data_group, problems) for problem in of_rank]
+        self.world.waits()
+        found = [problem for of_rank in gather(group, problems) for problem in of_rank]
         if found:
             raise CheckpointError.from_problems(list(dict.fromkeys(found))) from own
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,8 +51,9 @@ T = TypeVar("T")
 _PREFIX = "step_"
 _PARTIAL = ".partial"
 _REJECTED = ".rejected"
-_PATIENCE = timedelta(hours=2)
-"""For which ranks that have written wait for one that has not. A rank that dies ends the wait at once."""
+_PATIENCE = timedelta(days=1)
+"""For which ranks that have written wait for one that has not. A rank that dies ends the wait at once; one that neither
+computes nor writes is seen in its record (`liveness.stall`), once training waits for the save too."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class CheckpointStore:
         size, error, differing, dropped = 0, None, (), []
         while True:
             try:
-                size = write_folder(content, final, self._group)
+                size = write_folder(content, final, self._group, partial(self.world.aside, f"save of step {step}"))
                 self._saved_step, error = step, None
                 self._on_first(self._prune)
             except DISK_ERRORS as problem:
@@ -213,7 +215,9 @@ class CheckpointStore:
 
     def _on_first(self, work: Callable[[], T]) -> T | None:
         """What the first rank's work returns, on all ranks."""
-        return on_all(self._group, lambda: work() if self.world.is_first else None)[0]
+        return on_all(self._group, lambda: work() if self.world.is_first else None, partial(self.world.aside, "save"))[
+            0
+        ]
 
     def _clear_up(self, final: Path, full: bool) -> str | None:
         """Remove what a failed save left; the name of the checkpoint that was deleted because the disk is full."""

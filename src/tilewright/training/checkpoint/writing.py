@@ -65,13 +65,16 @@ class Content:
         return local_part(tensor if self.live is None else self.live(name, tensor))
 
 
-def write_folder(content: Content, final: Path, group: dist.ProcessGroup | None) -> int:
+def write_folder(
+    content: Content, final: Path, group: dist.ProcessGroup | None, done: Callable[[], None] = lambda: None
+) -> int:
     """Write a checkpoint; returns its bytes.
 
     Args:
         content: of this rank.
         final: the folder's name when it is whole.
         group: whose ranks all call this, used by nothing else meanwhile; None for one process.
+        done: called at the end of each piece of this rank's work, before it waits for the others.
 
     Raises:
         OSError, RuntimeError, CheckpointException: it could not be written; nothing is at `final`, the partial folder
@@ -79,15 +82,12 @@ def write_folder(content: Content, final: Path, group: dist.ProcessGroup | None)
         ReplicasDifferError: nothing was written, since the ranks disagree; on all ranks.
     """
     partial, rank = partial_of(final), 0 if group is None else dist.get_rank(group)
-    _check_replicas(content, group)
-    on_all(group, lambda: _make(partial) if rank == 0 else None)
-    _write_tensors(content, partial, group)
-    if rank == 0:
-        found = on_all(group, lambda: _own_files(partial, rank, content.meta))
-    else:
-        found = on_all(group, lambda: _own_files(partial, rank, None))
+    _check_replicas(content, group, done)
+    on_all(group, lambda: _make(partial) if rank == 0 else None, done)
+    _write_tensors(content, partial, group, done)
+    found = on_all(group, lambda: _own_files(partial, rank, content.meta if rank == 0 else None), done)
     entries = {name: entry for files in found for name, entry in files.items()}
-    return on_all(group, lambda: _publish(partial, final, entries) if rank == 0 else 0)[0]
+    return on_all(group, lambda: _publish(partial, final, entries) if rank == 0 else 0, done)[0]
 
 
 def partial_of(final: Path) -> Path:
@@ -100,11 +100,12 @@ def quiet_dcp() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def _check_replicas(content: Content, group: dist.ProcessGroup | None) -> None:
+def _check_replicas(content: Content, group: dist.ProcessGroup | None, done: Callable[[], None]) -> None:
     if group is None or not content.compared:
         return
     names = [name for name in content.tensors if name in content.compared]
     sums = {place_of(name, content.tensors[name]): checksum(content.part(name)) for name in names}
+    done()
     differences = find_differences(group, sums)
     if differences:
         raise ReplicasDifferError(differences)
@@ -117,10 +118,10 @@ def _make(partial: Path) -> None:
     partial.mkdir()
 
 
-def _write_tensors(content: Content, partial: Path, group: dist.ProcessGroup | None) -> None:
+def _write_tensors(content: Content, partial: Path, group: dist.ProcessGroup | None, done: Callable[[], None]) -> None:
     quiet_dcp()
     ahead = {} if content.live is None else {"per_thread_copy_ahead": 0}  # tensors in the order in which they come
-    writer = _Writer(partial, sync_files=False, **ahead)
+    writer = _Writer(partial, done, sync_files=False, **ahead)
     planner = None if content.live is None else _LivePlanner(content)
     try:
         dcp.save(
@@ -164,9 +165,10 @@ class _MadeFolder(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, whose errors are the disk's own: what was behind one is lost on the way to other ranks."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, folder: Path, done: Callable[[], None], **kwargs: Any) -> None:
+        super().__init__(folder, **kwargs)
         self.fs = _MadeFolder()
+        self._done = done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -176,6 +178,8 @@ class _Writer(dcp.FileSystemWriter):
             if behind is None or behind is error:
                 raise
             raise OSError(behind.errno, behind.strerror) from error
+        finally:
+            self._done()
 
 
 class _LivePlanner(dcp.DefaultSavePlanner):

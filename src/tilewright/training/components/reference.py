@@ -23,7 +23,7 @@ from tilewright.data.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.resolve import local_folder
-from tilewright.parallel.launch import in_turn, on_first
+from tilewright.parallel.launch import in_turn, on_any
 from tilewright.parallel.world import World
 
 _FILE = "logps.npy"
@@ -73,7 +73,7 @@ def reference_logps(
         device: where the model is.
         starting: gives the model with the weights that training begins with; not called where they are on disk.
         world: of several ranks one computes and the others read what it wrote; those that hold parts of the model
-            compute together.
+            compute together where a machine, whose disk may be its own, lacks them.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -94,7 +94,7 @@ def reference_logps(
         np.save(folder / _FILE, computed[0])
 
     entries = root / "data"
-    if world.fsdp_mesh is not None and on_first(world, lambda: damage(entries / key) is not None):
+    if world.fsdp_mesh is not None and on_any(world, lambda: damage(entries / key) is not None):
         compute()
     return np.load(in_turn(world, lambda: cached(entries, key, build)) / _FILE, allow_pickle=False)
 

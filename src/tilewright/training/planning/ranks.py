@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,14 +18,23 @@ import xxhash
 
 from tilewright import __version__
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.schema import flat
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.parallel.agree import gather
-from tilewright.parallel.launch import check_equal, on_first
-from tilewright.parallel.liveness.failure import Blame, RankEnd, RankFailedError, ending_with_others, speaks_for_others
-from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, watching
+from tilewright.parallel.launch import on_first
+from tilewright.parallel.liveness.failure import (
+    Blame,
+    RankEnd,
+    RankFailedError,
+    ending_with_others,
+    is_timeout,
+    speaks_for_others,
+)
+from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
+from tilewright.parallel.liveness.stall import Stalls
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.executor.standard import Executor
@@ -48,12 +58,11 @@ class Agreement:
     """
 
     def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable) -> None:
-        assert world.waiting_group is not None, "one process agrees with nobody"
+        assert world.control_group is not None, "one process agrees with nobody"
         self.world = world
         self.heartbeat = heartbeat
         self.table = table
-        self._group = world.waiting_group
-        """Over gloo: what is agreed on is on the host."""
+        self._group = world.control_group
 
     # ---- between steps ----
 
@@ -64,7 +73,9 @@ class Agreement:
             length: of this rank's rows.
             data_s: seconds that it waited for them.
         """
+        self.heartbeat.waits()
         found = self.longest(length)
+        self.heartbeat.works()
         self.table.begin_step(data_s)
         return found
 
@@ -77,6 +88,7 @@ class Agreement:
             messages: of this rank's allocator where a piece of the step was called again. What others said is added.
         """
         self.table.end_step()
+        self.heartbeat.waits()
         flags = torch.tensor([stop is not None, save_due, bool(messages)], dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         stops, due, tight = (bool(flag) for flag in flags.tolist())
@@ -164,28 +176,29 @@ class RankWatch:
 
     Args:
         folder: of the run.
-        world: of more than one process.
+        world: of more than one process. That of the watch has the heartbeat.
     """
 
     def __init__(self, folder: Path, world: World) -> None:
         self.heartbeat = Heartbeat(folder, world.rank)
+        self.world = replace(world, heartbeat=self.heartbeat)
         self.recorder: MetricsLogger | None = None
         """While there is one, on the first rank: told what is seen, from the watching thread."""
-        self.world = world
         self._folder = folder
         self._watch = Watch(folder, world.size, world.rank)
 
     @contextmanager
     def running(self) -> Iterator["RankWatch"]:
         """Beats and watches inside. Ends with other ranks: see `blaming`, and in ten seconds where this one waits for
-        one that failed and no connection breaks."""
-        ends = ending_with_others(self._blame(), self._end)
+        one that failed or hangs and no connection breaks."""
+        blame = Blame(self._folder, self.world.rank, Stalls(self.world.size, self.world.timeout_s))
+        ends = ending_with_others(blame, self._end)
         with self.heartbeat, watching(self._watch, self._tell), ends, self.blaming():
             yield self
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """An error of torch inside becomes that of the rank whose fault it is, where another one has failed.
+        """An error of torch inside becomes that of the rank whose fault it is, where another one has failed or hangs.
 
         Raises:
             RankFailedError: instead.
@@ -193,18 +206,17 @@ class RankWatch:
         try:
             yield
         except RuntimeError as error:  # gloo, NCCL: of a connection that broke; or of this rank alone
-            found = self._blame().wait(error)
+            if is_timeout(error) or any(record.timed_out for record in records(self._folder).values()):
+                self.heartbeat.give_up()
+            found = Blame(self._folder, self.world.rank).wait(error)
             if found is None:
                 raise
             raise self._followed(found) from error
 
-    def _blame(self) -> Blame:
-        return Blame(self._folder, self.world.rank)
-
     def _followed(self, found: RankEnd) -> RankFailedError:
         """The error of this rank, written down."""
         error = found.error(self.world.size)
-        self.heartbeat.fail(error, follows=True)
+        self.heartbeat.fail(error, follows=error.failed != self.world.rank)
         if self.recorder is not None:
             self.recorder.event(self.recorder.log.step_done, "stop", str(error), rank=error.failed)
         return error
@@ -223,7 +235,7 @@ class RankWatch:
         self.recorder = recorder
         memory_tracker.on_phase = self.heartbeat.phase
         planned = 0 if plan.unknown else plan.phase_bytes(plan.step_phase) + plan.reserve_bytes
-        group = self.world.waiting_group
+        group = self.world.control_group
         assert group is not None, "of several ranks"
         return Agreement(self.world, self.heartbeat, RankTable(group, folder, memory_tracker.device, planned))
 
@@ -269,18 +281,25 @@ def _ranks(ranks: Mapping[int, str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+def facts_of(recipe: Recipe) -> dict[str, str]:
+    """What must be the same on all ranks before they make groups."""
+    digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
+    return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
+
+
+def settings_of(recipe: Recipe) -> dict[str, str]:
+    """The settings of a recipe, to name those in which ranks differ."""
+    return {f"setting {name}": repr(value) for name, value in flat(recipe.model_dump(mode="json")).items()}
+
+
 def check_world(world: World, recipe: Recipe) -> None:
     """What can be known to go wrong on these ranks before anything is prepared.
 
     Raises:
-        ConfigError: ranks with different recipes or versions, fewer rows in a step than ranks, or an executor that
-            does not shard.
+        ConfigError: fewer rows in a step than ranks, or an executor that does not shard.
     """
     if world.size == 1:
         return
-    digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
-    versions = {"version of tilewright": __version__, "version of torch": torch.__version__}
-    check_equal(world, {"recipe": digest, **versions})
     if recipe.memory.executor == "layer_major" and world.sizes.dp_shard > 1:
         raise ConfigError(
             "Layer-major executor does not shard",

@@ -96,9 +96,11 @@ def give_weights(
     elif mesh is None:
         fill_lazy(recipe, model, device)
     elif values is not None:
-        shard_from_meta(model, model.layers, mesh, sharding, values, device, fresh=fresh)
+        wait = world.wait_for_all
+        shard_from_meta(model, model.layers, mesh, sharding, values, device, fresh=fresh, before_gather=wait)
     else:
         fill_lazy(recipe, model, device)
+        world.wait_for_all()
         shard(model, model.layers, mesh, sharding)
 
 
