@@ -1,5 +1,7 @@
 """Comparison that prints the worst element, and the size of what operations make."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,3 +39,11 @@ class LargestTensor(TorchDispatchMode):
         found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.num_bytes = max([self.num_bytes, *(x.untyped_storage().nbytes() for x in found)])
         return out
+
+
+def largest_allocation(run: Callable[[], object]) -> int:
+    """Bytes of the largest allocation while this runs, inside of operators too, on a CPU."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")

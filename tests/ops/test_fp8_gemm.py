@@ -10,6 +10,7 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.native import dequant_gemm
+from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.gemm import TILE_GEMM
 from tilewright.ops.kernels import Kernels
@@ -125,7 +126,7 @@ def test_compiled_whole_and_equal():
         return kernels.tile_gemm(one, two, out_dtype=torch.bfloat16) * 2
 
     parts = (a.qdata, a.scale_inv, b.qdata, b.scale_inv)
-    assert torch.equal(torch.compile(run, fullgraph=True)(*parts), run(*parts))
+    assert torch.equal(torch.compile(run, fullgraph=True, options=compile_options())(*parts), run(*parts))
 
 
 def test_tensorwise_is_a_case_of_its_own():

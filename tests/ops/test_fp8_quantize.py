@@ -14,6 +14,7 @@ from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSOR
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.ops.backends.cpu import fp8
 from tilewright.ops.backends.ref.math import swiglu
+from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.norm import native as rms_norm
@@ -134,7 +135,7 @@ def test_compiled_whole_and_equal(forced, power_of_two):
         return [part for t in tiled for part in (t.qdata, t.scale_inv)]
 
     x, weight = torch.randn(130, 300, dtype=torch.bfloat16), torch.randn(129, 200)
-    whole = torch.compile(run, fullgraph=True)(x, weight)
+    whole = torch.compile(run, fullgraph=True, options=compile_options())(x, weight)
     for got, want in zip(whole, run(x, weight), strict=True):
         assert torch.equal(got, want)
 

@@ -62,9 +62,14 @@ def fresh_answer():
 def test_generic_tuning_of_avx512_gets_an_architecture(tmp_path, monkeypatch, fresh_answer):
     gcc = script(tmp_path / "g++", "echo '  -mtune=   generic'")
     monkeypatch.setenv("CXX", gcc)
-    monkeypatch.setattr(compile, "cpu_features", lambda: frozenset(compile._PARTS))
+    has = frozenset(compile._PARTS)
+    monkeypatch.setattr(compile, "cpu_features", lambda environ=None: has)
     monkeypatch.setattr(compile, "_takes_march", lambda: True)
     assert compile.compile_options() == {"cpp.march": "skylake-avx512"}
+    # ATEN_CPU_CAPABILITY=avx2 is for torch: g++ -march=native finds AVX-512 all the same.
+    monkeypatch.setattr(compile, "cpu_features", lambda environ=None: frozenset({"avx2"}) if environ is None else has)
+    assert compile.compile_options() == {"cpp.march": "haswell"}
+    monkeypatch.setattr(compile, "cpu_features", lambda environ=None: has)
     machine = replace(detect_machine("cpu"), cxx_compiler=gcc)
     assert compile.why_no_compile(machine) is None
     monkeypatch.setattr(compile, "_takes_march", lambda: False)  # torch 2.11 and 2.12
@@ -77,7 +82,7 @@ def test_an_architecture_is_an_option_of_this_torch_or_not():
 
 
 def test_other_processors_need_nothing(monkeypatch, fresh_answer):
-    monkeypatch.setattr(compile, "cpu_features", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(compile, "cpu_features", lambda environ=None: frozenset({"avx2"}))
     assert compile.compile_options() == {}
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewright.core.config.edit import on_machine
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.backends.native import loss
+from tilewright.ops.backends.native import loss, wide
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost.choices import settings_of
 from tilewright.planner.model.constraints import Constraints
@@ -17,10 +17,18 @@ from tilewright.planner.model.constraints import Constraints
 N, D, V = 96, 32, 200
 
 
+@pytest.fixture(params=["native", "wide"])
+def products(request, monkeypatch):
+    """By torch in BF16, and in FP32 as on a CPU that does not multiply BF16. (The first may run anywhere.)"""
+    monkeypatch.setattr(wide, "widens", lambda device_type, dtype: request.param == "wide")
+    return request.param
+
+
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Rows of the weight's gradient go seven at a time, the last piece is shorter."""
+def small_pieces(monkeypatch, products):
+    """Rows of the weight and its gradient go seven at a time, the last piece is shorter."""
     monkeypatch.setattr(loss, "PIECE", 7 * D)
+    monkeypatch.setattr(wide, "WIDE_PIECE", 7 * D)
     assert V % 7
 
 
@@ -55,6 +63,7 @@ def test_a_wide_gradient_has_the_numbers_of_the_rounded_one():
     assert not torch.equal(summed, summed.bfloat16().float())
 
 
+@pytest.mark.usefixtures("products")
 def test_pieces_change_no_bit(monkeypatch):
     whole = gradients(leaf(torch.float32))
     monkeypatch.setattr(loss, "PIECE", 7 * D)
@@ -104,6 +113,7 @@ class Tables(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_frozen_head_costs_no_gradient_of_its_own():
     """Under adapters: the same gradient at the input, and nothing as large as the head is made."""
     labels_N = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
@@ -144,7 +154,7 @@ def test_the_gradient_of_many_chunks_on_a_gpu_is_not_rounded_in_between(chunks, 
     generator = torch.Generator().manual_seed(chunks)
     x_ND, dlogits_NV = (torch.randn(tokens, width, generator=generator).to(dtype) for width in (dim, vocab))
     high = torch.promote_types(dtype, torch.float32)
-    add = loss._weight_gradient_adder("cuda", dtype, torch.mm)
+    add = loss._weight_gradient_adder("cuda", dtype)
     dweight_VD = torch.zeros(vocab, dim, dtype=high)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("addmm.dtype_out", addmm_in_fp32, "CPU")

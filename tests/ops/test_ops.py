@@ -8,16 +8,18 @@ from typing import get_args
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.cases import attention_cases
-from tests.ops.compare import LargestTensor, assert_snr
+from tests.ops.compare import LargestTensor, assert_snr, largest_allocation
 from tilewright.core.config.recipe import OpsSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.attention import ATTENTION
-from tilewright.ops.backends.native.attention import rows_by_matmuls
+from tilewright.ops.backends.native import wide
+from tilewright.ops.backends.native.attention import QUERY_BLOCK, rows_by_matmuls
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always, choose
 from tilewright.ops.kernels import OPS, Kernels
 from tilewright.ops.linear import LINEAR
@@ -26,7 +28,9 @@ from tilewright.ops.norm import RMS_NORM
 
 # Rounding to p significant bits gives about 6.02 p + 5 dB; a chain of a few roundings may lose some 12 dB.
 SNR_DB = {torch.float32: 120.0, torch.bfloat16: 38.0, torch.float16: 55.0, torch.float64: 270.0}
-NATIVE_ATTENTION = next(candidate.run for candidate in ATTENTION.candidates if candidate.name == "native")
+NATIVE_ATTENTION, WIDE_ATTENTION = (
+    next(candidate.run for candidate in ATTENTION.candidates if candidate.name == name) for name in ("native", "wide")
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -126,16 +130,62 @@ def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("run", [NATIVE_ATTENTION, WIDE_ATTENTION], ids=["native", "wide"])
 @pytest.mark.parametrize("dtype", SNR_DB)
 @pytest.mark.parametrize("case", list(attention_cases()), ids=str)
-def test_attention_by_query_blocks(case, dtype):
+def test_attention_by_query_blocks(case, dtype, run):
     """Ragged last block, documents across blocks, padding, grouped heads, values narrower than keys."""
     q, k, v, segments = case.tensors(dtype)
-    run = NATIVE_ATTENTION
     check(
         lambda q, k, v: run(q, k, v, segments, None, 19), lambda q, k, v: plain_attention(q, k, v, segments),
         [q, k, v], dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_widened_attention_has_the_same_bits_compiled_and_not(dtype):
+    """One operator per pass, which the compiler does not look into; kept are the operands as they came."""
+    q, k, v, segments = list(attention_cases())[2].tensors(dtype)
+    compiled = torch.compile(WIDE_ATTENTION, backend="aot_eager", fullgraph=True)
+    for block in (0, 19):
+        want = grads_of(lambda q, k, v, block=block: WIDE_ATTENTION(q, k, v, segments, None, block), [q, k, v])
+        got = grads_of(lambda q, k, v, block=block: compiled(q, k, v, segments, None, block), [q, k, v])
+        assert torch.equal(got[0], want[0])
+        assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 0, 8), (0, 2, 5, 8)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_widened_attention_of_nothing(shape, packed):
+    q = torch.randn(shape).bfloat16().requires_grad_()
+    segments = torch.zeros(shape[0], shape[2], dtype=torch.int32) if packed else None
+    WIDE_ATTENTION(q, q, q, segments).sum().backward()
+    assert q.grad.shape == shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("new", [1, 3])
+def test_widened_attention_to_the_past(dtype, new, narrow):
+    bare = dataclasses.replace(detect_machine("cpu"), cpu_features=frozenset())
+    kernels, calls = Kernels(bare, compile=False), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "attention" in str(func) or "mm" in str(func):
+                calls.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (
+        torch.randn(2, 4, 9, 8).to(dtype),
+        torch.randn(2, 2, 9, 8).to(dtype),
+        torch.randn(2, 2, 9, 6 if narrow else 8).to(dtype),
+    )
+    with Products():
+        got = kernels.attention_to_past(q[:, :, -new:], k, v)
+    assert set(calls) == {torch.float32}
+    assert got.dtype == dtype
+    assert_snr(got, plain_attention(q.double(), k.double(), v.double(), None)[:, :, -new:], SNR_DB[dtype])
 
 
 def test_a_block_by_products_is_what_the_flash_kernel_gives():
@@ -148,18 +198,19 @@ def test_a_block_by_products_is_what_the_flash_kernel_gives():
         torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_attention_by_query_blocks_holds_nothing_of_positions_squared():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_query_blocks_holds_nothing_of_positions_squared(dtype):
     positions, block, heads = 1024, 32, 2
-    q, k, v = (torch.randn(1, heads, positions, 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, heads, positions, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     segments = (torch.arange(positions) // 100)[None]
-    sizes = {}
-    for rows in (0, block):
-        with LargestTensor() as largest:
-            NATIVE_ATTENTION(q, k, v, segments, None, rows).sum().backward()
-        sizes[rows] = largest.num_bytes
-    assert sizes[0] >= positions * positions, "a mask of one byte a pair at least: the measurement sees it"
+    whole = largest_allocation(lambda: ATTENTION.candidates[-1].run(q, k, v, segments).sum().backward())
+    assert whole >= positions * positions, "a mask of one byte a pair at least: the measurement sees it"
     # The FP32 mask of a block, and FP32 queries, are the largest things there are.
-    assert sizes[block] == max(4 * block * positions, 4 * heads * positions * 16)
+    for run in (NATIVE_ATTENTION, WIDE_ATTENTION):
+        size = largest_allocation(lambda run=run: run(q, k, v, segments, None, block).sum().backward())
+        assert size <= max(4 * block * positions, 4 * heads * positions * 16)
+    packed = largest_allocation(lambda: WIDE_ATTENTION(q, k, v, segments).sum().backward())
+    assert packed <= 4 * QUERY_BLOCK * positions, "by blocks in any case"
 
 
 def test_logits_are_never_whole_forward_and_backward():
@@ -180,9 +231,14 @@ def plain_loss(labels):
     return lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum")
 
 
+@pytest.mark.parametrize("widened", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("candidate", LINEAR_CROSS_ENTROPY.candidates, ids=lambda c: c.name)
-def test_linear_cross_entropy(candidate, dtype):
+def test_linear_cross_entropy(candidate, dtype, widened, monkeypatch):
+    """`widened`: as on a CPU that does not multiply 16-bit operands, the weight in several ragged pieces."""
+    if widened:
+        monkeypatch.setattr(wide, "widens", lambda device_type, dtype: dtype.itemsize == 2)
+        monkeypatch.setattr(wide, "WIDE_PIECE", 16 * 13)
     tile_bytes = 8 * 97 * 2  # several ragged chunks
     x, weight = torch.randn(21, 16).to(dtype), torch.randn(97, 16).to(dtype).float() / 4
     labels = torch.randint(0, 97, (21,))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.ops.compare import assert_snr
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.cpu import wgrad
-from tilewright.ops.backends.native import wide_linear
+from tilewright.ops.backends.native import wide_ops
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 
@@ -168,6 +168,6 @@ def test_widened_layers_do_not_round_it_either():
     """`wide`, for CPUs without 16-bit units, runs on any machine."""
     dy, x = operands(300, 40, 72)
     weight = torch.randn(40, 72, requires_grad=True)
-    wide_linear.linear(x, weight).backward(dy)
+    wide_ops.linear(x, weight).backward(dy)
     assert weight.grad.dtype == torch.float32
     assert_fp32_sums(weight.grad, dy, x)

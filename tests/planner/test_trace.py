@@ -98,7 +98,7 @@ def test_what_fake_tensors_say_is_what_real_ones_do(name, tmp_path):
 def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_path):
     """As the policy's BF16, one GEMM for each expert, all of them equally busy."""
     recipe = recipe_of(FAMILIES[name], tmp_path)
-    found = traced(recipe)
+    found = traced(recipe, AMD)
     experts = {
         kind: flops for kind, (_, flops) in found.gemms.items() if kind.dtype is torch.bfloat16 and not kind.module
     }
@@ -114,7 +114,7 @@ def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_pa
 def test_classes_and_what_stands_around_them_add_up_to_the_whole_model(name, tmp_path):
     """The skeleton's layers, each times its number, and the rest are what all layers together are."""
     recipe = recipe_of(FAMILIES[name], tmp_path)
-    whole = traced(recipe)
+    whole = traced(recipe, AMD)
     shape = ShapeFinder(VOCAB, AMD).find(recipe)
     assert not shape.unknown
     parts = [*((found.count, found) for found in shape.classes), (1, shape.rest)]

@@ -8,10 +8,12 @@ block: query rows at a time, so that neither scores nor mask are S x S; 0 lets t
 holds all. Changes memory and time, not the result.
 """
 
+import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import attention as native
+from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.native.varlen_availability import FLASH_WIDTH, KINDS, why_not_efficient, why_not_varlen
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
@@ -30,6 +32,12 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
     return attention.why_not(machine, case)
 
 
+def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
+    from tilewright.ops.backends.native import wide_ops  # it registers torch operators
+
+    return wide_ops.attention(q, k, v, segments, scale, block)
+
+
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
     from tilewright.ops.backends.native import varlen_attention  # it registers torch operators
 
@@ -44,12 +52,13 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale
 
 BY_DOCUMENTS = frozenset(("varlen", "efficient"))
 """Candidates that read where documents begin, and neither `segments` nor a mask."""
-WITHOUT_MASK = BY_DOCUMENTS | {"amx"}
+WITHOUT_MASK = BY_DOCUMENTS | {"amx", "wide"}
 """Candidates that hold nothing of all pairs of positions, compiled or not."""
 ATTENTION = Op(
     "attention",
     (
         Candidate("amx", _amx, _why_not_amx),
+        Candidate("wide", _wide, wide.why_not),
         Candidate("varlen", _varlen, why_not_varlen),
         Candidate("efficient", _efficient, why_not_efficient),
         Candidate("native", native.attention, always),
@@ -58,6 +67,12 @@ ATTENTION = Op(
     gpu_kinds=KINDS,
     in_transforms=ref.attention,
 )
+
+
+def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether attention of packed rows outside of compiled code keeps a mask of all pairs of positions for backward.
+    Of FP32 operands on a CPU it goes by blocks, whichever candidate it is."""
+    return candidate not in WITHOUT_MASK and (device_type != "cpu" or dtype.itemsize < 4)
 
 
 def attention_kind(device_type: str, head_dim: int, packed: bool) -> str:

@@ -101,6 +101,7 @@ class Kernels:
         self._run = {key: choice.candidate.run for key, choice in self.choices.items()}
         by_documents = [k for k, c in self.choices.items() if k[0] == "attention" and c.candidate.name in BY_DOCUMENTS]
         self._by_documents = frozenset(by_documents)
+        self._wide = frozenset(key for key, choice in self.choices.items() if choice.candidate.name == "wide")
         self._devices_by_documents = frozenset(device for _, device, *_ in by_documents)
 
     @classmethod
@@ -172,8 +173,10 @@ class Kernels:
         return documents_of(segments_BS, batch.get(STARTS))
 
     def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        """Attention of the last S of T positions, by torch; one form only. No gradient is asked of it."""
-        return attention_to_past(q_BHSD, k_BHTD, v_BHTD)
+        """Attention of the last S of T positions, by torch, with FP32 operands where `attention` has them. No gradient
+        is asked of it."""
+        wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
+        return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide)
 
     def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.loss`."""

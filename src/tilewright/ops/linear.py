@@ -20,9 +20,15 @@ def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    from tilewright.ops.backends.native import wide_linear  # it registers a torch operator
+    from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 
-    return wide_linear.linear(x, weight_MK, bias_M)
+    return wide_ops.linear(x, weight_MK, bias_M)
+
+
+def machines_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """For callers without `Kernels`: `native`, or `wide` where this machine's CPU does not multiply x's dtype."""
+    run = _wide if wide.widens(x.device.type, x.dtype) else native
+    return run(x, weight_MK, bias_M)
 
 
 def _amx(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:

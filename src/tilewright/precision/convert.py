@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.decide import ConversionPlan, decide_all, fp32_functions
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
@@ -211,7 +212,7 @@ def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = Non
         if "residual_dtype" in vars(module):
             module.residual_dtype = SPECS[policy.stream].dtype
     if not plan.own:
-        _surround(model, policy, plan.sites)
+        _surround(model, policy, plan.sites, kernels or _kernels_of(model))
         _narrow_beside_routers(model, policy, plan.sites)
     if plan.switch:
         # The older interface: torch refuses to read it once the newer one (fp32_precision) has been written.
@@ -276,14 +277,24 @@ def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
         region.outputs = SPECS[policy.stream].dtype
 
 
-def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]]) -> None:
+def _widens(policy: Policy, kernels: Kernels | None) -> bool:
+    """Whether the CPU that the model runs on, of these kernels or this one, multiplies no operands of this mode."""
+    dtype = SPECS[policy.activation].dtype
+    if kernels is None:
+        return widens(policy.device_type, dtype)
+    return policy.device_type == kernels.machine.device == "cpu" and not kernels.machine.cpu_multiplies(dtype)
+
+
+def _surround(
+    model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]], kernels: Kernels | None
+) -> None:
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
-    Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
-    autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose matmuls
-    were given over need no region.
+    Functions that run in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch
+    restores autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose
+    matmuls were given over need no region.
     """
-    functions = fp32_functions(policy)
+    functions, widened = fp32_functions(policy), _widens(policy, kernels)
     decided = {id(site.module) for site, _ in sites}
     needless = {id(site.module) for site, _ in sites if site.handling in (Handling.WEIGHT, Handling.SWAP)}
     computing = parametrizations(model)
@@ -295,10 +306,10 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite
     layers = [layer for stack in stacks for layer in stack]
     inside = {id(module) for layer in layers for module in layer.modules()}
     entries = [m for m in model.modules() if id(m) not in inside | needless and _has_children(m)]
-    known = [layer for layer in layers if functions or getattr(layer, "precision_region", None) is not None]
+    known = [layer for layer in layers if functions or widened or getattr(layer, "precision_region", None) is not None]
     for module in [*entries, *known]:
         region = region_of(module, policy.device_type)
-        region.functions = functions
+        region.functions, region.widens = functions, widened
         if id(module) not in decided:
             region.autocast = autocast
         if module is model:

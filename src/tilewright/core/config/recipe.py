@@ -20,7 +20,7 @@ CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
 full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
-AttentionBackend = Literal["auto", "amx", "varlen", "efficient", "native", "ref"]
+AttentionBackend = Literal["auto", "amx", "wide", "varlen", "efficient", "native", "ref"]
 FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 NewtonSchulzBackend = Literal["auto", "wide", "native", "ref"]
@@ -303,7 +303,7 @@ class OpsSection(Section):
     """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
     or torch's own."""
     attention: AttentionBackend = "auto"
-    """Causal attention: on a CPU's AMX tiles (C++ built at first use), or torch's kernels; GPUs: by documents too."""
+    """Causal attention: on AMX tiles (C++), with 16-bit operands widened, or torch's kernels; on GPUs by documents."""
     rms_norm: NormBackend = "auto"
     """RMSNorm."""
     cross_entropy: Backend = "auto"

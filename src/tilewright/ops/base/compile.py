@@ -3,6 +3,8 @@
 GCC that finds AVX-512 on a processor it has no tuning for (a newer one, or one whose features a virtual machine masks)
 compiles with `-mtune=generic`. GCC 12 then vectorises torch's transposition of BF16 blocks wrongly: NaN and stale
 values in gradients, no warning (docs/log.md, 2026-11-21). Named an architecture, it tunes for that and is right.
+Where ATEN_CPU_CAPABILITY keeps torch to AVX2 on a CPU with AVX-512, its code is for AVX2 and `-march=native` is not:
+GCC 12 then gives garbage for a chain of BF16 operations (docs/log.md, 2026-11-25).
 Called wherever something is compiled.
 """
 
@@ -17,14 +19,15 @@ import torch
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, cpu_features, find_cxx_compiler
 
-MARCH = "skylake-avx512"
-"""The oldest architecture with all the AVX-512 parts that torch's generated code uses."""
+MARCH, NARROW_MARCH = "skylake-avx512", "haswell"
+"""The oldest architectures with all the parts that torch's generated code uses: of AVX-512, and of AVX2 alone."""
 _PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 
 
 def compile_options() -> dict[str, str]:
     """Options for `torch.compile` on this machine; empty where it needs none."""
-    return {"cpp.march": MARCH} if miscompiles() and _takes_march() else {}
+    march = _march()
+    return {"cpp.march": march} if march and _takes_march() else {}
 
 
 def layer_options() -> dict[str, Any]:
@@ -61,12 +64,12 @@ def why_no_compile(machine: Machine) -> str | None:
     """Why torch.compile cannot be trusted, or used, for CPU code here; None where it can."""
     if machine.cxx_compiler is None:
         return "torch.compile needs a C++ compiler on CPU, and none was found (set CXX, or install g++)"
-    if miscompiles() and not _takes_march():
-        return (
-            f"{machine.cxx_compiler} has no tuning for this processor and would miscompile BF16 code, and torch "
-            f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
-        )
-    return None
+    if _march() is None or _takes_march():
+        return None
+    return (
+        f"{machine.cxx_compiler} has no tuning for this processor and would miscompile BF16 code, and torch "
+        f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
+    )
 
 
 def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
@@ -90,6 +93,13 @@ def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
             where="train.compile",
         )
     return wanted == "on" or (wanted == "auto" and not fault and by_default)
+
+
+def _march() -> str | None:
+    """The architecture that the C++ compiler must be told; None where `-march=native` is right."""
+    if "avx512f" in cpu_features(environ={}) - cpu_features():
+        return NARROW_MARCH
+    return MARCH if miscompiles() else None
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_by
 from tilewright.planner.cost.shards import Gathered
 from tilewright.planner.cost.solve import Phase, Transient
 from tilewright.planner.cost.teacher import forward_bytes, held_bytes, loss_bytes
-from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
+from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, chunk_bytes, evaluated_loss_bytes
 from tilewright.planner.model.shape import LayerClass, ModelShape
 
 HOST_PROCESS_BYTES = 4 * 2**30
@@ -68,7 +68,7 @@ class FixedBytes:
             tokens, head = rows * shape.seq_len, shape.vocab_size * shape.dim
             row = shape.vocab_size * shape.logit_bytes
             chunk = chunk_rows(tokens, row, setting.loss_chunk_bytes) * row
-            loss = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes) * chunk + shape.logit_bytes * head
+            loss = chunk_bytes(machine, shape.loss_compiled, shape.logit_bytes, chunk) + shape.logit_bytes * head
             if shape.teacher is not None:
                 loss = loss_bytes(shape, tokens, setting.loss_chunk_bytes)
             evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)

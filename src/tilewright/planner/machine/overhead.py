@@ -15,6 +15,7 @@ import torch
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native.loss import chunk_rows
+from tilewright.ops.backends.native.wide import WIDE_PIECE
 
 MIB = 2**20
 PROCESS_BYTES = 415 * MIB
@@ -32,8 +33,9 @@ CUDA_RESERVE_BYTES = 700 * MIB
 LOSS_CHUNKS = {(True, 2): 1.0, (True, 4): 1.0, (False, 2): 5.0, (False, 4): 2.9}
 """Chunk-sized blocks alive at once in the head's loss, by (compiled, bytes of a logit): the logits, which become their
 own gradient, and in eager form the FP32 softmax and its intermediates (measured)."""
-WIDE_CHUNKS = 2.0
-"""More of them where a CPU multiplies 16-bit operands in FP32 (`ops.backends.native.wide`): the logits in FP32."""
+WIDE_CHUNKS, WIDE_PIECES = 2.0, 3
+"""More where a CPU multiplies 16-bit operands in FP32 (`ops.backends.native.wide`): the logits of a chunk in FP32, but
+no more than pieces of logits, weight and product."""
 EVALUATED_CHUNKS = {2: 5.0, 4: 2.0}
 """Chunk-sized blocks alive at once in the loss of an evaluation, which is not compiled and makes no gradient, by bytes
 of a logit: the logits and their FP32 log-softmax, and of 16-bit logits an FP32 copy."""
@@ -102,8 +104,9 @@ def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, 
     return EVALUATED_CHUNKS[size] * chunk + (size * vocab_size * dim if size < 4 else 0)
 
 
-def loss_chunks(machine: Machine, compiled: bool, logit_bytes: int) -> float:
-    """Chunk-sized blocks alive at once in the head's loss."""
+def chunk_bytes(machine: Machine, compiled: bool, logit_bytes: int, chunk: float) -> float:
+    """What lives at once in the head's loss, of logits of `chunk` bytes."""
     if machine.device != "cpu":
-        return 2.0
-    return LOSS_CHUNKS[compiled, logit_bytes] + (WIDE_CHUNKS if _widened(machine, logit_bytes) else 0.0)
+        return 2.0 * chunk
+    wide = min(WIDE_CHUNKS * chunk, WIDE_PIECES * 4.0 * WIDE_PIECE) if _widened(machine, logit_bytes) else 0.0
+    return LOSS_CHUNKS[compiled, logit_bytes] * chunk + wide

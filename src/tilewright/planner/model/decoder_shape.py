@@ -9,7 +9,7 @@ from tilewright.models.decoder.activation_bytes import FP32, Storage, layer_byte
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, mlp_weights
-from tilewright.ops.attention import WITHOUT_MASK, attention_kind
+from tilewright.ops.attention import attention_kind, keeps_mask
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
@@ -50,7 +50,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         kernels.choices[operation, machine.device, number, kind].candidate.name
         for operation, kind in (("attention", kind), ("cross_entropy", ""))
     )
-    masked = not compiled and attention not in WITHOUT_MASK
+    masked = not compiled and keeps_mask(attention, machine.device, number)
     embedding, layers, head = skeleton.weights(policy)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from tilewright.ops.backends.native import dequant_gemm  # noqa: F401  these register operators that are counted here
+from tilewright.ops.backends.native import dequant_gemm, wide_ops  # noqa: F401  they register what is counted here
 from tilewright.precision.float8.gemm import gemm_ops  # noqa: F401
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) ->
 
 
 def _matmul_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    return 2 * prod(out_shape) * operand[1]
+    return 2 * prod(out_shape) * operand[-1]
 
 
 def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
@@ -43,7 +43,9 @@ def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
 _aten = torch.ops.aten
 _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 """torch's counter knows the fused attentions of CUDA only."""
-_PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
+_PRODUCTS = tuple(
+    getattr(torch.ops.tilewright, name) for name in ("dequant_gemm", "tile_fprop", "wide_gemm", "wide_batched_gemm")
+)
 COUNTED = {
     **_FLASH_ON_CPU,
     _aten._grouped_mm: _grouped_flops,

@@ -36,28 +36,81 @@ FUNCTIONS = {
 """Entries of a policy's `fp32_ops`, and the functions they mean. `policy.KIND_OPS` gives the names of the norms."""
 
 
+_MATMULS = frozenset(FUNCTIONS["matmul"])
+PRODUCTS = frozenset(
+    (
+        *FUNCTIONS["matmul"],
+        *FUNCTIONS["attention"],
+        *(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, Tensor.__rmatmul__),
+        *(
+            torch.mv,
+            Tensor.mv,
+            torch.addmv,
+            Tensor.addmv,
+            torch.dot,
+            Tensor.dot,
+            torch.inner,
+            Tensor.inner,
+            torch.einsum,
+        ),
+        *(torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, F.linear, F.bilinear, F.grouped_mm),
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        *(torch.conv1d, torch.conv2d, torch.conv3d, torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu),
+        *(F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd),
+    )
+)
+"""Functions that multiply matrices or convolve."""
+
+
 class Fp32Functions(TorchFunctionMode):
     """Runs the named functions on FP32 copies of their 16-bit tensors, autocast off; the result is 16-bit again.
 
     Losses stay FP32, and so does a result whose dtype the caller asked for.
+
+    Args:
+        names: in `FUNCTIONS`.
+        widens: whether matmuls of 16-bit operands, or of operands that autocast would round, get these operands in
+            FP32. Autograd keeps those of linear layers and plain matmuls in 16 bits, all others in FP32.
     """
 
-    def __init__(self, names: frozenset[str]):
+    def __init__(self, names: frozenset[str], *, widens: bool = False):
         super().__init__()
         self.names = names
         self.functions = {function: name for name in names for function in FUNCTIONS[name]}
+        self.widens = widens
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = self.functions.get(func)
-        low = next((t for t in _tensors((args, kwargs)) if t.dtype in LOW_DTYPES), None)
-        if name is None or low is None:
+        if name is None and (not self.widens or func not in PRODUCTS or kwargs.get("out") is not None):
             return func(*args, **kwargs)
-        with torch.autocast(low.device.type, enabled=False):
+        low = _low_dtype((args, kwargs), autocast=name is None)
+        if low is None:
+            return func(*args, **kwargs)
+        device, dtype = low
+        if name is None:  # rounded first, as the matmul would do it
+            args, kwargs = _cast(args, dtype), _cast(dict(kwargs), dtype)
+            run = _compact(func, args, kwargs)
+            if run is not None:
+                return run(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
             out = func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-        return (
-            out if name == "cross_entropy" or kwargs.get("dtype") is not None else _cast(out, low.dtype, torch.float32)
-        )
+        return out if name == "cross_entropy" or kwargs.get("dtype") is not None else _cast(out, dtype, torch.float32)
+
+
+def _compact(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """What multiplies these 16-bit operands in FP32 and keeps them as they are for backward; None for most."""
+    if func is not F.linear and (func not in _MATMULS or kwargs or min(t.ndim for t in args) < 2):
+        return None
+    from tilewright.ops.backends.native import wide_ops  # it registers torch operators
+
+    return _linear if func is F.linear else wide_ops.matmul
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    from tilewright.ops.backends.native import wide_ops  # it registers torch operators
+
+    return wide_ops.linear(input, weight, bias)
 
 
 @dataclass
@@ -68,6 +121,7 @@ class Region:
         device_type: of the tensors inside.
         autocast: dtype that matmuls called as functions run in; None switches autocast off inside.
         functions: names in `FUNCTIONS` that run in FP32.
+        widens: matmuls with 16-bit operands have these operands in FP32, for CPUs that multiply no others fast.
         inputs: dtype that floating-point tensor arguments are cast to; None leaves them.
         outputs: dtype that floating-point results are cast to, also in tuples and dicts; None leaves them; "input" is
             that of the first floating-point argument.
@@ -76,6 +130,7 @@ class Region:
     device_type: str
     autocast: torch.dtype | None = None
     functions: frozenset[str] = frozenset()
+    widens: bool = False
     inputs: torch.dtype | None = None
     outputs: torch.dtype | str | None = None
 
@@ -90,8 +145,8 @@ class Region:
         # Without its cache: that keeps 16-bit weights until the outermost region ends, after many steps maybe.
         on = self.autocast is not None
         with torch.autocast(self.device_type, dtype=self.autocast, enabled=on, cache_enabled=False):
-            if self.functions:
-                with Fp32Functions(self.functions):
+            if self.functions or self.widens:
+                with Fp32Functions(self.functions, widens=self.widens):
                     out = forward(*args, **kwargs)
             else:
                 out = forward(*args, **kwargs)
@@ -156,6 +211,20 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from _tensors(item)
+
+
+def _low_dtype(tree: Any, *, autocast: bool) -> tuple[str, torch.dtype] | None:
+    """Device and dtype of the first 16-bit tensor; with `autocast`, of the 16-bit format that autocast would round to,
+    where it is on. None where there is neither."""
+    device = None
+    for tensor in _tensors(tree):
+        if tensor.dtype in LOW_DTYPES:
+            return tensor.device.type, tensor.dtype
+        device = device or tensor.device.type
+    if not autocast or device is None or not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return (device, dtype) if dtype in LOW_DTYPES else None
 
 
 def _cast(tree: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:

@@ -20,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
+from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import machines_linear
 from tilewright.precision.mixed.derived import is_injected, rebased
 from tilewright.precision.mixed.tf32 import tf32_matmul
 
@@ -70,7 +72,7 @@ class CastLinear(Cast, nn.Linear):
     """x W^T + b in `compute_dtype` with FP32 accumulation. x [..., K] any float dtype -> [..., N] `output_dtype`."""
 
     kernels: Kernels | None = None
-    """Implementations of the operations; None takes torch's own linear."""
+    """Implementations of the operations; None takes torch's own linear, or its FP32 one (`ops.linear`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._no_autocast(self._run, x)
@@ -86,8 +88,7 @@ class CastLinear(Cast, nn.Linear):
         elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
             out = self.kernels.linear(x.to(self.compute_dtype), weight, self.bias)
         else:
-            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = F.linear(x.to(self.compute_dtype), weight.to(self.compute_dtype), bias)
+            out = machines_linear(x.to(self.compute_dtype), weight, self.bias)
         return out.to(self.output_dtype)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,8 +122,10 @@ class _CastConv(Cast):
             out = self._matmul(convolve, x, self.weight, bias)
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            weight = self.weight.to(self.compute_dtype)
-            out = self._convolve(x.to(self.compute_dtype), weight, bias, output_size)
+            operands = x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias
+            if widens(x.device.type, self.compute_dtype):
+                operands = tuple(None if operand is None else operand.float() for operand in operands)
+            out = self._convolve(*operands, output_size).to(self.compute_dtype)
         return out.to(self.output_dtype)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None) -> Tensor:

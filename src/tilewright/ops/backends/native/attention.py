@@ -4,6 +4,7 @@ torch's CPU flash backward took five times its forward on BF16 (docs/log.md, 202
 Here the forward is torch's flash kernel, and the backward recomputes probabilities from the saved
 log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loops a block, and no work
 above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
+Of FP32 operands torch's backward is the faster one, compiled or not: `wide_ops`.
 
 With `block` query rows at a time, on any device and eager too, the forward goes by blocks as well: neither scores
 nor the mask of packed documents are ever S x S. Eager on a CPU, torch's own backward runs block by block and holds no
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.backends.ref.math import allowed_pairs
 
 QUERY_BLOCK = 256
@@ -34,7 +34,12 @@ def attention(
     """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     v = padded_values(q_BHSD, v_BKSD)
-    compiled = torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad
+    on_cpu, low = q_BHSD.device.type == "cpu", q_BHSD.dtype in (torch.bfloat16, torch.float16)
+    compiled = torch.compiler.is_compiling() and on_cpu and q_BHSD.requires_grad
+    if on_cpu and not low and (block or compiled or segments_BS is not None):
+        from tilewright.ops.backends.native import wide_ops  # it registers torch operators
+
+        return wide_ops.attention(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block)
     if block or compiled:
         out = _Blocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
     else:
@@ -42,8 +47,17 @@ def attention(
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
 
 
-def attention_to_past(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of the last S of T positions, S < T, to all positions up to themselves. Without documents."""
+def attention_to_past(
+    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None = None, *, wide: bool = False
+) -> Tensor:
+    """Attention of the last S of T positions, S < T, to all positions up to themselves. Without documents.
+
+    `wide`: with FP32 operands, the result in q's dtype.
+    """
+    if wide:
+        operands = (x.float() for x in (q_BHSD, k_BKTD, v_BKTD))
+        with torch.autocast(q_BHSD.device.type, enabled=False):
+            return attention_to_past(*operands, scale).to(q_BHSD.dtype)
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     v = padded_values(q_BHSD, v_BKTD)
     num_new, num_all, num_keys = q_BHSD.shape[2], k_BKTD.shape[2], k_BKTD.shape[1]
@@ -74,7 +88,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: fl
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=grouped)
 
 
-def _expand(x_BKSD: Tensor, group: int) -> Tensor:
+def expand(x_BKSD: Tensor, group: int) -> Tensor:
+    """[B, H, S, D]: each key head so many times."""
     return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
@@ -82,7 +97,7 @@ def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, 
     """Result and log-sum-exp of all rows at once, on the CPU; a mask of S x S where there are documents."""
     mask = None
     if segments_BS is not None:
-        mask = _added(allowed_pairs(segments_BS, q.shape[2], q.device), q.dtype)
+        mask = added_mask(allowed_pairs(segments_BS, q.shape[2], q.device), q.dtype)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
     )
@@ -95,11 +110,11 @@ def _blocked_forward(
     out, lse = torch.empty_like(q), []
     for start in range(0, q.shape[2], block):
         end = min(start + block, q.shape[2])
-        allowed = _allowed_block(segments_BS, start, end, q.device)
+        allowed = allowed_block(segments_BS, start, end, q.device)
         rows, keys, values = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
         if q.device.type == "cpu":
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                rows, keys, values, 0.0, False, attn_mask=_added(allowed, q.dtype), scale=scale
+                rows, keys, values, 0.0, False, attn_mask=added_mask(allowed, q.dtype), scale=scale
             )
         else:
             part, part_lse = rows_by_matmuls(rows, keys, values, allowed, scale)
@@ -119,7 +134,7 @@ def rows_by_matmuls(
     return torch.matmul(scores_BHRE.sub_(lse_BHR[..., None]).exp_().to(q_BHRD.dtype), v_BHED), lse_BHR
 
 
-def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def added_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask that is added to the scores."""
     return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
 
@@ -130,7 +145,7 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block):
         group = q_BHSD.shape[1] // k_BKSD.shape[1]
-        operands = (q_BHSD, _expand(k_BKSD, group), _expand(v_BKSD, group), segments_BS, scale)
+        operands = (q_BHSD, expand(k_BKSD, group), expand(v_BKSD, group), segments_BS, scale)
         out_BHSD, lse_BHS = _blocked_forward(*operands, block) if block else _whole_forward(*operands)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
         ctx.scale, ctx.block = scale, block or QUERY_BLOCK
@@ -144,11 +159,8 @@ class _Blocked(torch.autograd.Function):
         q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
         num_keys, num_positions = k_BKSD.shape[1], q_BHSD.shape[2]
         group = q_BHSD.shape[1] // num_keys
-        k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+        k, v = expand(k_BKSD, group), expand(v_BKSD, group)
         high, low = lse_BHS.dtype, q_BHSD.dtype
-        if widens(q_BHSD.device.type, low):
-            q_BHSD, k, v, dout_BHSD = (x.to(high) for x in (q_BHSD, k, v, dout_BHSD))
-        operand = q_BHSD.dtype
         delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
         dq_blocks = []
         dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
@@ -157,11 +169,11 @@ class _Blocked(torch.autograd.Function):
             q, dout = q_BHSD[:, :, start:end], dout_BHSD[:, :, start:end]
             scores_BHRE = torch.matmul(q, k[:, :, :end].mT)
             dprobs_BHRE = torch.matmul(dout, v[:, :, :end].mT)
-            allowed = _allowed_block(segments_BS, start, end, q.device)
+            allowed = allowed_block(segments_BS, start, end, q.device)
             probs_BHRE = torch.exp(scores_BHRE.to(high) * ctx.scale - lse_BHS[:, :, start:end, None])
             probs_BHRE = torch.where(allowed, probs_BHRE, 0.0)
-            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(operand)
-            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(operand).mT, dout)
+            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(low)
+            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(low).mT, dout)
             dk_BHSD[:, :, :end] += torch.matmul(dscores.mT, q)
             dq_blocks.append(torch.matmul(dscores, k[:, :, :end]))
         if group > 1:
@@ -174,13 +186,13 @@ def _flash_backward(saved: tuple, dout_BHSD: Tensor, scale: float, block: int) -
     q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = saved
     num_keys, num_positions, low = k_BKSD.shape[1], q_BHSD.shape[2], q_BHSD.dtype
     group = q_BHSD.shape[1] // num_keys
-    k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+    k, v = expand(k_BKSD, group), expand(v_BKSD, group)
     high = torch.promote_types(low, torch.float32)
     dq_BHSD = torch.empty_like(q_BHSD)
     dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
     for start in range(0, num_positions, block):
         end = min(start + block, num_positions)
-        mask = _added(_allowed_block(segments_BS, start, end, q_BHSD.device), low)
+        mask = added_mask(allowed_block(segments_BS, start, end, q_BHSD.device), low)
         rows = (x[:, :, start:end] for x in (dout_BHSD, q_BHSD))
         done = (out_BHSD[:, :, start:end], lse_BHS[:, :, start:end])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -194,7 +206,7 @@ def _flash_backward(saved: tuple, dout_BHSD: Tensor, scale: float, block: int) -
     return dq_BHSD, dk_BHSD.to(low), dv_BHSD.to(low)
 
 
-def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
+def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
     """Rows start..end of `allowed_pairs`, columns 0..end: [1 or B, 1, R, E]."""
     allowed_RE = torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device)
     if segments_BS is None:

@@ -37,8 +37,13 @@ def why_not_onednn(machine: Machine, case: Case) -> str | None:
 
 
 def why_not_int_mm(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `int_mm`."""
-    return None if case.device_type == "cpu" else "on GPUs it asks for sizes that are multiples of 8 and over 16 rows"
+    """The `why_not` of `int_mm`. Where a variable keeps oneDNN from dot products, torch asks it all the same."""
+    if case.device_type != "cpu":
+        return "on GPUs it asks for sizes that are multiples of 8 and over 16 rows"
+    limited = [limit for limit in machine.cpu_limits if "MAX_CPU_ISA" in limit]
+    if limited and not machine.cpu_features & set(_DOT_PRODUCTS):
+        return f"with {limited[0]} torch adds pairs in 16 bits, which saturates"
+    return None
 
 
 def onednn_prepack(qdata_NK: Tensor) -> Tensor:

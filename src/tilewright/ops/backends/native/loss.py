@@ -84,19 +84,18 @@ class _ChunkedLoss(torch.autograd.Function):
         high = torch.promote_types(x_ND.dtype, torch.float32)
         rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
         total = torch.zeros((), dtype=high, device=x_ND.device)
-        mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
-        add_gradient = _weight_gradient_adder(x_ND.device.type, x_ND.dtype, mm)
+        head = _head(low_weight_VD)
         dx_ND = torch.empty_like(x_ND)
         learns = ctx.needs_input_grad[1]  # not under adapters: then it were the largest tensor of a step, for nothing
         dweight_VD = torch.zeros_like(weight_VD, dtype=high) if learns else None
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
         for start in range(0, x_ND.shape[0], rows):
             x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
-            part_CV = mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
+            part_CV = head.logits(x_CD, logits_CV[: len(labels_C)])
             total += step(part_CV, labels_C)
-            mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
+            head.input_gradient(part_CV, dx_ND[start : start + rows])
             if dweight_VD is not None:
-                add_gradient(dweight_VD, part_CV, x_CD)
+                head.add_weight_gradient(dweight_VD, part_CV, x_CD)
         ctx.save_for_backward(total, *[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
         ctx.weight_dtype = weight_VD.dtype
         ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
@@ -136,9 +135,26 @@ def _no_second() -> ConfigError:
     )
 
 
-def _weight_gradient_adder(
-    device_type: str, dtype: torch.dtype, mm: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[Tensor, Tensor, Tensor], object]:
+@dataclass(frozen=True)
+class _Head:
+    """The three products of the head by torch's GEMM, the weight's gradient on AMX tiles where there are some."""
+
+    weight_VD: Tensor
+
+    def logits(self, x_CD: Tensor, out_CV: Tensor) -> Tensor:
+        """x W^T, written to `out`."""
+        return torch.mm(x_CD, self.weight_VD.T, out=out_CV)
+
+    def input_gradient(self, dlogits_CV: Tensor, out_CD: Tensor) -> None:
+        """dlogits W, written to `out`."""
+        torch.mm(dlogits_CV, self.weight_VD, out=out_CD)
+
+    def add_weight_gradient(self, dweight_VD: Tensor, dlogits_CV: Tensor, x_CD: Tensor) -> None:
+        """dlogits^T x, added in FP32."""
+        _weight_gradient_adder(x_CD.device.type, x_CD.dtype)(dweight_VD, dlogits_CV, x_CD)
+
+
+def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], object]:
     """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D]).
 
     On a GPU the GEMM itself adds in FP32: no chunk is rounded to 16 bits, and no product is written beside the sum.
@@ -149,7 +165,13 @@ def _weight_gradient_adder(
         return wgrad.add_weight_gradient_
     if device_type == "cuda":
         return _add_by_gemm_
-    return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, mm(part_CV.T, x_CD))
+    return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, torch.mm(part_CV.T, x_CD))
+
+
+def _head(low_weight_VD: Tensor) -> "_Head | wide.WideHead":
+    """Products for a weight in the operands' dtype."""
+    widens = wide.widens(low_weight_VD.device.type, low_weight_VD.dtype)
+    return wide.WideHead(low_weight_VD) if widens else _Head(low_weight_VD)
 
 
 def _add_by_gemm_(sum_VD: Tensor, part_CV: Tensor, x_CD: Tensor) -> None:
@@ -206,7 +228,11 @@ def _linear_cross_entropy(
     count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes), count
-    low_weight_VD = weight_VD.to(x_ND.dtype)
+    head = _head(weight_VD.to(x_ND.dtype))
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
     pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
-    return torch.stack([chunk_loss(x_CD @ low_weight_VD.T, labels_C) for x_CD, labels_C in pieces]).sum(), count
+    losses = []
+    for x_CD, labels_C in pieces:
+        logits_CV = x_CD.new_empty(len(labels_C), weight_VD.shape[0])
+        losses.append(chunk_loss(head.logits(x_CD, logits_CV), labels_C))
+    return torch.stack(losses).sum(), count

@@ -1,17 +1,21 @@
-"""16-bit operands multiplied in FP32, for CPUs that have no 16-bit matrix instructions: where, and a plain matmul.
+"""16-bit operands multiplied in FP32, for CPUs that have no 16-bit matrix instructions: where, and the loss's products.
 
 torch's own 16-bit matmul on such a CPU (oneDNN's emulation) ran at a quarter of the speed of its FP32 matmul
 (docs/log.md, 2026-11-21). Matmuls of 16-bit numbers are exact in FP32, so only the order of the sums differs.
-Loss and attention ask `widens`; the linear layer is in `wide_linear`.
+The loss asks `widens`; linear layers and attention are in `wide_ops`.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine, cpu_features, cpu_multiplies
 from tilewright.ops.base.dispatch import Case
+
+WIDE_PIECE = 2**22
+"""Elements of the largest FP32 copy that a product of the head makes."""
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
@@ -39,7 +43,48 @@ def _features() -> frozenset[str]:
     return cpu_features()
 
 
-def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b with FP32 operands, rounded to a's dtype: into `out`, where given."""
-    matmul = a.float() @ b.float()
-    return matmul.to(a.dtype) if out is None else out.copy_(matmul)
+class WideHead:
+    """The three products of an output head with 16-bit operands, summed in FP32.
+
+    The weight goes by pieces of its rows, so that nothing in FP32 is as large as it or as the logits. Its gradient is
+    summed in FP32 over the chunks; nothing of it is rounded between.
+
+    Args:
+        weight_VD: in the operands' dtype.
+    """
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        self.weight_VD = weight_VD
+
+    def logits(self, x_CD: Tensor, out_CV: Tensor) -> Tensor:
+        """x W^T, written to `out`."""
+        wide_CD = x_CD.float()
+        with self._no_autocast():
+            for rows in self._pieces(x_CD):
+                out_CV[:, rows] = wide_CD @ self.weight_VD[rows].float().T
+        return out_CV
+
+    def input_gradient(self, dlogits_CV: Tensor, out_CD: Tensor) -> None:
+        """dlogits W, written to `out`."""
+        sum_CD = torch.zeros_like(out_CD, dtype=torch.float32)
+        with self._no_autocast():
+            for rows in self._pieces(out_CD):
+                sum_CD.addmm_(dlogits_CV[:, rows].float(), self.weight_VD[rows].float())
+        out_CD.copy_(sum_CD)
+
+    def add_weight_gradient(self, dweight_VD: Tensor, dlogits_CV: Tensor, x_CD: Tensor) -> None:
+        """dlogits^T x, added in FP32."""
+        wide_CD = x_CD.float()
+        with self._no_autocast():
+            for rows in self._pieces(x_CD):
+                dweight_VD[rows].addmm_(dlogits_CV[:, rows].float().T, wide_CD)
+
+    def _no_autocast(self) -> torch.autocast:
+        """A caller's would round the operands again."""
+        return torch.autocast(self.weight_VD.device.type, enabled=False)
+
+    def _pieces(self, x_CD: Tensor) -> Iterator[slice]:
+        vocab_size, longest = self.weight_VD.shape[0], max(1, *x_CD.shape)
+        step = max(1, WIDE_PIECE // longest)
+        for start in range(0, vocab_size, step):
+            yield slice(start, min(start + step, vocab_size))

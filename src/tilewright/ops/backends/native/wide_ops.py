@@ -1,0 +1,190 @@
+"""Operators that multiply in FP32 on CPUs: a linear layer of 16-bit operands, and attention. See `wide`.
+
+Kept for backward is what came in, in 16 bits. One operator per GEMM, and one per pass of attention: recomputation and
+the compiler keep its 16-bit result, never an FP32 one, and what runs is the same in compiled code and outside of it.
+
+Attention is torch's flash kernel, forward and backward: of FP32 operands its backward takes 2.4 times its forward, of
+16-bit ones 14 times where the CPU does not multiply them (docs/log.md, 2026-11-25). Where there are documents it goes
+by blocks of query rows, each with the keys up to its last row, so that no mask is S x S.
+
+Legend: M out features or rows  N rows  K columns; B batch  H query heads  K key heads  S positions  D width.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.ops.backends.native.attention import QUERY_BLOCK, added_mask, allowed_block, expand, padded_values
+
+
+def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """See `ops.linear`. The weight's gradient stays in FP32 where the weight is: it is summed in FP32 here, and
+    rounding would cost time."""
+    return _WideLinear.apply(x, weight_MK, bias_M)
+
+
+@torch.library.custom_op("tilewright::wide_gemm", mutates_args=())
+def _gemm(a: Tensor, b_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    bias = None if bias_N is None else bias_N.float()
+    with torch.autocast("cpu", enabled=False):  # a caller's would round them again
+        return F.linear(a.float(), b_NK.float(), bias).to(dtype)
+
+
+@_gemm.register_fake
+def _(a, b_NK, bias_N, dtype):
+    return a.new_empty((*a.shape[:-1], b_NK.shape[0]), dtype=dtype)
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_MK, bias_M):
+        narrow_MK = weight_MK.to(x.dtype)
+        ctx.save_for_backward(x, narrow_MK)
+        ctx.weight_dtype, ctx.bias_dtype = weight_MK.dtype, None if bias_M is None else bias_M.dtype
+        return _gemm(x, narrow_MK, None if bias_M is None else bias_M.to(x.dtype), x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, narrow_MK = ctx.saved_tensors
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad
+        dy_NM = dy.flatten(0, -2)
+        dx = _gemm(dy, narrow_MK.T, None, dy.dtype) if wants_dx else None
+        dw = _gemm(dy_NM.T, x.flatten(0, -2).T, None, ctx.weight_dtype) if wants_dw else None
+        db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if wants_db else None
+        return dx, dw, db
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul` of 16-bit operands of two dims at least, [..., M, K] and [..., K, N], leading ones broadcast."""
+    return _WideMatmul.apply(a, b)
+
+
+@torch.library.custom_op("tilewright::wide_batched_gemm", mutates_args=())
+def _batched_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.matmul(a.float(), b.float()).to(dtype)
+
+
+@_batched_gemm.register_fake
+def _(a, b, dtype):
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*leading, a.shape[-2], b.shape[-1]), dtype=dtype)
+
+
+class _WideMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return _batched_gemm(a, b, a.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        wants_da, wants_db = ctx.needs_input_grad
+        da = _batched_gemm(dy, b.mT, a.dtype).sum_to_size(a.shape) if wants_da else None
+        db = _batched_gemm(a.mT, dy, b.dtype).sum_to_size(b.shape) if wants_db else None
+        return da, db
+
+
+def attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    segments_BS: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
+) -> Tensor:
+    """See `ops.attention`."""
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    v = padded_values(q_BHSD, v_BKSD)
+    out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+class _WideAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block):
+        out_BHSD, lse_BHS = _attention(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
+        ctx.scale, ctx.block = scale, block
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx, dout_BHSD):
+        return *_attention_backward(*ctx.saved_tensors, dout_BHSD, ctx.scale, ctx.block), None, None, None
+
+
+@torch.library.custom_op("tilewright::wide_attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, block: int
+) -> tuple[Tensor, Tensor]:
+    """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32."""
+    out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
+    queries, keys, values = q.to(_high(q)), _widened(k, q), _widened(v, q)
+    for rows, seen, causal, mask in _blocks(q, segments, block):
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries[:, :, rows], keys[:, :, seen], values[:, :, seen], 0.0, causal, attn_mask=mask, scale=scale
+        )
+        out[:, :, rows], lse[:, :, rows] = part, part_lse
+    return out, lse
+
+
+@_attention.register_fake
+def _(q, k, v, segments, scale, block):
+    return _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
+
+
+@torch.library.custom_op("tilewright::wide_attention_backward", mutates_args=())
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, dout: Tensor,
+    scale: float, block: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    high, group = _high(q), q.shape[1] // k.shape[1]
+    queries, done, upstream = (x.to(high) for x in (q, out, dout))
+    keys, values = _widened(k, q), _widened(v, q)
+    dq, dk, dv = _heads_inside(q), torch.zeros_like(keys), torch.zeros_like(values)
+    for rows, seen, causal, mask in _blocks(q, segments, block):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream[:, :, rows], queries[:, :, rows], keys[:, :, seen], values[:, :, seen], done[:, :, rows],
+            lse[:, :, rows], 0.0, causal, attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        dq[:, :, rows] = found[0]
+        dk[:, :, seen] += found[1]
+        dv[:, :, seen] += found[2]
+    if group > 1:
+        dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
+    return dq, _heads_inside(k).copy_(dk), _heads_inside(v).copy_(dv)
+
+
+@_attention_backward.register_fake
+def _(q, k, v, out, lse, segments, dout, scale, block):
+    return _heads_inside(q), _heads_inside(k), _heads_inside(v)
+
+
+def _blocks(q: Tensor, segments_BS: Tensor | None, block: int) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Query rows, the keys that they may see, whether the kernel masks the future, and else the mask to add."""
+    length = q.shape[2] if q.numel() else 0
+    if segments_BS is None and not block and length:
+        yield slice(0, length), slice(0, length), True, None
+        return
+    block = block or QUERY_BLOCK
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        allowed = allowed_block(segments_BS, start, end, q.device)
+        yield slice(start, end), slice(0, end), False, added_mask(allowed, _high(q))
+
+
+def _widened(x_BKSD: Tensor, q_BHSD: Tensor) -> Tensor:
+    return expand(x_BKSD.to(_high(x_BKSD)), q_BHSD.shape[1] // x_BKSD.shape[1])
+
+
+def _high(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _heads_inside(x_BHSD: Tensor) -> Tensor:
+    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    batch, heads, positions, width = x_BHSD.shape
+    return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)
