@@ -146,7 +146,9 @@ def test_compiled_layer(name, mode, policy):
     measured = sum(size for size, _ in keep.values())
     want = predicted(name, block, layer, mode, policy, compiled=True)
     tiles = amx_attention.why_not(detect_machine("cpu"), Case("cpu", torch.bfloat16)) is None
-    if tiles or widens("cpu", torch.bfloat16) or policy == "fp32":  # attention is an operator
+    if widens("cpu", torch.bfloat16) and policy != "fp32":  # the compiler casts weights again in backward where it may
+        assert 0.5 * want <= measured <= want
+    elif tiles or policy == "fp32":  # attention is an operator
         # its result lies as the output projection reads it, and is kept once
         assert want - PRODUCT[policy] * TOKENS * 64 <= measured <= want
     else:

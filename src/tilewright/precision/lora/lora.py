@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.tiled import WithCopies
@@ -29,6 +28,7 @@ from tilewright.models.decoder.init import name_seed
 from tilewright.models.folder.fp8_weights import copy_weight, find_weights
 from tilewright.models.folder.safetensors import scan_folder
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import machines_linear
 from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
@@ -243,8 +243,8 @@ def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out
     else:
         dtype = x.dtype
     with torch.autocast(x.device.type, enabled=False):
-        low = F.linear(x.to(dtype), module.lora_A.to(dtype))
-        return out + (F.linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
+        low = machines_linear(x.to(dtype), module.lora_A)
+        return out + (machines_linear(low, module.lora_B) * module.lora_scaling).to(out.dtype)
 
 
 def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:

@@ -35,7 +35,12 @@ def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 
 
 def decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32."""
+    """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32, autocast off."""
+    with torch.autocast(a_MK.device.type, enabled=False):
+        return _decoded_matmul(a_MK, b_NK, bias_N, out_dtype)
+
+
+def _decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     bias = None if bias_N is None else bias_N.to(out_dtype)
     if not a_MK.is_cuda and a_MK.dtype == torch.bfloat16 and a_MK.shape[1] % _AMX_COLUMNS and _has_tiles():
         # oneDNN's AMX kernel reads past the end of such a row and multiplies what it finds by zero: NaN at the head of

@@ -26,7 +26,8 @@ def wide(x_RC: Tensor, num_steps: int = 5) -> Tensor:
     """See `ops.newton_schulz`; FP32 inside."""
     argument = [x_RC]
     del x_RC
-    return _newton_schulz(argument, num_steps, torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        return _newton_schulz(argument, num_steps, torch.float32)
 
 
 def _newton_schulz(argument: list[Tensor], num_steps: int, dtype: torch.dtype) -> Tensor:

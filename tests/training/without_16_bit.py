@@ -1,0 +1,131 @@
+"""Run by `test_without_16_bit` under restricted instruction sets: no matrix of 16-bit operands reaches torch.
+
+On a CPU without instructions for them torch multiplies these at 2 GFLOP/s, a fiftieth of its FP32. The profiler sees
+what runs inside of operators, compiled code and backward too.
+"""
+
+import functools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ops.cases import attention_cases
+from tests.precision.test_fp8_cover import build, ids
+from tests.training.tiny import tiny
+from tilewright.core.hardware import detect_machine
+from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
+from tilewright.training.loop import train
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "_convolution", "_int_mm", "_grouped_mm")
+FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+SLOW = frozenset(f"aten::{name}" for name in (*PRODUCTS, *FLASH))
+LOW = ("c10::BFloat16", "c10::Half")
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def no_16_bit_products():
+    with torch.profiler.profile(record_shapes=True) as profile:
+        yield
+    events = profile.profiler.kineto_results.events()
+    found = {f"{e.name()} {e.shapes()[:2]}" for e in events if e.name() in SLOW and set(e.dtypes()[:3]) & set(LOW)}
+    assert not found, f"{len(found)} kinds of products of 16-bit operands, the first: {sorted(found)[:5]}"
+    assert any(e.name() in SLOW for e in events), "the profiler sees products"
+
+
+@functools.cache
+def kernels():
+    return Kernels.default()
+
+
+def test_the_instruction_sets_are_restricted():
+    assert torch.backends.cpu.get_cpu_capability() == "AVX2"
+    assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    machine = detect_machine("cpu")
+    assert not any(machine.cpu_multiplies(dtype) for dtype in LOW_DTYPES)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_a_planted_product_is_found(dtype):
+    x = torch.randn(8, 8, dtype=dtype, requires_grad=True)
+    with pytest.raises(AssertionError, match="products of 16-bit operands"), no_16_bit_products():
+        (x @ x).sum().backward()
+    with pytest.raises(AssertionError, match="products of 16-bit operands"), no_16_bit_products():
+        nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 8, 8)] * 3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_operations(dtype, autocast):
+    run = kernels()
+    x, weight = torch.randn(2, 5, 16).to(dtype).requires_grad_(), torch.randn(24, 16, requires_grad=True)
+    labels = torch.randint(0, 24, (10,))
+    with no_16_bit_products(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        run.linear(x, weight, weight[:, 0]).sum().backward()
+        for case in list(attention_cases())[:4]:
+            q, k, v, segments = case.tensors(dtype)
+            for block in (0, 19):
+                run.attention(q, k, v, segments=segments, block=block).sum().backward()
+            with torch.no_grad():
+                run.attention(q, k, v, segments=segments)
+                for new in (1, 2):
+                    run.attention_to_past(q[:, :, -new:], k, v)
+        run.linear_cross_entropy(x.flatten(0, 1), weight, labels)[0].backward()
+        with torch.no_grad():
+            run.linear_cross_entropy(x.flatten(0, 1), weight, labels)
+        run.newton_schulz("cpu")(weight.detach().to(torch.bfloat16))
+        a, b = run.quantize(x[0].detach(), E4M3, ROW_TILE), run.quantize(weight.detach(), E4M3, BLOCK_TILE)
+        run.tile_gemm(a, b, out_dtype=dtype)
+
+
+RECIPES = {
+    "bf16_mixed": {},
+    "muon": {"optim__kind": "muon"},
+    "hybrid": {"precision__mode": "hybrid"},
+    "pure_fp16": {"precision__mode": "pure_fp16"},
+    "fp8_tile": {"precision__mode": "fp8_tile"},
+    "fp8_tensorwise": {"precision__mode": "fp8_tensorwise"},
+    "lora": {"lora__rank": 4, "lora__alpha": 8.0},
+    "moe": {"model__num_experts": 4},
+    "mla": {"model__attention": "mla", "model__q_lora_rank": 8, "model__kv_lora_rank": 8},
+    "layer_major": {"memory__executor": "layer_major", "optim__moments": "8bit"},
+    "narrow": {"optim__moments": "8bit", "optim__master_weights": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_three_steps_evaluation_and_a_sample(name, data, tmp_path):
+    short = {"train__steps": 3, "train__eval_interval": 2, "checkpoint__interval": 0, "ops__cross_entropy": "native"}
+    with no_16_bit_products():
+        train(tiny(data, tmp_path, **short, precision__eval_fp32=False, **RECIPES[name]))
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid", "fp8_tile"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_models_with_code_of_their_own(name, mode):
+    model = convert(build(name), mode)
+    with no_16_bit_products():
+        model(input_ids=ids(), labels=ids()).loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid"])
+def test_convolutions_and_functions(mode):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.heads = nn.Conv2d(3, 8, 3), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            x = self.conv(x).flatten(2).mT
+            x = self.heads(x, x, x)[0] @ self.weight
+            return torch.einsum("bsd,de->bse", x, self.weight).sum()
+
+    model = convert(Net(), mode)
+    with no_16_bit_products():
+        model(torch.randn(2, 3, 6, 6)).backward()
