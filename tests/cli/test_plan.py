@@ -157,7 +157,7 @@ def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
     (sizes,) = [line.split()[1:] for line in lines if line.startswith("parameters  ")]
     assert sizes[0] != sizes[1]
     rows = [line.split()[1:] for line in lines if line.startswith("train.micro_batch_size")]
-    assert rows == [["16", "16"]]
+    assert rows == [["8", "8"]]
     assert page.read_text().count("<svg") >= 1
     assert '"memory.executor" = "standard"' in out.read_text()
     assert run([*cpu, "--why", "layer.0"]) == 0

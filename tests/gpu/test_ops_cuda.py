@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from torch.nn import functional as F
 
 from tests.gpu.device import CUDA, DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
@@ -19,7 +18,7 @@ from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
-from tilewright.ops.adam import ADAM, FOLLOW_WRITES
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM
 from tilewright.ops.attention import ATTENTION, attention_kind
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear

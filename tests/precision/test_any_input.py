@@ -131,12 +131,12 @@ def test_copies_die_with_the_forward_of_the_parent(kind):
     with torch.no_grad():
         model(x)
     assert model.q_proj.share is model.k_proj.share
-    assert model.q_proj.share._copies is None
+    assert not model.q_proj.share._by_thread
     with pytest.raises(ZeroDivisionError):
         model(x, lambda _: 1 / 0)
-    assert model.q_proj.share._copies is None
+    assert not model.q_proj.share._by_thread
     model.q_proj(x)  # by itself: until the input dies
-    alive = weakref.ref(model.q_proj.share._copies)
+    alive = weakref.ref(*model.q_proj.share._by_thread.values())
     assert alive() is not None
     del x
     gc.collect()
@@ -159,9 +159,9 @@ def test_a_copied_model_shares_nothing_with_the_first(copied, kind):
     twin = copied(model)
     assert twin.q_proj.share is twin.k_proj.share
     assert twin.q_proj.share is not model.q_proj.share
-    assert twin.q_proj.share._copies is None
+    assert not twin.q_proj.share._by_thread
     assert all(torch.equal(a, b) for a, b in zip(model(x), twin(x), strict=True))
-    assert twin.q_proj.share._copies is None
+    assert not twin.q_proj.share._by_thread
 
 
 def test_a_layer_alone_shares_nothing():

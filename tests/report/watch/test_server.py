@@ -83,7 +83,7 @@ def test_the_page_and_its_parts(two):
             assert ask(server, path, "HEAD")[:2] == (200, b"")
 
 
-OTHERS = ["evil.example", "evil.example:8810", "", "127.0.0.1.evil.example", "[::1]:1", "0.0.0.0", "127.0.0.1:80@x"]
+OTHERS = ["evil.example", "evil.example:8810", "", "127.0.0.1.evil.example", "[::2]:1", "0.0.0.0", "127.0.0.1:80@x"]
 
 
 @pytest.mark.parametrize("host", OTHERS)

@@ -38,9 +38,9 @@ def round_to_least_error(
 
     Example:
         >>> from tilewright.formats.integer import INT4
-        >>> weight = torch.tensor([[8.0, -3.0, 1.0, 0.0]])
+        >>> weight = torch.tensor([[8.0, -3.0, 1.0, -0.0]])
         >>> round_to_least_error(weight, INT4, Tile(1, 0), negative=True).dequantize().tolist()
-        [[8.0, -3.0, 1.0, 0.0]]
+        [[8.0, -3.0, 1.0, -0.0]]
     """
     weight = weight_MK.detach().to(torch.float32)
     rows = max(1, _MOST_ELEMENTS // max(weight.shape[1], 1))

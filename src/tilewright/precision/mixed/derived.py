@@ -21,6 +21,13 @@ class Derived:
     made_by: Maker
     plain: type[nn.Module]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Called with arguments, as transformers' `type(model).from_pretrained` does, it makes a module of the class
+        that makers began with: only `derive` gives a module another one. Without arguments torch copies a module."""
+        if not args and not kwargs:
+            return super().__new__(cls)
+        return next(kind for kind in cls.__mro__ if not issubclass(kind, Derived))(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         """By naming the makers and the class that they began with: pickle finds no class that was made."""
         kind, makers = type(self), []
