@@ -21,7 +21,7 @@ CONTROL = {token for family in FAMILIES.values() for token in (*family.special, 
 
 
 def _is_plain(text: str) -> bool:
-    """Hypothesis draws constants of the sources too, such as `<s>`, which ours takes as text and transformers does not."""
+    """Hypothesis draws constants of the sources too, such as `<s>`: ours takes it as text, transformers as a token."""
     return bool(text.strip()) and not any(token in text for token in CONTROL)
 
 
