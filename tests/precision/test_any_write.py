@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.precision.writes import WAYS, Case
+from tilewright.ops.base.compile import compile_options
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
@@ -78,7 +79,7 @@ def test_a_write_is_seen(way, mode):
 def test_a_write_is_seen_by_compiled_code(mode):
     torch.compiler.reset()
     case = managed(mode)
-    compiled = torch.compile(case.model, fullgraph=True)
+    compiled = torch.compile(case.model, fullgraph=True, options=compile_options())
     start = {name: value.clone() for name, value in case.model.state_dict().items()}
     with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=512):
         for way in (name for name in WAYS if name not in NOT_COMPILED):
@@ -105,7 +106,7 @@ def test_a_write_between_forward_and_backward_is_an_error_or_of_no_consequence(m
 def test_compiled_layers_run_twice_before_their_backward(mode):
     torch.compiler.reset()
     case = managed(mode)
-    compiled = torch.compile(case.model, fullgraph=True)
+    compiled = torch.compile(case.model, fullgraph=True, options=compile_options())
     grads = []
     for model in (case.model, compiled):
         (model(case.x).sum() + 2 * model(3 * case.x).sum()).backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tilewright.ops.backends.native.wide import widens
 from tilewright.precision.convert import convert
 
 
@@ -68,7 +69,10 @@ def test_steps_inside_of_a_region_are_those_outside(kind, enabled):
     want = losses(kind, contextlib.nullcontext())
     got = losses(kind, torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled))
     assert len(set(want)) == len(want)
-    assert got == want
+    if widens("cpu", torch.bfloat16):  # a region around backward rounds what is FP32 in there, as it does everywhere
+        assert got == pytest.approx(want, rel=2**-8)
+    else:
+        assert got == want
 
 
 def test_a_write_within_a_forward_is_seen():

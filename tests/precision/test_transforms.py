@@ -20,7 +20,7 @@ from tilewright.precision.policy.policy import Policy, Rule
 
 WIDE = ["none", "fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", "int8"]
 FP8 = ["fp8_tile", "fp8_hybrid", "fp8_tensorwise", "kept_fp8", "lora_fp8"]
-EPS = {"none": 2.0**-16, "fp32": 2.0**-16, "tf32": 2.0**-8, "lora_fp8": 2.0**-3}
+EPS = {"none": 2.0**-16, "fp32": 2.0**-16, "tf32": 2.0**-8, "lora_fp8": 2.0**-3, "kept_fp8": 2.0**-4}
 """Distance of gradients, of their norm; sums in another order. Other modes: 16-bit roundings at other places, 2^-5.
 With adapters alone nothing of the weights' gradients averages them out."""
 NETS = {

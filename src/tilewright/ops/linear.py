@@ -12,6 +12,7 @@ from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
+from tilewright.ops.base.transforms import in_func_transform
 
 
 def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -27,6 +28,8 @@ def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
 
 def machines_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """For callers without `Kernels`: `native`, or `wide` where this machine's CPU does not multiply x's dtype."""
+    if in_func_transform():
+        return _in_transforms(x, weight_MK, bias_M)
     run = _wide if wide.widens(x.device.type, x.dtype) else native
     return run(x, weight_MK, bias_M)
 

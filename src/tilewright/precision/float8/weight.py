@@ -82,7 +82,7 @@ class Float8Weight:
             if self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
                 return self.kernels.linear(x_NK.to(dtype), weight_MK, bias_M).to(self.output_dtype)
             bias = None if bias_M is None else bias_M.to(dtype)
-            return machines_linear(x_NK.to(dtype), weight_MK, bias).to(self.output_dtype)
+            return machines_linear(x_NK.to(dtype), weight_MK.to(dtype), bias).to(self.output_dtype)
         if copies is None:
             copies = self._copies(x_NK, weight_MK.requires_grad)
         kind = self.gemms.tensorwise, self.power_of_two

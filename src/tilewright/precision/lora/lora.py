@@ -243,8 +243,8 @@ def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out
     else:
         dtype = x.dtype
     with torch.autocast(x.device.type, enabled=False):
-        low = machines_linear(x.to(dtype), module.lora_A)
-        return out + (machines_linear(low, module.lora_B) * module.lora_scaling).to(out.dtype)
+        low = machines_linear(x.to(dtype), module.lora_A.to(dtype))
+        return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
 
 
 def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:

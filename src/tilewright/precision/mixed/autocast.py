@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.mixed.derived import Derived, derive
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
@@ -100,6 +101,8 @@ class Fp32Functions(TorchFunctionMode):
 
 def _compact(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """What multiplies these 16-bit operands in FP32 and keeps them as they are for backward; None for most."""
+    if in_func_transform():  # what is made of torch's own operations takes any transform
+        return None
     if func is not F.linear and (func not in _MATMULS or kwargs or min(t.ndim for t in args) < 2):
         return None
     from tilewright.ops.backends.native import wide_ops  # it registers torch operators

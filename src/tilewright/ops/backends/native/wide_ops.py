@@ -25,11 +25,15 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
     return _WideLinear.apply(x, weight_MK, bias_M)
 
 
-@torch.library.custom_op("tilewright::wide_gemm", mutates_args=())
-def _gemm(a: Tensor, b_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _plain_gemm(a: Tensor, b_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     bias = None if bias_N is None else bias_N.float()
     with torch.autocast("cpu", enabled=False):  # a caller's would round them again
         return F.linear(a.float(), b_NK.float(), bias).to(dtype)
+
+
+@torch.library.custom_op("tilewright::wide_gemm", mutates_args=())
+def _gemm(a: Tensor, b_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _plain_gemm(a, b_NK, bias_N, dtype)
 
 
 @_gemm.register_fake
@@ -50,8 +54,9 @@ class _WideLinear(torch.autograd.Function):
         x, narrow_MK = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad
         dy_NM = dy.flatten(0, -2)
-        dx = _gemm(dy, narrow_MK.T, None, dy.dtype) if wants_dx else None
-        dw = _gemm(dy_NM.T, x.flatten(0, -2).T, None, ctx.weight_dtype) if wants_dw else None
+        gemm = _plain_gemm if torch.is_grad_enabled() else _gemm  # of which there is no derivative
+        dx = gemm(dy, narrow_MK.T, None, dy.dtype) if wants_dx else None
+        dw = gemm(dy_NM.T, x.flatten(0, -2).T, None, ctx.weight_dtype) if wants_dw else None
         db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if wants_db else None
         return dx, dw, db
 
@@ -61,10 +66,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return _WideMatmul.apply(a, b)
 
 
-@torch.library.custom_op("tilewright::wide_batched_gemm", mutates_args=())
-def _batched_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain_batched_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return torch.matmul(a.float(), b.float()).to(dtype)
+
+
+@torch.library.custom_op("tilewright::wide_batched_gemm", mutates_args=())
+def _batched_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return _plain_batched_gemm(a, b, dtype)
 
 
 @_batched_gemm.register_fake
@@ -83,8 +92,9 @@ class _WideMatmul(torch.autograd.Function):
     def backward(ctx, dy):
         a, b = ctx.saved_tensors
         wants_da, wants_db = ctx.needs_input_grad
-        da = _batched_gemm(dy, b.mT, a.dtype).sum_to_size(a.shape) if wants_da else None
-        db = _batched_gemm(a.mT, dy, b.dtype).sum_to_size(b.shape) if wants_db else None
+        gemm = _plain_batched_gemm if torch.is_grad_enabled() else _batched_gemm
+        da = gemm(dy, b.mT, a.dtype).sum_to_size(a.shape) if wants_da else None
+        db = gemm(a.mT, dy, b.dtype).sum_to_size(b.shape) if wants_db else None
         return da, db
 
 
