@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.gpu.device import CUDA, DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
+from tests.ops import test_newton_schulz as newton_schulz
 from tests.ops.cases import AttentionCase, attention_cases
 from tests.ops.compare import assert_snr
 from tests.ops.follow import DTYPES as FOLLOWED
@@ -25,6 +26,7 @@ from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_li
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
 
 pytestmark = ON_A_GPU_OR_TRIED
@@ -179,6 +181,17 @@ def test_linear_cross_entropy(name, dtype):
         lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum"),
         [x, weight], dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 16, 24)], ids=str)
+@names(NEWTON_SCHULZ)
+def test_newton_schulz_follows_the_polynomial(name, shape):
+    """The bound of `tests/ops/test_newton_schulz.py`, of BF16 products."""
+    x = newton_schulz.normal(shape)
+    want = newton_schulz.by_svd(x, 5)
+    got = run_poisoned(NEWTON_SCHULZ, name, torch.bfloat16)(x.to(DEVICE, torch.bfloat16), 5)
+    bound = 2**-8 * want.abs().max().item() + 3 * min(shape[-2:]) ** 0.5 * 2**-9 * newton_schulz.GAIN**5
+    assert (got.cpu().double() - want).abs().max().item() <= bound
 
 
 @pytest.mark.parametrize("kind", KINDS)
