@@ -75,6 +75,8 @@ SURFACE = {
         *("--temperature", "--tokens", "--top-k", "--top-p", "--verbose", "name"),
     ],
     "serve": [
+        "--allow-host",
+        "--allow-origin",
         *("--api-key", "--chat-template", "--concurrent", "--device", "--dtype", "--help", "--host", "--max-body"),
         *("--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
     ],

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
+from tilewright.ops.backends.attention_parts import padded_values
 from tilewright.ops.backends.cpu import amx
 from tilewright.ops.backends.cpu.build import ATTENTION
-from tilewright.ops.backends.native.attention import padded_values
 from tilewright.ops.base.dispatch import Case
 
 

@@ -18,9 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewright.ops.backends.attention_parts import (
+    QUERY_BLOCK,
+    added_mask,
+    allowed_block,
+    expand,
+    padded_values,
+)
 from tilewright.ops.backends.ref.math import allowed_pairs
-
-QUERY_BLOCK = 256
 
 
 def attention(
@@ -72,25 +77,12 @@ def attention_to_past(
     return out if v is v_BKTD else out[..., : v_BKTD.shape[-1]]
 
 
-def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """Values as wide as queries and keys, zeros behind them."""
-    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
-    if pad < 0:
-        raise AssertionError("values wider than keys are not used by any model here")
-    return F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if segments_BS is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     allowed = allowed_pairs(segments_BS, q.shape[2], q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=grouped)
-
-
-def expand(x_BKSD: Tensor, group: int) -> Tensor:
-    """[B, H, S, D]: each key head so many times."""
-    return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
 def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -132,11 +124,6 @@ def rows_by_matmuls(
     scores_BHRE = (torch.matmul(q_BHRD, k_BHED.mT).to(high) * scale).masked_fill(~allowed, float("-inf"))
     lse_BHR = scores_BHRE.logsumexp(-1)
     return torch.matmul(scores_BHRE.sub_(lse_BHR[..., None]).exp_().to(q_BHRD.dtype), v_BHED), lse_BHR
-
-
-def added_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to the scores."""
-    return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
 
 
 class _Blocked(torch.autograd.Function):
@@ -204,12 +191,3 @@ def _flash_backward(saved: tuple, dout_BHSD: Tensor, scale: float, block: int) -
     if group > 1:
         dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
     return dq_BHSD, dk_BHSD.to(low), dv_BHSD.to(low)
-
-
-def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
-    """Rows start..end of `allowed_pairs`, columns 0..end: [1 or B, 1, R, E]."""
-    allowed_RE = torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device)
-    if segments_BS is None:
-        return allowed_RE[None, None]
-    same_BRE = segments_BS[:, start:end, None] == segments_BS[:, None, :end]
-    return (same_BRE & allowed_RE)[:, None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.backends.native.attention import padded_values
+from tilewright.ops.backends.attention_parts import padded_values
 from tilewright.ops.base.documents import Documents, Segments, documents_of, rows_as_documents
 
 _ALIGNED = 8

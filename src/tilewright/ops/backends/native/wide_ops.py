@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.backends.native.attention import QUERY_BLOCK, added_mask, allowed_block, expand, padded_values
+from tilewright.ops.backends.attention_parts import QUERY_BLOCK, added_mask, allowed_block, expand, padded_values
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
