@@ -35,6 +35,7 @@ from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
+_CHAT_FORMAT = 2  # of entries of conversations
 _FORMAT = 3  # of the cache entries; a change makes old entries unused
 
 
@@ -130,7 +131,7 @@ def prepare(
         template, _ = template_source(chat_template, model_folder or tokenizer)
         pairs = format == "preferences"
         chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
-        key = _key(format, key, template)
+        key = _key(format, key, template, _CHAT_FORMAT)
         encoded = cached(root, key, _builder(seconds, build_chat, found, **settings, **chat), before)
         rows_key = _key("rows", key, seq_len=seq_len)
         rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)

@@ -16,6 +16,8 @@ from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.prepared import PreparedData
 
+_MOST_NAMED = 8  # fields that are not read
+
 
 class PreparedChat(PreparedData):
     """Prepared conversations. `template` renders more of them; `pairs` where they are preferences."""
@@ -111,6 +113,10 @@ class PreparedChat(PreparedData):
             lines.append(
                 f"{facts['rendered_again']:,} answers are rows of their own: the template rewrites earlier turns"
             )
+        if facts["not_read"]:
+            names = [f"{name} ({count:,})" for name, count in facts["not_read"].items()]
+            others = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            lines.append(f"not read, by number of rows: {', '.join(names[:_MOST_NAMED])}{others}")
         return [*lines, "what is trained stands between [[ and ]]:", *self._example().split("\n")]
 
     def _example(self) -> str:

@@ -38,7 +38,15 @@ _LLAMA3 = """\
 """
 
 _QWEN3 = """\
-{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
 {%- set ns = namespace(searching=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
@@ -143,6 +151,36 @@ _CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+_LLAMA31 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- for tool in tools or [] %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
+{{- system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson + '}<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {{- message.content if message.content is string else message.content | tojson }}
+        {{- '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
 _MARKED = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -187,6 +225,27 @@ FAMILIES = {
         _DEEPSEEK.replace("{{- '<｜Assistant｜>' }}", "{{- '<｜Assistant｜><think>\\n' }}"),
         tuple(t for _, t in _DS),
         ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+        _DS,
+    ),
+    "llama31": Family(
+        _LLAMA31,
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        named=(("bos_token", "<|begin_of_text|>"), ("eos_token", "<|eot_id|>")),
+    ),
+    "deepseek_calls": Family(  # arguments are JSON text; thoughts are left out, and texts beside calls
+        _DEEPSEEK.replace(
+            "{%- set content = message['content'] %}",
+            "{%- set content = message['content'] %}{%- if message['tool_calls'] %}{%- set ns.calls = '' %}"
+            "{%- for call in message['tool_calls'] %}{%- set ns.calls = ns.calls + '<｜tool▁call▁begin｜>' "
+            "+ call['function']['name'] + '\\n```json\\n' + call['function']['arguments'] + '\\n```' %}{%- endfor %}"
+            "{%- set content = ns.calls %}{%- endif %}",
+        ).replace(
+            "{%- if message['role'] == 'assistant' %}",
+            "{%- if message['role'] == 'tool' %}{{- '<｜tool▁output▁begin｜>' + message['content'] }}{%- endif %}\n"
+            "    {%- if message['role'] == 'assistant' %}",
+        ),
+        tuple(t for _, t in _DS),
+        ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁call▁begin｜>", "<｜tool▁output▁begin｜>"),
         _DS,
     ),
     "chatml": Family(_CHATML, _IM, named=(("eos_token", "<|im_end|>"),)),

@@ -138,12 +138,13 @@ def test_bad_rows_are_counted_with_their_reason(model, tmp_path):
         "empty content": {"messages": [user, {"role": "assistant", "content": ""}]},
         "content that is not text": {"messages": [user, {"role": "assistant", "content": 5}]},
         "unknown role": {"messages": [{"role": "wizard", "content": "x"}]},
-        "tool calls that the template does not know": {
+        "tool_calls of role 'assistant' that the template leaves out": {
             "messages": [user, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]
         },
         "row of preferences": {"prompt": "x", "chosen": "a", "rejected": "b"},
         "no known shape": {"text": "hello"},
-        "tools beside the messages, which templates here do not get": {"messages": [user, answer], "tools": [{"x": 1}]},
+        "tools that are not descriptions of functions": {"messages": [user, answer], "tools": [{"x": 1}]},
+        "tools that the template leaves out": {"messages": [user, answer], "tools": [{"name": "f"}]},
         "message that is not an object": {"messages": ["hello"]},
         "answer begins behind data.seq_len": {"messages": [{**user, "content": "hello " * 400}, answer]},
     }
@@ -151,7 +152,7 @@ def test_bad_rows_are_counted_with_their_reason(model, tmp_path):
     refused = prepared.summary["refused"]
     assert {reason: refused[reason]["documents"] for reason in bad} == dict.fromkeys(bad, 1)
     read = prepared.summary["read"]["documents"]
-    assert read == {"found": 31, "used": 20, "refused": 11}
+    assert read == {"found": 32, "used": 20, "refused": 12}
 
 
 def test_a_long_conversation_loses_its_end_and_that_is_counted(model, tmp_path):

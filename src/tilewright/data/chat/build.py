@@ -17,9 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
-from tilewright.data.chat.rows import Row, read_row
-from tilewright.data.chat.template import ChatError, ChatTemplate
-from tilewright.data.chat.turns import ChatSample, samples
+from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.messages import FIRST, Row
+from tilewright.data.chat.rows import fields_not_read, read_row
+from tilewright.data.chat.template import ChatTemplate
+from tilewright.data.chat.tools import Given
+from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord
@@ -40,11 +43,14 @@ class _Recogniser:
 
     pairs: bool
     shapes: dict[str, Counter[str]] = field(default_factory=dict)
+    not_read: Counter[str] = field(default_factory=Counter)
+    """Fields of rows that are no part of a conversation, by how many rows have them."""
 
     def __call__(self, record: PartRecord, document: Document) -> Iterator[Document | Reject]:
         size = len(document.text.encode("utf-8", "surrogatepass"))
         try:
-            shape, row = read_row(json.loads(document.text), self.pairs)
+            given = json.loads(document.text)
+            shape, row = read_row(given, self.pairs)
         except ChatError as error:
             yield _reject(record, document.name, error, size)
             return
@@ -52,6 +58,7 @@ class _Recogniser:
             yield Reject(record.file, "row that cannot be read", example=str(error), num_bytes=size)
             return
         self.shapes.setdefault(record.file, Counter())[shape] += 1
+        self.not_read.update(fields_not_read(given, row))
         yield Document(document.name, json.dumps(row, ensure_ascii=False))
 
 
@@ -61,6 +68,8 @@ class _Encoded:
 
     documents: list[int] = field(default_factory=list)
     samples: list[ChatSample] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """What the template does not render and may leave out, by how many conversations have it."""
 
 
 def build_chat(
@@ -126,7 +135,7 @@ def _said(spool: Spool, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     texts = []
     for i in range(len(spool)):
         messages = _messages(json.loads(spool.text(data, i)))
-        spoken = [m["content"] for m in messages if m["role"] not in ("system", "developer") and m["content"]]
+        spoken = [m["content"] for m in messages if m["role"] not in FIRST and m["content"]]
         texts.append(("\n".join(spoken) or "\n").encode("utf-8"))
     lengths = np.array([len(text) for text in texts], np.int64)
     return np.frombuffer(b"".join(texts), np.uint8), np.cumsum(lengths) - lengths, lengths
@@ -143,11 +152,15 @@ def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, pro
         text = spool.text(data, i)
         size = int(spool.lengths[i])
         try:
-            found = _pair(chat, json.loads(text)) if pairs else samples(chat, json.loads(text)["messages"])
+            row = json.loads(text)
+            given = Given(row.get("tools", ()), row.get("variables", {}))
+            rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
         except ChatError as error:
             record = spool.records[i]
             spool.account.take_back(record, _reject(record, spool.names[i], error, size))
         else:
+            found = rendered.samples
+            encoded.left_out.update(rendered.left_out)
             if len(encoded.samples) >= _NUM_EXAMPLES:
                 found = [replace(sample, text="", spans=()) for sample in found]
             encoded.samples += found
@@ -156,17 +169,19 @@ def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, pro
     return encoded
 
 
-def _pair(chat: ChatTemplate, row: Row) -> list[ChatSample]:
+def _pair(chat: ChatTemplate, row: Row, given: Given) -> Rendered:
     """The chosen and the rejected rendering; answers that are in the prompt are not trained."""
-    found = []
+    found: list[ChatSample] = []
+    left: list[str] = []
     for answer in (row["chosen"], row["rejected"]):
-        mine = samples(chat, [*row["prompt"], *answer], first=len(row["prompt"]))
-        if len(mine) != 1:
+        rendered = render_answers(chat, [*row["prompt"], *answer], len(row["prompt"]), given)
+        if len(rendered.samples) != 1:
             raise ChatError("preferences over several answers that the template renders apart")
-        found += mine
+        found += rendered.samples
+        left += rendered.left_out
     if np.array_equal(found[0].ids_T, found[1].ids_T):
         raise ChatError("chosen and rejected are equal as the template renders them")
-    return found
+    return Rendered(found, list(dict.fromkeys(left)))
 
 
 def _hold_out(source: Source, spool: Spool, cluster_of: np.ndarray, kept: np.ndarray, share: float, seed: int) -> Split:
@@ -288,6 +303,7 @@ def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dic
     return {
         "shapes": {file: dict(shapes) for file, shapes in recognise.shapes.items()},
         "template": chat.where,
+        "not_read": dict((recognise.not_read + encoded.left_out).most_common()),
         "rendered_again": 0 if recognise.pairs else len(encoded.documents) - len(set(encoded.documents)),
         "example": {
             "text": example.text[:_EXAMPLE_CHARS],

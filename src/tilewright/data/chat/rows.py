@@ -2,39 +2,34 @@
 
     messages           {"messages": [{"role", "content"}, ...]}
     ShareGPT           {"conversations": [{"from", "value"}, ...], "system"}
-    Alpaca             {"instruction", "input", "output", "system"}
+    Alpaca             {"instruction", "input", "output", "system", "history"}
     prompt/completion  {"prompt", "completion"}   texts, or lists of messages
     preferences        {"prompt", "chosen", "rejected"}   texts, or lists of messages with or without the prompt
 
-Which one it is, a row says by its fields. A list may be the JSON text of one, as tables of text have it.
+Which one it is, a row says by its fields. Any of them may have `tools` (or OpenAI's older `functions`) and
+`chat_template_kwargs`. A list or an object may be its JSON text, as tables of text have it.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tilewright.data.chat.template import ChatError
+from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
+from tilewright.data.chat.tools import read_tools
 
-Row = dict[str, Any]
-
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-_FIRST = ("system", "developer")
+_LISTS = ("messages", "conversations", "conversation")
+_ANSWERS = ("completion", "response", "output")
+_SYSTEM = ("system", "system_prompt")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio", "documents")
+_MEANT = (*_LISTS, *_ANSWERS, *REASONING, *_SYSTEM, *_MEDIA, "prompt", "instruction", "input", "history", "weight")
+"""Fields that are a part of a conversation in one of the shapes. In another they are not silently dropped."""
+_LABELS = ("label", "kto_tag")
 
 
 def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
-    """The shape of a row, and its messages: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
+    """The shape of a row, and what it says: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
+
+    Both may have "tools" and "variables", the fields of `tools.Given`.
 
     Raises:
         ChatError: of no known shape, of the other kind, or with something wrong in it; `reason` says which.
@@ -45,50 +40,114 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
         >>> read_row({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, False)[1]
         {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]}
     """
-    if row.get("tools"):
-        raise ChatError("tools beside the messages, which templates here do not get")
     if "chosen" in row or "rejected" in row:
         if not pairs:
             raise ChatError("row of preferences", try_='data.format = "preferences"')
-        return "preferences", _pair(row)
-    shape, messages = _conversation(row)
-    if pairs:
-        raise ChatError("row without chosen and rejected", got=f"the shape {shape}", try_='data.format = "chat"')
-    check_messages(messages)
-    return shape, {"messages": messages}
+        shape, found = "preferences", _pair(row)
+    else:
+        shape, messages = _conversation(row)
+        if pairs:
+            raise ChatError("row without chosen and rejected", got=f"the shape {shape}", try_='data.format = "chat"')
+        check_messages(messages)
+        found = {"messages": messages}
+    tools = read_tools(row.get("tools") or row.get("functions"))
+    if tools:
+        found["tools"] = tools
+    variables = parsed(row.get("chat_template_kwargs"))
+    if variables:
+        if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+            raise ChatError("chat_template_kwargs that are not an object", got=type(variables).__name__)
+        found["variables"] = variables
+    left = fields_not_read(row, found)
+    meant = next((name for name in left if name in _MEANT and not (name == "weight" and row[name] == 1)), None)
+    if meant:
+        raise ChatError(f"field {meant!r} that rows of the shape {shape} do not have")
+    return shape, found
+
+
+def fields_not_read(row: Mapping[str, Any], found: Row) -> list[str]:
+    """Names of the fields of a row whose texts are not in what `read_row` makes of it, such as ids and sources."""
+    used = "\n".join(text.strip() for text in _texts(found))
+    left = []
+    for name, value in row.items():
+        if value is None or name in ("tools", "functions", "chat_template_kwargs"):
+            continue
+        if not isinstance(value, str | list | dict) or _texts_missing(parsed(value), used):
+            left.append(str(name)[:80])
+    return left
+
+
+def _texts_missing(value: Any, used: str) -> bool:
+    return any(text.strip() not in used for text in _texts(value, roles=False))
+
+
+def _texts(value: Any, roles: bool = True) -> Iterator[str]:
+    if isinstance(value, str):
+        inner = parsed(value)
+        if inner is value:
+            yield value
+        else:
+            yield from _texts(inner, roles)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if roles or key not in ("role", "from", "type"):
+                yield from _texts(item, roles)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, roles)
 
 
 def _conversation(row: Mapping[str, Any]) -> tuple[str, list[Row]]:
-    listed = next((row[name] for name in ("messages", "conversations", "conversation") if row.get(name)), None)
-    listed = _parsed(listed)
+    label = next((name for name in _LABELS if isinstance(row.get(name), bool)), None)
+    if label:
+        raise ChatError(f"field {label!r}: answers that are good or bad, which are not learned one by one")
+    listed = parsed(next((row[name] for name in _LISTS if row.get(name)), None))
     if isinstance(listed, list):
         old = any(isinstance(item, dict) and "from" in item for item in listed)
-        messages = [_message(item) for item in listed]
-        return "ShareGPT" if old else "messages", _with_system(row, messages)
+        return "ShareGPT" if old else "messages", _with_system(row, read_messages(listed))
     if "instruction" in row and "output" in row:
-        asked = [row["instruction"], row.get("input")]
-        if not isinstance(row["instruction"], str) or not isinstance(row.get("input") or "", str):
-            raise ChatError("content that is not text")
-        question = "\n\n".join(text for text in asked if isinstance(text, str) and text.strip())
-        return "Alpaca", _with_system(row, [_said("user", question), _said("assistant", row["output"])])
-    for answer in ("completion", "response", "output"):
+        messages = [*_history(row), say("user", _question(row)), _answer(row, say("assistant", row["output"]))]
+        return "Alpaca", _with_system(row, messages)
+    for answer in _ANSWERS:
         if "prompt" in row and answer in row:
-            messages = [*_messages(row["prompt"], "user"), *_messages(row[answer], "assistant")]
-            return "prompt/completion", _with_system(row, messages)
+            last = _messages(row[answer], "assistant")
+            last = [_answer(row, last[0]), *last[1:]] if last else last
+            return "prompt/completion", _with_system(row, read_messages([*_messages(row["prompt"], "user"), *last]))
     raise ChatError("no known shape", got="fields " + ", ".join(str(name)[:40] for name in list(row)[:8]))
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    asked = [row["instruction"], row.get("input")]
+    if not isinstance(row["instruction"], str) or not isinstance(row.get("input") or "", str):
+        raise ChatError("content that is not text")
+    return "\n\n".join(text for text in asked if isinstance(text, str) and text.strip())
+
+
+def _history(row: Mapping[str, Any]) -> list[Row]:
+    """Alpaca's earlier turns: pairs of a question and its answer, which is trained too (as LLaMA-Factory does)."""
+    turns = parsed(row.get("history")) or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise ChatError("history that is no list of questions and answers")
+    return [say(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+
+
+def _answer(row: Mapping[str, Any], message: Row) -> Row:
+    """The answer with the reasoning that a row has as a field."""
+    name = next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None)
+    return message if name is None else {"reasoning_content": row[name], **message}
 
 
 def _pair(row: Mapping[str, Any]) -> Row:
     chosen, rejected = (_messages(row.get(name), "assistant") for name in ("chosen", "rejected"))
-    if row.get("prompt"):
-        prompt = _with_system(row, _messages(row["prompt"], "user"))
+    if given := _prompt(row):
+        prompt = _with_system(row, given)
         chosen, rejected = (m[len(prompt) :] if m[: len(prompt)] == prompt else m for m in (chosen, rejected))
     else:
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
             shared += 1
         shared = min(shared, len(chosen) - 1, len(rejected) - 1)
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt, chosen, rejected = _with_system(row, chosen[:shared]), chosen[shared:], rejected[shared:]
     if chosen == rejected:
         raise ChatError("chosen and rejected are equal")
     if not prompt:
@@ -100,71 +159,33 @@ def _pair(row: Mapping[str, Any]) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChatError where messages are empty, or not in an order in which people and models talk.
-
-    System messages come first, then the user; user and assistant alternate, and tools answer the assistant.
-    """
-    if not messages:
-        raise ChatError("no messages")
-    before = ""
-    for message in messages:
-        role, content = message["role"], message.get("content")
-        if not (content.strip() if isinstance(content, str) else message.get("tool_calls")):
-            raise ChatError("empty content", got=f"of role {role}")
-        follows = {
-            "system": ("", *_FIRST),
-            "developer": ("", *_FIRST),
-            "user": ("", *_FIRST, "assistant"),
-            "assistant": ("user", "tool"),
-            "tool": ("assistant", "tool"),
-        }[role]
-        if before not in follows:
-            raise ChatError("roles out of order", got=f"{role} after {before or 'nothing'}")
-        before = role
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ChatError("no answer of the assistant")
-
-
-def _message(item: Any) -> Row:
-    if not isinstance(item, dict):
-        raise ChatError("message that is not an object", got=type(item).__name__)
-    role = item.get("role", item.get("from"))
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ChatError("unknown role", got=repr(role)[:40])
-    rest = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value")}
-    return {**_said(_ROLES[role], item.get("content", item.get("value"))), **rest}
-
-
-def _said(role: str, content: Any) -> Row:
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise ChatError("content that is not text", got=type(content).__name__)
-    return {"role": role, "content": content}
+def _prompt(row: Mapping[str, Any]) -> list[Row]:
+    """What both answers of a pair follow, in the shapes that have it as a field of its own."""
+    if row.get("prompt"):
+        return _messages(row["prompt"], "user")
+    listed = parsed(next((row[name] for name in _LISTS if row.get(name)), None))
+    if isinstance(listed, list) and (messages := read_messages(listed))[-1]["role"] != "assistant":
+        return messages
+    return [*_history(row), say("user", _question(row))] if row.get("instruction") else []
 
 
 def _messages(value: Any, role: str) -> list[Row]:
     """A list of messages, or one of `role` whose text this is."""
-    value = _parsed(value)
-    if isinstance(value, list):
-        return [_message(item) for item in value]
-    return [_message(value)] if isinstance(value, dict) else [_said(role, value)]
+    listed = parsed(value)
+    if isinstance(listed, list) and (not isinstance(value, str) or all(_is_message(item) for item in listed)):
+        return read_messages(listed)
+    if isinstance(value, dict) or (isinstance(listed, dict) and _is_message(listed)):
+        return read_messages([listed])
+    return [say(role, value)]
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and ("role" in item or "from" in item)
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Row]) -> list[Row]:
     """The messages behind the system message that a row has as a field; empty ones are none."""
-    given = row.get("system")
-    if isinstance(given, str) and given.strip():
-        messages = [_said("system", given), *messages]
-    return [m for m in messages if m["role"] not in _FIRST or not isinstance(m["content"], str) or m["content"].strip()]
-
-
-def _parsed(value: Any) -> Any:
-    """A list or object that is written as JSON text; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[]"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    given = next((row[name] for name in _SYSTEM if row.get(name)), None)
+    if isinstance(given, str) and given.strip() and [say("system", given)] != messages[:1]:
+        messages = [say("system", given), *messages]
+    return [m for m in messages if m["role"] not in FIRST or not isinstance(m["content"], str) or m["content"].strip()]

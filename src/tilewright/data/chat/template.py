@@ -1,9 +1,10 @@
 """A model's chat template: conversations to text, to token ids, and to what of them is trained.
 
-Text and ids are those of transformers' `apply_chat_template`, with one difference that is deliberate. A message that
+Text and ids are those of transformers' `apply_chat_template`, with two differences that are deliberate. A message that
 contains the name of a control token ("<|im_end|>") could end its own turn there; here such a name inside of a message
 is encoded as plain text (`apply_chat_template` does so with `sanitize_control_tokens`). Control tokens are the special
-tokens and those other added tokens that the template itself puts between turns; `<think>` is not one.
+tokens and those other added tokens that the template itself puts between turns; `<think>` is not one. And the
+arguments of a tool call may be an object or its JSON text, as OpenAI sends it: a template gets the one that it takes.
 """
 
 import json
@@ -17,8 +18,10 @@ import jinja2
 import tokenizers
 
 from tilewright.core.errors import DataError
+from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.load import named_tokens, template_source
 from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
+from tilewright.data.chat.tools import NOTHING_GIVEN, Given, with_arguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG
 
@@ -28,33 +31,25 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _WORD = "tilewright"  # content of messages that are rendered to see what the template puts around them
 
 
-class ChatError(DataError):
-    """A conversation that a template cannot render, or whose answers cannot be found in what it renders."""
-
-    @property
-    def reason(self) -> str:
-        """Why, the same for all conversations of the kind."""
-        return self.problems[0].what
-
-
 class ChatTemplate:
     """A compiled template and the tokenizer that it belongs to.
 
-    Args:
-        source: the jinja text.
-        tokenizer: makes the ids.
-        tokens: what the template may call `bos_token`, `eos_token` and so on.
-        where: where the template is from, for messages.
+        Args:
+            source: the jinja text.
+            tokenizer: makes the ids.
+            tokens: what the template may call `bos_token`, `eos_token` and so on.
+            where: where the template is from, for messages.
 
-    Raises:
-        DataError: `source` is not a template.
+        Raises:
+            DataError: `source` is not a template.
 
-    Example:
-        >>> from tilewright.data.chat.load import CHATML
-        >>> from tilewright.data.common.tokenizer import train_tokenizer
-        >>> chat = ChatTemplate(CHATML, train_tokenizer(["hello you " * 9], 300))
-        >>> chat.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
-        '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
+        Example:
+            >>> from tilewright.data.chat.errors import ChatError
+    from tilewright.data.chat.load import CHATML
+            >>> from tilewright.data.common.tokenizer import train_tokenizer
+            >>> chat = ChatTemplate(CHATML, train_tokenizer(["hello you " * 9], 300))
+            >>> chat.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+            '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None, where: str = ""):
@@ -91,45 +86,63 @@ class ChatTemplate:
             config.pop("bos_token", None)  # a template may ask whether there is one
         file.write_text(json.dumps(config | self.tokens, indent=2) + "\n", encoding="utf-8")
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: Given = NOTHING_GIVEN
+    ) -> str:
         """The text of a conversation.
 
         Args:
             messages: dicts with role and content, and whatever else the template knows.
             add_generation_prompt: end with what an answer follows.
+            given: tools and variables beside the messages.
 
         Raises:
             ChatError: the template refuses the conversation.
         """
-        return split_marks(self.marked(messages, add_generation_prompt))[0]
+        return split_marks(self.marked(messages, add_generation_prompt, given))[0]
 
-    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: Given = NOTHING_GIVEN
+    ) -> list[int]:
         """The ids of a conversation; see the top of this file for names of control tokens in messages.
 
         Raises:
             ChatError: the template refuses the conversation.
         """
-        text, _, names = split_marks(self.marked(messages, add_generation_prompt))
+        text, _, names = split_marks(self.marked(messages, add_generation_prompt, given))
         return self.encode_rendered(text, names)[0]
 
-    def marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, *, answers: bool = False) -> str:
+    def marked(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        given: Given = NOTHING_GIVEN,
+        *,
+        answers: bool = False,
+    ) -> str:
         """The text with the marks of `sandbox.split_marks` in it.
 
         Args:
             messages: as in `render`.
             add_generation_prompt: as in `render`.
+            given: as in `render`.
             answers: mark `{% generation %}` blocks too.
 
         Raises:
             ChatError: the template refuses the conversation, or renders another text where marks are in it.
         """
-        plain = [_readable(message) for message in messages]
-        names = any(self.control_pattern.search(text) for message in plain for text in _texts(message))
-        text = self._render(plain, add_generation_prompt)
+        plain = [_readable(message, self.argument_text) for message in messages]
+        clean = Given(without_marks(given.tools), without_marks(given.variables))
+        said = [*plain, *clean.tools, clean.variables]
+        names = any(self.control_pattern.search(text) for value in said for text in _texts(value))
+        text = self._render(plain, add_generation_prompt, clean)
         if not names and not answers:
             return text
-        inner = [self._mark(message) for message in plain] if names else plain
-        marked = self._render(inner, add_generation_prompt, answers)
+        inner = plain
+        if names:
+            inner = [self._mark(message) for message in plain]
+            clean = Given(self._mark(clean.tools), self._mark(clean.variables))
+        marked = self._render(inner, add_generation_prompt, clean, answers)
         if split_marks(marked)[0] != text:
             what = "name of a control token in a message" if names else "{% generation %} block"
             raise ChatError(f"{what} that the template takes apart")
@@ -160,6 +173,27 @@ class ChatTemplate:
     def marks_answers(self) -> bool:
         """Whether the template says by `{% generation %}` blocks what the assistant wrote."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
+
+    @cached_property
+    def argument_text(self) -> bool:
+        """Whether the template writes the arguments of a tool call from their JSON text, and not from an object.
+
+        Found by rendering one: with an object such templates raise, or write it as Python would.
+        """
+        arguments = {_WORD: f"it's {_WORD}"}
+        as_object, as_text = (self._render_call(form) for form in (arguments, json.dumps(arguments)))
+        if as_object is None or str(arguments) in as_object:
+            return as_text is not None and json.dumps(arguments) in as_text
+        return False
+
+    def _render_call(self, arguments: Any) -> str | None:
+        function = {"name": _WORD, "description": _WORD, "parameters": {"type": "object", "properties": {}}}
+        call = {"id": "call00000", "type": "function", "function": {"name": _WORD, "arguments": arguments}}
+        asked = {**_said("assistant", ""), "tool_calls": [call]}
+        try:
+            return self._render([_said("user"), asked], False, Given([{"type": "function", "function": function}]))
+        except ChatError:
+            return None
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -207,18 +241,20 @@ class ChatTemplate:
         if isinstance(message, str):
             return self.control_pattern.sub(f"{TEXT_BEGIN}\\g<0>{TEXT_END}", message)
         if isinstance(message, dict):
-            return {key: self._mark(value) for key, value in message.items()}
+            return {self._mark(key): self._mark(value) for key, value in message.items()}
         return [self._mark(value) for value in message] if isinstance(message, list | tuple) else message
 
-    def _render(self, messages: list[Any], add_generation_prompt: bool, answers: bool = False) -> str:
+    def _render(
+        self, messages: list[Any], add_generation_prompt: bool, given: Given = NOTHING_GIVEN, answers: bool = False
+    ) -> str:
+        named = {
+            "messages": messages,
+            "tools": list(given.tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return (self._marking if answers else self._template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.tokens,
-            )
+            return (self._marking if answers else self._template).render(**self.tokens | {**given.variables} | named)
         except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
             said = str(error).splitlines() or [""]
             raise ChatError(
@@ -230,9 +266,12 @@ def _said(role: str, content: str = _WORD) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _readable(message: Message) -> dict[str, Any]:
-    """A message as transformers hands it to a template: nothing that is None, reasoning under both of its names."""
+def _readable(message: Message, argument_text: bool) -> dict[str, Any]:
+    """A message as transformers hands it to a template: nothing that is None, reasoning under both of its names, and
+    arguments of tool calls in the form that the template takes, whichever they are given in."""
     kept = {key: without_marks(value) for key, value in message.items() if value is not None}
+    if isinstance(kept.get("tool_calls"), list):
+        kept["tool_calls"] = [with_arguments(call, text=argument_text) for call in kept["tool_calls"]]
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
@@ -240,7 +279,7 @@ def _readable(message: Message) -> dict[str, Any]:
 def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return [text for item in inner for text in _texts(item)]
 
 

@@ -6,7 +6,8 @@ both are true beginnings of the whole rendering is checked for each answer. Wher
 (Qwen3 drops what was thought, Mistral moves the system message), an answer is trained in a rendering of its own, cut
 off behind it: there it stands as the model will write it. Nothing is trained at a place that was not verified.
 
-An answer begins with the first token that is not wholly of its prompt. What follows the last answer is left out.
+An answer begins with the first token that is not wholly of its prompt. Answers of `weight` 0, and messages behind the
+last answer, are read and not trained.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tilewright.data.chat.complete import Leaf, RenderedText, leaves_of, leaves_of_tools, left_out, lost
+from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.messages import is_trained
 from tilewright.data.chat.sandbox import split_marks
-from tilewright.data.chat.template import ChatError, ChatTemplate, Message
+from tilewright.data.chat.template import ChatTemplate, Message
+from tilewright.data.chat.tools import NOTHING_GIVEN, Given
 
 _VARIANTS = ("\ue0f4", "\ue0f5")
 
@@ -37,13 +42,30 @@ class ChatSample:
     spans: tuple[tuple[int, int], ...]
 
 
-def samples(chat: ChatTemplate, messages: Sequence[Message], first: int = 0) -> list[ChatSample]:
+@dataclass(frozen=True)
+class Rendered:
+    """What a conversation becomes.
+
+    Args:
+        samples: the renderings that together train each answer once; usually one.
+        left_out: what is in none of them: fields that no format knows and the template does not read, and messages
+            behind the last answer where the template would write that one differently before them.
+    """
+
+    samples: list[ChatSample]
+    left_out: list[str]
+
+
+def samples(
+    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: Given = NOTHING_GIVEN
+) -> list[ChatSample]:
     """The renderings that together train each answer of a conversation once; usually one.
 
     Args:
         chat: the template.
-        messages: as `rows.check_messages` accepts them.
+        messages: as `rows.check_messages` accepts them. Answers of `weight` 0 are not trained.
         first: answers before this message are not trained.
+        given: tools and variables beside the messages.
 
     Raises:
         ChatError: no answer in it, or the template raises, leaves something out, or does not show where an answer is.
@@ -57,48 +79,97 @@ def samples(chat: ChatTemplate, messages: Sequence[Message], first: int = 0) -> 
         >>> [sample.text[a:b] for a, b in sample.spans]
         ['you<|im_end|>']
     """
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i >= first]
-    if not answers:
+    return render_answers(chat, messages, first, given).samples
+
+
+def render_answers(
+    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: Given = NOTHING_GIVEN
+) -> Rendered:
+    """As `samples`, with the names of what is left out."""
+    weighed = [i for i, message in enumerate(messages) if i >= first and is_trained(message)]
+    if not weighed:
         raise ChatError("no answer of the assistant")
-    messages = messages[: answers[-1] + 1]
-    text, generated, names = split_marks(chat.marked(messages, answers=chat.marks_answers))
-    _check_complete(chat, messages, text)
-    if chat.marks_answers:
-        return [_sample(chat, text, names, generated[-len(answers) :] if first else generated)]
-    found = []
-    open_ = [(i, *_range(chat, messages, i)) for i in answers]
+    bare = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    answers = [_answer(chat, bare, i, given) for i in weighed]
+    left = _check_complete(chat, bare, given, answers)
+    open_, found = answers, []
+    text, _, names = split_marks(chat.marked(bare, given=given))
+    whole = len(bare) > weighed[-1] + 1  # it goes on behind the last answer
     while open_:
-        last, rendering, _, _ = open_[-1]
-        if last != answers[-1]:
-            text, _, names = split_marks(chat.marked(messages[: last + 1]))
-        here = [entry for entry in open_ if text.startswith(entry[1])]
-        open_ = [entry for entry in open_ if not text.startswith(entry[1])]
-        assert text == rendering, "the last one open is always found"
-        found.append(_sample(chat, text, names, [(start, end) for _, _, start, end in here]))
-    return found[::-1]
+        rendering = _Rendering(text, *chat.encode_rendered(text, names))
+        here = [answer for answer in open_ if rendering.has(answer)]
+        if here:
+            found.append(_sample(rendering, [span for answer in here for span in answer.spans]))
+            open_ = [answer for answer in open_ if answer not in here]
+        else:
+            assert whole, "the last one open is always found"
+            left.append("messages behind the last answer")
+        whole = False
+        if open_:
+            text, _, names = split_marks(chat.marked(bare[: open_[-1].message + 1], given=given))
+    return Rendered(found[::-1], left)
 
 
-def _sample(
-    chat: ChatTemplate, text: str, names: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> ChatSample:
-    if not any(begin < end for begin, end in spans):
-        raise ChatError("answer that the template leaves out")
-    ids, ranges = chat.encode_rendered(text, names)
-    first_T, last_T = np.array(ranges, np.int64).reshape(-1, 2).T
-    trained_T = np.zeros(len(ids), bool)
+@dataclass(frozen=True)
+class _Answer:
+    """An answer in the rendering that ends with it: the number of its message, and its character ranges."""
+
+    message: int
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A text, its ids and the character range of each."""
+
+    text: str
+    ids: list[int]
+    ranges: list[tuple[int, int]]
+
+    def has(self, answer: _Answer) -> bool:
+        """Whether it begins with what an answer's own rendering begins with, token by token, up to the answer's end."""
+        end = answer.spans[-1][1]
+        if not self.text.startswith(answer.text[:end]):
+            return False
+        return self.text == answer.text or not any(first < end < last for first, last in self.ranges)
+
+
+def _sample(rendering: _Rendering, spans: Sequence[tuple[int, int]]) -> ChatSample:
+    first_T, last_T = np.array(rendering.ranges, np.int64).reshape(-1, 2).T
+    trained_T = np.zeros(len(rendering.ids), bool)
     for begin, end in spans:
         trained_T |= (first_T < end) & (last_T > begin) & (first_T < last_T)
-    return ChatSample(text, np.array(ids, np.int64), trained_T, tuple(spans))
+    return ChatSample(rendering.text, np.array(rendering.ids, np.int64), trained_T, tuple(sorted(spans)))
 
 
-def _range(chat: ChatTemplate, messages: Sequence[Message], answer: int) -> tuple[str, int, int]:
+def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: Given) -> _Answer:
+    """An answer in its own rendering.
+
+    Raises:
+        ChatError: it is not in there, or does not show.
+    """
+    if not chat.marks_answers:
+        text, start, end = _range(chat, messages, answer, given)
+        return _Answer(answer, text, ((start, end),))
+    text, generated, _ = split_marks(chat.marked(messages[: answer + 1], given=given, answers=True))
+    before = [i for i in range(answer) if messages[i].get("role") == "assistant"]
+    earlier = 0
+    if before:
+        earlier = len(split_marks(chat.marked(messages[:answer], given=given, answers=True))[1])
+    if len(generated) <= earlier:
+        raise ChatError("answer that the template leaves out")
+    return _Answer(answer, text, tuple(generated[earlier:]))
+
+
+def _range(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: Given) -> tuple[str, int, int]:
     """The rendering that ends with an answer, and the characters of it that are the answer."""
-    text = chat.render(messages[: answer + 1])
-    prompt = chat.render(messages[:answer], add_generation_prompt=True) if answer else None
+    text = chat.render(messages[: answer + 1], given=given)
+    prompt = chat.render(messages[:answer], True, given) if answer else None
     if prompt is not None and text.startswith(prompt):
         start = len(prompt)
     else:
-        start = _content_start(chat, messages, answer, text)
+        start = _content_start(chat, messages, answer, text, given)
     body = text.rstrip()
     tail = chat.turn_tail
     if tail.strip() and text.endswith(tail):
@@ -110,36 +181,65 @@ def _range(chat: ChatTemplate, messages: Sequence[Message], answer: int) -> tupl
     return text, start, end
 
 
-def _content_start(chat: ChatTemplate, messages: Sequence[Message], answer: int, text: str) -> int:
+def _content_start(chat: ChatTemplate, messages: Sequence[Message], answer: int, text: str, given: Given) -> int:
     """Where the content of an answer begins, found by writing two others in its place."""
     before = [*messages[:answer]]
-    one, other = (chat.render([*before, {**messages[answer], "content": content}]) for content in _VARIANTS)
+    one, other = (
+        chat.render([*before, {**messages[answer], "content": content}], given=given) for content in _VARIANTS
+    )
     start = one.find(_VARIANTS[0])
     if start < 0 or start != other.find(_VARIANTS[1]) or text[:start] != one[:start] or one[:start] != other[:start]:
         raise ChatError("template does not show where an answer begins")
     return start
 
 
-def _check_complete(chat: ChatTemplate, messages: Sequence[Message], text: str) -> None:
-    """See that the template renders what is asked and every tool call.
+def _check_complete(
+    chat: ChatTemplate, messages: Sequence[Message], given: Given, answers: Sequence[_Answer]
+) -> list[str]:
+    """See that everything that is said is rendered: each trained answer in its own rendering, what is before the last
+    of them in that one's, what is behind it in that of the whole conversation.
+
+    Returns:
+        Names of what is left out and may be.
 
     Raises:
-        ChatError: it leaves something out without a word.
+        ChatError: something is left out that may not be.
     """
-    for i, message in enumerate(messages):
-        if message.get("tool_calls"):
-            without = {key: value for key, value in message.items() if key != "tool_calls"}
-            if _renders_alike(chat, [*messages[:i], without, *messages[i + 1 :]], text):
-                raise ChatError("tool calls that the template does not know")
-        content = message.get("content")
-        if message.get("role") == "assistant" or not isinstance(content, str) or content.strip() in text:
-            continue
-        if _renders_alike(chat, [*messages[:i], {**message, "content": ""}, *messages[i + 1 :]], text):
-            raise ChatError(f"message of role {str(message.get('role'))[:20]!r} that the template leaves out")
+    own = {answer.message: answer.text for answer in answers}
+    last, text = answers[-1].message, answers[-1].text
+    whole = chat.render(messages, given=given) if len(messages) > last + 1 else text
+    rendered = {one: RenderedText(one) for one in (*own.values(), whole)}
+    by_text: dict[str, list[Leaf]] = {one: [] for one in rendered}
+    for leaf in [*leaves_of_tools(given.tools), *leaves_of(messages)]:
+        by_text[own.get(leaf.message, text if leaf.message < last else whole)].append(leaf)
+    left = []
+    for leaf in [leaf for one, leaves in by_text.items() for leaf in lost(leaves, rendered[one])]:
+        if not leaf.needed:
+            left.append(f"messages[].{leaf.field}")
+        elif leaf.role == "assistant" and leaf.message not in own and _alone(chat, messages, leaf, given):
+            left.append(f"{leaf.field} of an answer that is not trained")
+        else:
+            raise left_out(leaf)
+    if given.tools and _renders_alike(chat, messages, Given((), given.variables), whole):
+        raise left_out(leaves_of_tools(given.tools)[0])
+    for i in (i for i, message in enumerate(messages) if message.get("tool_calls")):
+        without = {key: value for key, value in messages[i].items() if key != "tool_calls"}
+        if _renders_alike(chat, [*messages[:i], without, *messages[i + 1 :]], given, whole):
+            raise left_out(next(leaf for leaf in leaves_of(messages[i : i + 1]) if leaf.field == "tool_calls"))
+    return list(dict.fromkeys(left))
 
 
-def _renders_alike(chat: ChatTemplate, messages: Sequence[Message], text: str) -> bool:
+def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: Given) -> bool:
+    """Whether a text of an answer is rendered where the conversation ends with it."""
     try:
-        return chat.render(messages) == text
+        text = chat.render(messages[: leaf.message + 1], given=given)
+    except ChatError:
+        return False
+    return not lost([leaf], RenderedText(text))
+
+
+def _renders_alike(chat: ChatTemplate, messages: Sequence[Message], given: Given, text: str) -> bool:
+    try:
+        return chat.render(messages, given=given) == text
     except ChatError:
         return False
