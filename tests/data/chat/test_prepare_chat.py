@@ -276,3 +276,25 @@ def test_conversations_that_are_all_alike_are_held_out_one_by_one_and_that_is_sa
     prepared = chat(write(tmp_path / "a.jsonl", rows), model, tmp_path, seq_len=256)
     assert prepared.summary["domains"]["chat"]["holdout_docs"] > 0
     assert "not independent" in prepared.summary["notes"][0]
+
+
+def test_fields_that_are_not_read_are_named_with_their_rows(model, tmp_path):
+    rows = [{"messages": talk(i, 1), "id": f"row-{i}", "score": i} for i in range(20)]
+    for row in rows[:5]:
+        row["messages"][0]["timestamp"] = "noon"
+    facts = chat(write(tmp_path / "a.jsonl", rows), model, tmp_path).summary["chat"]
+    assert facts["not_read"] == {"id": 20, "score": 20, "messages[].timestamp": 5}
+    prepared = chat(tmp_path / "a.jsonl", model, tmp_path)
+    assert "not read, by number of rows: id (20), score (20), messages[].timestamp (5)" in prepared.preview()
+
+
+def test_an_answer_of_weight_0_has_no_label(model, tmp_path):
+    rows = [{"messages": [{**m, "weight": 0} if i == 1 else m for i, m in enumerate(talk(n, 2))]} for n in range(20)]
+    plain = chat(write(tmp_path / "all.jsonl", [{"messages": talk(n, 2)} for n in range(20)]), model, tmp_path)
+    some = chat(write(tmp_path / "some.jsonl", rows), model, tmp_path)
+    assert some.summary["tokens"] == plain.summary["tokens"]
+    first = sum(
+        len(_template(model).encode(talk(n, 2)[:2])) - len(_template(model).encode(talk(n, 2)[:1], True))
+        for n in range(20)
+    )
+    assert plain.summary["trained_tokens"] - some.summary["trained_tokens"] == first
