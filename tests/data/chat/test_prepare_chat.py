@@ -290,8 +290,10 @@ def test_fields_that_are_not_read_are_named_with_their_rows(model, tmp_path):
 
 def test_an_answer_of_weight_0_has_no_label(model, tmp_path):
     rows = [{"messages": [{**m, "weight": 0} if i == 1 else m for i, m in enumerate(talk(n, 2))]} for n in range(20)]
-    plain = chat(write(tmp_path / "all.jsonl", [{"messages": talk(n, 2)} for n in range(20)]), model, tmp_path)
-    some = chat(write(tmp_path / "some.jsonl", rows), model, tmp_path)
+    plain = chat(
+        write(tmp_path / "all.jsonl", [{"messages": talk(n, 2)} for n in range(20)]), model, tmp_path, seq_len=256
+    )
+    some = chat(write(tmp_path / "some.jsonl", rows), model, tmp_path, seq_len=256)
     assert some.summary["tokens"] == plain.summary["tokens"]
     first = sum(
         len(_template(model).encode(talk(n, 2)[:2])) - len(_template(model).encode(talk(n, 2)[:1], True))

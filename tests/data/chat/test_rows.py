@@ -16,7 +16,7 @@ from tests.data.chat.families import make_folder
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.rows import read_row
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.tools import Given
+from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import render_answers
 from tilewright.data.common.tokenizer import load_tokenizer
 
@@ -137,7 +137,7 @@ def attempt(chat, row):
     """What a row becomes, or why it is set aside."""
     try:
         _, read = read_row(row, pairs=False)
-        return render_answers(chat, read["messages"], given=Given(read.get("tools", ()), {})), ""
+        return render_answers(chat, read["messages"], given=TemplateArguments(read.get("tools", ()), {})), ""
     except ChatError as error:
         return None, error.reason
 
@@ -311,5 +311,5 @@ def test_variables_of_a_row_reach_the_template(tmp_path):
     chat = ChatTemplate(source, load_tokenizer(folder))
     row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": True}}
     read = read_row(row, pairs=False)[1]
-    [sample] = render_answers(chat, read["messages"], given=Given((), read["variables"])).samples
+    [sample] = render_answers(chat, read["messages"], given=TemplateArguments((), read["variables"])).samples
     assert sample.text == "on hiyes"

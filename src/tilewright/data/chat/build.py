@@ -21,7 +21,7 @@ from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.rows import fields_not_read, read_row
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.tools import Given
+from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -153,7 +153,7 @@ def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, pro
         size = int(spool.lengths[i])
         try:
             row = json.loads(text)
-            given = Given(row.get("tools", ()), row.get("variables", {}))
+            given = TemplateArguments(row.get("tools", ()), row.get("variables", {}))
             rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
         except ChatError as error:
             record = spool.records[i]
@@ -169,7 +169,7 @@ def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, pro
     return encoded
 
 
-def _pair(chat: ChatTemplate, row: Row, given: Given) -> Rendered:
+def _pair(chat: ChatTemplate, row: Row, given: TemplateArguments) -> Rendered:
     """The chosen and the rejected rendering; answers that are in the prompt are not trained."""
     found: list[ChatSample] = []
     left: list[str] = []

@@ -29,7 +29,7 @@ _LABELS = ("label", "kto_tag")
 def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
     """The shape of a row, and what it says: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
 
-    Both may have "tools" and "variables", the fields of `tools.Given`.
+    Both may have "tools" and "variables", the fields of `tools.TemplateArguments`.
 
     Raises:
         ChatError: of no known shape, of the other kind, or with something wrong in it; `reason` says which.

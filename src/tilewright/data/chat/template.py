@@ -21,7 +21,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.load import named_tokens, template_source
 from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
-from tilewright.data.chat.tools import NOTHING_GIVEN, Given, with_arguments
+from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG
 
@@ -34,22 +34,21 @@ _WORD = "tilewright"  # content of messages that are rendered to see what the te
 class ChatTemplate:
     """A compiled template and the tokenizer that it belongs to.
 
-        Args:
-            source: the jinja text.
-            tokenizer: makes the ids.
-            tokens: what the template may call `bos_token`, `eos_token` and so on.
-            where: where the template is from, for messages.
+    Args:
+        source: the jinja text.
+        tokenizer: makes the ids.
+        tokens: what the template may call `bos_token`, `eos_token` and so on.
+        where: where the template is from, for messages.
 
-        Raises:
-            DataError: `source` is not a template.
+    Raises:
+        DataError: `source` is not a template.
 
-        Example:
-            >>> from tilewright.data.chat.errors import ChatError
-    from tilewright.data.chat.load import CHATML
-            >>> from tilewright.data.common.tokenizer import train_tokenizer
-            >>> chat = ChatTemplate(CHATML, train_tokenizer(["hello you " * 9], 300))
-            >>> chat.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
-            '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
+    Example:
+    >>> from tilewright.data.chat.load import CHATML
+        >>> from tilewright.data.common.tokenizer import train_tokenizer
+        >>> chat = ChatTemplate(CHATML, train_tokenizer(["hello you " * 9], 300))
+        >>> chat.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+        '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None, where: str = ""):
@@ -87,7 +86,7 @@ class ChatTemplate:
         file.write_text(json.dumps(config | self.tokens, indent=2) + "\n", encoding="utf-8")
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: Given = NOTHING_GIVEN
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: TemplateArguments = NO_ARGUMENTS
     ) -> str:
         """The text of a conversation.
 
@@ -102,7 +101,7 @@ class ChatTemplate:
         return split_marks(self.marked(messages, add_generation_prompt, given))[0]
 
     def encode(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: Given = NOTHING_GIVEN
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, given: TemplateArguments = NO_ARGUMENTS
     ) -> list[int]:
         """The ids of a conversation; see the top of this file for names of control tokens in messages.
 
@@ -116,7 +115,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
-        given: Given = NOTHING_GIVEN,
+        given: TemplateArguments = NO_ARGUMENTS,
         *,
         answers: bool = False,
     ) -> str:
@@ -132,7 +131,7 @@ class ChatTemplate:
             ChatError: the template refuses the conversation, or renders another text where marks are in it.
         """
         plain = [_readable(message, self.argument_text) for message in messages]
-        clean = Given(without_marks(given.tools), without_marks(given.variables))
+        clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
         said = [*plain, *clean.tools, clean.variables]
         names = any(self.control_pattern.search(text) for value in said for text in _texts(value))
         text = self._render(plain, add_generation_prompt, clean)
@@ -141,7 +140,7 @@ class ChatTemplate:
         inner = plain
         if names:
             inner = [self._mark(message) for message in plain]
-            clean = Given(self._mark(clean.tools), self._mark(clean.variables))
+            clean = TemplateArguments(self._mark(clean.tools), self._mark(clean.variables))
         marked = self._render(inner, add_generation_prompt, clean, answers)
         if split_marks(marked)[0] != text:
             what = "name of a control token in a message" if names else "{% generation %} block"
@@ -191,7 +190,9 @@ class ChatTemplate:
         call = {"id": "call00000", "type": "function", "function": {"name": _WORD, "arguments": arguments}}
         asked = {**_said("assistant", ""), "tool_calls": [call]}
         try:
-            return self._render([_said("user"), asked], False, Given([{"type": "function", "function": function}]))
+            return self._render(
+                [_said("user"), asked], False, TemplateArguments([{"type": "function", "function": function}])
+            )
         except ChatError:
             return None
 
@@ -245,7 +246,11 @@ class ChatTemplate:
         return [self._mark(value) for value in message] if isinstance(message, list | tuple) else message
 
     def _render(
-        self, messages: list[Any], add_generation_prompt: bool, given: Given = NOTHING_GIVEN, answers: bool = False
+        self,
+        messages: list[Any],
+        add_generation_prompt: bool,
+        given: TemplateArguments = NO_ARGUMENTS,
+        answers: bool = False,
     ) -> str:
         named = {
             "messages": messages,

@@ -9,7 +9,7 @@ from tilewright.data.chat.errors import ChatError
 
 
 @dataclass(frozen=True)
-class Given:
+class TemplateArguments:
     """What a template gets beside the messages.
 
     Args:
@@ -21,7 +21,7 @@ class Given:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-NOTHING_GIVEN = Given()
+NO_ARGUMENTS = TemplateArguments()
 
 
 def with_arguments(call: Any, *, text: bool) -> Any:

@@ -20,7 +20,7 @@ from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import is_trained
 from tilewright.data.chat.sandbox import split_marks
 from tilewright.data.chat.template import ChatTemplate, Message
-from tilewright.data.chat.tools import NOTHING_GIVEN, Given
+from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
 
 _VARIANTS = ("\ue0f4", "\ue0f5")
 
@@ -57,7 +57,7 @@ class Rendered:
 
 
 def samples(
-    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: Given = NOTHING_GIVEN
+    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> list[ChatSample]:
     """The renderings that together train each answer of a conversation once; usually one.
 
@@ -83,7 +83,7 @@ def samples(
 
 
 def render_answers(
-    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: Given = NOTHING_GIVEN
+    chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> Rendered:
     """As `samples`, with the names of what is left out."""
     weighed = [i for i, message in enumerate(messages) if i >= first and is_trained(message)]
@@ -143,7 +143,7 @@ def _sample(rendering: _Rendering, spans: Sequence[tuple[int, int]]) -> ChatSamp
     return ChatSample(rendering.text, np.array(rendering.ids, np.int64), trained_T, tuple(sorted(spans)))
 
 
-def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: Given) -> _Answer:
+def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: TemplateArguments) -> _Answer:
     """An answer in its own rendering.
 
     Raises:
@@ -162,7 +162,9 @@ def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given:
     return _Answer(answer, text, tuple(generated[earlier:]))
 
 
-def _range(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: Given) -> tuple[str, int, int]:
+def _range(
+    chat: ChatTemplate, messages: Sequence[Message], answer: int, given: TemplateArguments
+) -> tuple[str, int, int]:
     """The rendering that ends with an answer, and the characters of it that are the answer."""
     text = chat.render(messages[: answer + 1], given=given)
     prompt = chat.render(messages[:answer], True, given) if answer else None
@@ -181,7 +183,9 @@ def _range(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: 
     return text, start, end
 
 
-def _content_start(chat: ChatTemplate, messages: Sequence[Message], answer: int, text: str, given: Given) -> int:
+def _content_start(
+    chat: ChatTemplate, messages: Sequence[Message], answer: int, text: str, given: TemplateArguments
+) -> int:
     """Where the content of an answer begins, found by writing two others in its place."""
     before = [*messages[:answer]]
     one, other = (
@@ -194,7 +198,7 @@ def _content_start(chat: ChatTemplate, messages: Sequence[Message], answer: int,
 
 
 def _check_complete(
-    chat: ChatTemplate, messages: Sequence[Message], given: Given, answers: Sequence[_Answer]
+    chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments, answers: Sequence[_Answer]
 ) -> list[str]:
     """See that everything that is said is rendered: each trained answer in its own rendering, what is before the last
     of them in that one's, what is behind it in that of the whole conversation.
@@ -220,7 +224,7 @@ def _check_complete(
             left.append(f"{leaf.field} of an answer that is not trained")
         else:
             raise left_out(leaf)
-    if given.tools and _renders_alike(chat, messages, Given((), given.variables), whole):
+    if given.tools and _renders_alike(chat, messages, TemplateArguments((), given.variables), whole):
         raise left_out(leaves_of_tools(given.tools)[0])
     for i in (i for i, message in enumerate(messages) if message.get("tool_calls")):
         without = {key: value for key, value in messages[i].items() if key != "tool_calls"}
@@ -229,7 +233,7 @@ def _check_complete(
     return list(dict.fromkeys(left))
 
 
-def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: Given) -> bool:
+def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: TemplateArguments) -> bool:
     """Whether a text of an answer is rendered where the conversation ends with it."""
     try:
         text = chat.render(messages[: leaf.message + 1], given=given)
@@ -238,7 +242,7 @@ def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: G
     return not lost([leaf], RenderedText(text))
 
 
-def _renders_alike(chat: ChatTemplate, messages: Sequence[Message], given: Given, text: str) -> bool:
+def _renders_alike(chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments, text: str) -> bool:
     try:
         return chat.render(messages, given=given) == text
     except ChatError:
