@@ -13,9 +13,10 @@ import uvicorn
 from tests.cli.tuned import make_model
 from tilewright.cli.open_model import open_model
 from tilewright.serving.app import Limits, Server
+from tilewright.serving.batch import Batch
 from tilewright.serving.run import bind, server_config
 from tilewright.serving.session import Session
-from tilewright.serving.worker import Worker
+from tilewright.serving.worker import Draws, Worker
 
 NAME = "tiny"
 
@@ -26,12 +27,20 @@ def make_session(folder: Path, kind: str = "llama") -> Session:
     return Session(opened.model, opened.tokenizer, opened.chat, opened.device, opened.max_positions)
 
 
+def make_batch(session: Session, width: int, budget_bytes: int = 2**30, chunk: int = 128) -> Batch:
+    """What draws for it."""
+    return Batch(session.model, session.device, width=width, chunk=chunk, budget_bytes=budget_bytes)
+
+
 @contextmanager
-def serving(session: Session, limits: Limits | None = None, key: str = "") -> Iterator[tuple[int, Worker]]:
+def serving(
+    session: Session, limits: Limits | None = None, key: str = "", draws: Draws | None = None
+) -> Iterator[tuple[int, Worker]]:
     """The port, and the worker."""
     limits = limits or Limits()
     bound = bind("127.0.0.1", 0)
-    with Worker(limits.concurrent, limits.waiting) as worker:
+    draws = draws or make_batch(session, limits.concurrent)
+    with Worker(draws, limits.concurrent, limits.waiting) as worker:
         app = Server(session, NAME, worker, limits, key).app
         server = uvicorn.Server(server_config(app, grace_seconds=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

@@ -11,7 +11,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.models.sampling import Sampling
-from tilewright.serving.session import AnswerSettings
+from tilewright.serving.draw import AnswerSettings
 
 TEXTS = st.text(st.sampled_from("abEND .\n\té€🦊e\u0301"), min_size=1, max_size=30)
 NAMES = ("chatml", "mistral")

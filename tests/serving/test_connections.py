@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.serving.served import NAME, make_session, post, serving
+from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.core.web_origin import own_names, why_not
 from tilewright.serving.app import Server
 from tilewright.serving.connections import TimedConnection
@@ -138,7 +138,7 @@ def test_cors_by_choice(session):
     from tilewright.serving.worker import Worker
 
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
-    with Worker(1, 1) as worker:
+    with Worker(make_batch(session, 1), 1, 1) as worker:
         for origins, status in (((), 403), (("https://chat.example",), 200)):
             app = Server(session, NAME, worker, Limits(), origins=origins).app
             answer = TestClient(app, base_url="http://localhost").options(CHAT, headers=asked)

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.serving.served import NAME, make_session, post, serving
+from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.models.sampling import Sampling
+from tilewright.serving.answer import Piece
 from tilewright.serving.app import Limits
-from tilewright.serving.session import AnswerSettings
+from tilewright.serving.draw import AnswerSettings
 
 TALK = [{"role": "user", "content": "hello Paris"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -114,10 +115,10 @@ WRONG = [
     (CHAT, ASK | {"max_tokens": 0}, 400), (CHAT, ASK | {"max_tokens": 10**9}, 400),
     (CHAT, ASK | {"max_tokens": 2.5}, 400),
     (CHAT, ASK | {"seed": 2**70}, 400), (CHAT, ASK | {"stop": [""]}, 400), (CHAT, ASK | {"stop": ["a"] * 99}, 400),
-    (CHAT, ASK | {"n": 2}, 400), (CHAT, ASK | {"logprobs": True}, 400), (CHAT, ASK | {"tools": [{}]}, 400),
-    (CHAT, ASK | {"response_format": {"type": "json_object"}}, 400), (CHAT, ASK | {"no_such_field": 1}, 400),
+    (CHAT, ASK | {"n": 999}, 400), (CHAT, ASK | {"top_logprobs": 2}, 400), (CHAT, ASK | {"tools": [{}]}, 400),
+    (CHAT, ASK | {"response_format": {"type": "xml"}}, 400), (CHAT, ASK | {"no_such_field": 1}, 400),
     (CHAT, ASK | {"stream": "yes"}, 400), (CHAT, ASK | {"stream_options": {"include_usage": True}}, 400),
-    (CHAT, b" " * 5000, 413), (TEXT, {"model": NAME, "prompt": ["a", "b"]}, 400),
+    (CHAT, b" " * 5000, 413), (TEXT, {"model": NAME, "prompt": ["a", 3]}, 400),
     (TEXT, {"model": NAME, "prompt": [999999]}, 400),
     (TEXT, {"model": NAME, "prompt": []}, 400), ("/v1/nothing", ASK, 404), ("/v1/models", ASK, 405),
 ]  # fmt: skip
@@ -166,10 +167,10 @@ def wait_for(condition, seconds=10.0):
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_places_are_limited_and_a_client_that_leaves_frees_its_own(session, streamed):
-    endless = SlowSession(session)
-    with serving(endless, Limits(concurrent=1, waiting=0)) as (port, worker):
+    slow = Slow(make_batch(session, 1))
+    with serving(session, Limits(concurrent=1, waiting=0), draws=slow) as (port, worker):
         raw = socket.create_connection(("127.0.0.1", port), timeout=10)
-        body = json.dumps(ASK | {"stream": streamed, "max_tokens": 2000}).encode()
+        body = json.dumps(ASK | {"stream": streamed, "max_tokens": 200}).encode()
         head = (
             f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -184,35 +185,23 @@ def test_places_are_limited_and_a_client_that_leaves_frees_its_own(session, stre
 
 
 def test_time_ends_an_answer(session):
-    with serving(SlowSession(session), Limits(seconds=0.6)) as (port, _):
-        status, content, _ = post(port, CHAT, ASK | {"max_tokens": 2000})
+    with serving(session, Limits(seconds=0.6), draws=Slow(make_batch(session, 1))) as (port, _):
+        status, content, _ = post(port, CHAT, ASK | {"max_tokens": 200})
     assert status == 200
     assert content["choices"][0]["finish_reason"] == "length"
 
 
-class SlowSession:
-    """A session whose long answers have no end, and pause before each token."""
-
-    def __init__(self, session):
-        self._session = session
-        self.chat, self.tokenizer = session.chat, session.tokenizer
-
-    def chat_ids(self, messages):
-        return self._session.chat_ids(messages)
-
-    def answer(self, ids, settings, *, turn):
-        return Slow(self._session.answer(ids, settings, turn=turn), settings.max_tokens > 100)
-
-
 class Slow:
-    def __init__(self, answer, slow):
-        self._answer, self._slow = answer, slow
+    """Draws whose long answers have no end, and pause before each token."""
+
+    def __init__(self, draws):
+        self._draws = draws
 
     def __getattr__(self, name):
-        return getattr(self._answer, name)
+        return getattr(self._draws, name)
 
-    def __iter__(self):
-        while self._slow:  # before the first token, which may be the one that ends an answer
+    def step(self, answers):
+        slow = [answer for answer in answers if answer.max_tokens > 100]
+        if slow:
             time.sleep(0.02)
-            yield ""
-        yield from self._answer
+        return [(answer, Piece("")) for answer in slow] + self._draws.step([one for one in answers if one not in slow])

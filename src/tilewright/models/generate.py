@@ -52,7 +52,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     done_B = torch.zeros(len(input_ids_BS), dtype=torch.bool, device=input_ids_BS.device)
     columns = [input_ids_BS]
-    with _inference(model):
+    with inference(model):
         steps = _Steps(model, input_ids_BS, num_tokens, use_cache)
         for _ in range(num_tokens):
             next_B = sampling.draw(steps.logits(), generator).to(input_ids_BS.device)
@@ -109,7 +109,7 @@ def _stream(
 ) -> Iterator[int]:
     steps: _Steps | None = None
     for _ in range(num_tokens):
-        with _inference(model):
+        with inference(model):
             if steps is None:
                 steps = _Steps(model, ids_1S, num_tokens, use_cache=True)
             next_1 = sampling.draw(steps.logits(), generator)
@@ -147,7 +147,7 @@ def continue_rows(
     new: list[list[int]] = [[] for _ in prompts]
     done = [num_tokens == 0] * len(prompts)
     first, last = min(map(len, prompts)), max(map(len, prompts))
-    with _inference(model):
+    with inference(model):
         steps = _Steps(model, torch.stack([ids_S[:first] for ids_S in prompts]), last - first + num_tokens, True)
         for position in range(first, last + num_tokens):
             if all(done):
@@ -183,7 +183,8 @@ class _Steps:
         self._next_BS = torch.cat((self._next_BS, new_B1), dim=1) if self._cache is None else new_B1
 
 
-def _inference(model: Model) -> ExitStack:
+def inference(model: Model) -> ExitStack:
+    """Inside, the model runs as for drawing: in evaluation mode, without gradients, nothing compiled."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(evaluation(model))

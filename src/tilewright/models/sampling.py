@@ -22,9 +22,10 @@ class Sampling:
             logits are divided by it.
         top_k: draw among the k most likely tokens. 0: among all.
         top_p: of these draw among the fewest whose probabilities sum to at least this. 1: among all.
+        min_p: first of all, leave out tokens whose probability is less than this share of the likeliest one's. 0: none.
 
     Raises:
-        ValueError: a negative temperature or top_k, or a top_p outside of 0 to 1.
+        ValueError: a negative temperature or top_k, or a top_p or min_p outside of 0 to 1.
 
     Example:
         >>> Sampling(temperature=0).draw(torch.tensor([[0.1, 3.0, 0.2]]))
@@ -34,17 +35,23 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf or self.top_k < 0:
             raise ValueError("temperature is finite, and neither temperature nor top_k is negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is from 0 to 1, not {self.min_p}")
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """FP32 logits on the CPU -> int64 [B]."""
         if self.temperature < COLDEST:
             return logits_BV.argmax(-1)
+        if self.min_p > 0:
+            least_B1 = logits_BV.amax(-1, keepdim=True) + self.temperature * math.log(self.min_p)
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
         if self.top_p < 1:
             return self._draw_nucleus(logits_BV, generator)
         if 0 < self.top_k < logits_BV.shape[-1]:

@@ -6,10 +6,8 @@ Everything wrong with a request is a status 4xx with OpenAI's error object.
 
 import asyncio
 import hmac
-import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +17,28 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tilewright.core.errors import TilewrightError
 from tilewright.core.web_origin import own_names, why_not
-from tilewright.models.sampling import Sampling
-from tilewright.serving.protocol import ApiError, ChatRequest, TextRequest, parse
-from tilewright.serving.session import AnswerSettings, AnswerStream, PromptTooLongError, Session
-from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
+from tilewright.serving.api.errors import ApiError
+from tilewright.serving.api.logprobs import TokenTexts
+from tilewright.serving.api.prompts import Prompt, chat_prompt, refused_as_400, text_prompts
+from tilewright.serving.api.reply import CLOSED, Part, Reply
+from tilewright.serving.api.requests import ChatRequest, TextRequest, parse
+from tilewright.serving.api.requests import Request as AnyRequest
+from tilewright.serving.api.shapes import Shape
+from tilewright.serving.api.tools import MISTRAL_TOKENS, CallParser
+from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.grammar import Grammars
+from tilewright.serving.session import Session
+from tilewright.serving.worker import Worker
 
-_CLOSED = 499
-"""What proxies log where the client left; nobody reads it."""
+_USUAL_TOKENS = 2048
+"""Of an answer, where neither the request nor the server says a limit."""
+_MOST_TOKENS = 32768
+"""The same where nothing says how many positions the model has."""
 _DRAINED = 8
 """Times the limit of a body that is read and dropped, so that a client that still sends gets to read the refusal."""
 
@@ -42,16 +49,17 @@ class Limits:
 
     Args:
         concurrent: answers that are drawn at the same time.
-        waiting: requests that wait beside them; more get status 429.
-        max_tokens: of an answer; a request that asks for more is refused, one that asks for none gets these.
+        waiting: answers that wait beside them; requests for more get status 429.
+        max_tokens: of an answer; a request that asks for more is refused, one that asks for none gets these. None: the
+            model's context, and 2048 for a request that asks for none.
         seconds: from a request to the end of its answer.
         body_bytes: of a request.
         body_seconds: until a request's body is there.
     """
 
-    concurrent: int = 4
+    concurrent: int = 8
     waiting: int = 32
-    max_tokens: int = 2048
+    max_tokens: int | None = None
     seconds: float = 600.0
     body_bytes: int = 2**20
     body_seconds: float = 10.0
@@ -104,6 +112,8 @@ class Server:
         origins: Sequence[str] = (),
     ):
         self.session, self.name, self.worker, self.limits, self.key = session, name, worker, limits, key
+        self.grammars = Grammars(session.tokenizer, session.stop_ids)
+        self._texts = TokenTexts(session.tokenizer)
         self._created = int(time.time())
         routes = [
             Route("/health", self._health),
@@ -137,27 +147,11 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         asked: ChatRequest = await self._read(request, ChatRequest)
-        if self.session.chat is None:
-            what = "The model has no chat template: use /v1/completions, or start the server with --chat-template"
-            raise ApiError(400, what, code="no_chat_template")
-        messages = [message.to_template() for message in asked.messages]
-        ids = await asyncio.to_thread(_refused_as_400, lambda: self.session.chat_ids(messages), "messages")
-        return await self._answer(request, asked, ids, Shape("chat"))
+        return await self._answer(request, asked, "chat", lambda: [chat_prompt(self.session, self.grammars, asked)])
 
     async def _text(self, request: Request) -> Response:
         asked: TextRequest = await self._read(request, TextRequest)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            text = prompt
-            ids = await asyncio.to_thread(self.session.text_ids, text)
-        else:
-            ids = [int(i) for i in prompt]
-            if not all(0 <= i < self.session.tokenizer.vocab_size for i in ids):
-                what = f"prompt: ids must be from 0 to {self.session.tokenizer.vocab_size - 1}"
-                raise ApiError(400, what, "prompt", "invalid_value")
-        return await self._answer(request, asked, ids, Shape("text"))
+        return await self._answer(request, asked, "text", lambda: text_prompts(self.session, asked))
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         self._check_key(request)
@@ -166,9 +160,10 @@ class Server:
             raise ApiError(415, "The content-type must be application/json", code="unsupported_media_type")
         asked = parse(await self._body(request), kind)
         self._check_name(asked.model)
-        if (asked.asked_tokens() or 0) > self.limits.max_tokens:
-            what = f"This server draws at most {self.limits.max_tokens} tokens per answer"
-            raise ApiError(400, what, "max_tokens", "invalid_value")
+        tokens, field = asked.asked_tokens()
+        if (tokens or 0) > self._most_tokens:
+            what = f"{field}: this server draws at most {self._most_tokens} tokens per answer"
+            raise ApiError(400, what, field, "invalid_value")
         return asked
 
     async def _body(self, request: Request) -> bytes:
@@ -185,7 +180,7 @@ class Server:
             what = f"The body did not come within {self.limits.body_seconds:g} s"
             raise ApiError(408, what, code="body_too_slow") from None
         except ClientDisconnect:
-            raise ApiError(_CLOSED, "The client left") from None
+            raise ApiError(CLOSED, "The client left") from None
         if size > limit:
             raise ApiError(413, f"The body is longer than {limit} bytes", code="body_too_large")
         return b"".join(parts)
@@ -201,171 +196,67 @@ class Server:
             what = f"No model {name[:200]!r} here; there is {self.name!r}"
             raise ApiError(404, what, "model", "model_not_found")
 
-    async def _answer(self, request: Request, asked: Any, ids: list[int], shape: "Shape") -> Response:
-        default = Sampling()
-        sampling = Sampling(
-            default.temperature if asked.temperature is None else asked.temperature,
-            asked.top_k or 0,
-            default.top_p if asked.top_p is None else asked.top_p,
+    async def _answer(
+        self, request: Request, asked: AnyRequest, shape: str, prepare: Callable[[], Sequence[Prompt]]
+    ) -> Response:
+        prompts = await asyncio.to_thread(prepare)
+        parts = await asyncio.to_thread(self._parts, asked, prompts, shape == "chat")
+        texts = None if asked.num_top() is None else self._texts
+        objects = Shape(shape, self.name, texts)
+        num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        reply = Reply(request, self.worker, parts, objects, self.limits.seconds, num_prompt)
+        if not asked.stream:
+            return await reply.whole()
+        return await reply.stream(bool(asked.stream_options and asked.stream_options.include_usage))
+
+    def _parts(self, asked: AnyRequest, prompts: Sequence[Prompt], is_chat: bool) -> list[Part]:
+        """The answers of a request: `n` to each prompt."""
+        choices = asked.n or 1
+        most = self.worker.concurrent + self.worker.waiting
+        if choices * len(prompts) > most:
+            raise ApiError(400, f"This server draws at most {most} answers per request", "n", "invalid_value")
+        if any(token >= self.session.tokenizer.vocab_size for token in asked.biases()):
+            what = f"logit_bias: ids must be from 0 to {self.session.tokenizer.vocab_size - 1}"
+            raise ApiError(400, what, "logit_bias", "invalid_value")
+        return [self._part(asked, prompt, i, is_chat) for prompt in prompts for i in range(choices)]
+
+    def _part(self, asked: AnyRequest, prompt: Prompt, choice: int, is_chat: bool) -> Part:
+        settings = AnswerSettings(
+            self._num_tokens(asked, len(prompt.ids)),
+            asked.sampling(),
+            asked.stops(),
+            None if asked.seed is None else (asked.seed + choice + 2**63) % 2**64 - 2**63,
+            asked.frequency_penalty or 0.0,
+            asked.presence_penalty or 0.0,
+            asked.biases(),
+            asked.num_top(),
         )
-        settings = AnswerSettings(asked.asked_tokens() or self.limits.max_tokens, sampling, asked.stops(), asked.seed)
-        param = "messages" if shape.is_chat else "prompt"
-        answer = _refused_as_400(lambda: self.session.answer(ids, settings, turn=shape.is_chat), param)
-        pieces: asyncio.Queue[tuple[str | None, BaseException | None]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        calls = prompt.calls
+        keep = MISTRAL_TOKENS if calls is not None and calls.kind == "mistral" else ()
+        constraint = prompt.constraint() if prompt.constraint is not None else None
+        answer = refused_as_400(
+            lambda: self.session.answer(prompt.ids, settings, turn=is_chat, constraint=constraint, keep=keep),
+            "messages" if is_chat else "prompt",
+        )
+        parser = None if calls is None else CallParser(calls.kind, calls.names)
+        one_call = calls is not None and calls.only_one
+        return Part(answer, prompt.prefix, parser, one_call, asked.num_top() is not None)
 
-        def emit(piece: str | None, error: BaseException | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(pieces.put_nowait, (piece, error))
+    def _num_tokens(self, asked: AnyRequest, num_prompt: int) -> int:
+        """The most tokens of an answer: as asked for, else as many as the server gives, and memory has room for."""
+        tokens, field = asked.asked_tokens()
+        most = self.worker.draws.most_positions
+        if most is not None and num_prompt + (tokens or 1) > most:
+            what = f"The server has memory for {most} tokens of prompt and answer, not for {num_prompt} + {tokens or 1}"
+            raise ApiError(400, what, field if tokens else None, "context_length_exceeded")
+        if tokens is not None:
+            return tokens
+        usual = self.limits.max_tokens or min(_USUAL_TOKENS, self._most_tokens)
+        return usual if most is None else min(usual, most - num_prompt)
 
-        job = Job(iter(answer), emit, self.limits.seconds)
-        try:
-            self.worker.submit(job)
-        except (BusyError, StoppedError) as error:
-            raise _as_api_error(error) from None
-        shape.begin(self.name)
-        usage = _usage(len(ids), answer)
-        if asked.stream:
-            first = await self._first(request, job, pieces)
-            include = asked.stream_options is not None and asked.stream_options.include_usage
-            events = _events(job, first, pieces, answer, shape, usage if include else None)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        text = await self._whole(request, job, pieces, answer)
-        return JSONResponse(shape.whole(text, answer.finish_reason or "length", usage()))
-
-    async def _first(
-        self, request: Request, job: Job, pieces: asyncio.Queue
-    ) -> tuple[str | None, BaseException | None]:
-        """The first piece of a stream: what goes wrong before it still has a status of its own."""
-        piece, error = await _or_left(request, job, pieces.get())
-        if error is not None and not isinstance(error, OutOfTimeError):
-            raise _as_api_error(error)
-        return piece, error
-
-    async def _whole(self, request: Request, job: Job, pieces: asyncio.Queue, answer: AnswerStream) -> str:
-        async def collect() -> str:
-            parts: list[str] = []
-            while True:
-                piece, error = await pieces.get()
-                if error is not None and not isinstance(error, OutOfTimeError):
-                    raise _as_api_error(error)
-                if piece is None:
-                    return "".join(parts)
-                parts.append(piece)
-
-        return await _or_left(request, job, collect())
-
-
-async def _or_left(request: Request, job: Job, work: Any) -> Any:
-    """What `work` gives; where the client leaves before, its place is freed."""
-
-    async def left() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.2)
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
-    done = False
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done = tasks[0].done()
-        if not done:
-            raise ApiError(_CLOSED, "The client left")
-        return tasks[0].result()
-    finally:
-        if not done:
-            job.cancel()
-        for task in tasks:
-            task.cancel()
-
-
-async def _events(
-    job: Job,
-    first: tuple[str | None, BaseException | None],
-    pieces: asyncio.Queue,
-    answer: AnswerStream,
-    shape: "Shape",
-    usage: Callable[[], dict[str, int]] | None,
-) -> AsyncIterator[str]:
-    """The chunks of a stream. The client's leaving ends this generator, which frees the place."""
-    try:
-        if shape.is_chat:
-            yield _event(shape.chunk({"role": "assistant", "content": ""}, None))
-        piece, error = first
-        while piece is not None:
-            if piece:
-                yield _event(shape.chunk({"content": piece}, None))
-            piece, error = await pieces.get()
-        if error is not None and not isinstance(error, OutOfTimeError):
-            yield _event(_as_api_error(error).to_json())
-            return
-        yield _event(shape.chunk({}, answer.finish_reason or "length"))
-        if usage is not None:
-            yield _event(shape.usage_chunk(usage()))
-        yield "data: [DONE]\n\n"
-    finally:
-        job.cancel()
-
-
-class Shape:
-    """The objects of one kind of answer: "chat" or "text"."""
-
-    def __init__(self, kind: str):
-        self.is_chat = kind == "chat"
-        self._head: dict[str, Any] = {}
-
-    def begin(self, model: str) -> None:
-        """Give it an id and a time."""
-        name = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
-        self._head = {"id": name, "created": int(time.time()), "model": model}
-
-    def whole(self, text: str, reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """An answer that is not streamed."""
-        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return self._object(False) | {"choices": [choice], "usage": usage}
-
-    def chunk(self, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
-        """A part of a stream."""
-        content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return self._object(True) | {"choices": [{"index": 0, **content, "logprobs": None, "finish_reason": reason}]}
-
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last part, where it is asked for."""
-        return self._object(True) | {"choices": [], "usage": usage}
-
-    def _object(self, streamed: bool) -> dict[str, Any]:
-        chat = "chat.completion.chunk" if streamed else "chat.completion"
-        return self._head | {"object": chat if self.is_chat else "text_completion"}
-
-
-def _usage(num_prompt: int, answer: AnswerStream) -> Callable[[], dict[str, int]]:
-    return lambda: {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": answer.num_tokens,
-        "total_tokens": num_prompt + answer.num_tokens,
-    }
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-def _refused_as_400(make: Callable[[], Any], param: str) -> Any:
-    try:
-        return make()
-    except TilewrightError as error:
-        first = error.problems[0]
-        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
-        what = ": ".join(part for part in (first.what, first.got) if part)
-        raise ApiError(400, what + (f"; {first.need}" if first.need else ""), param, code) from error
-
-
-def _as_api_error(error: BaseException) -> ApiError:
-    if isinstance(error, BusyError):
-        return ApiError(429, "All places are taken; try again", code="too_many_requests", retry_after=1)
-    if isinstance(error, StoppedError):
-        return ApiError(503, "The server ends", code="server_stopping", retry_after=5)
-    return ApiError(500, "The answer failed; the server's log says how", code="internal_error")
+    @property
+    def _most_tokens(self) -> int:
+        return self.limits.max_tokens or self.session.max_positions or _MOST_TOKENS
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:

@@ -3,72 +3,25 @@
 Used by `tilewright chat` and by the server alike.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.chat.template import ChatError, ChatTemplate, Message
+from tilewright.data.chat.template import NO_VARIABLES, ChatError, ChatTemplate, Message
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
-from tilewright.models.generate import stream
-from tilewright.models.sampling import Sampling
+from tilewright.models.rows import Rows
+from tilewright.serving.answer import AnswerStream
+from tilewright.serving.draw import AnswerSettings, Constraint
 from tilewright.serving.messages import check_messages, check_text
-from tilewright.serving.text import StopFilter, TextStream
+from tilewright.serving.text import TextStream, keeping
 
 
 class PromptTooLongError(DataError):
     """A prompt that leaves no room for an answer."""
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How an answer is drawn.
-
-    Args:
-        max_tokens: at most this many.
-        sampling: temperature, top_k, top_p.
-        stop: texts that end the answer and are not part of it.
-        seed: the same gives the same answer; None draws anew each time.
-    """
-
-    max_tokens: int = 512
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-
-
-class AnswerStream:
-    """The pieces of one answer, drawn as they are asked for; nothing runs before the first.
-
-    `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
-    """
-
-    def __init__(self, tokens: Iterator[int], text: TextStream, stop: Sequence[str], max_tokens: int):
-        self._tokens, self._text, self._stop = tokens, text, StopFilter(stop)
-        self._max_tokens = max_tokens
-        self.num_tokens = 0
-        """Drawn so far, without the one that ends a turn."""
-        self.finish_reason: str | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        """One piece per token, "" where a token gives no text yet."""
-        for token in self._tokens:
-            self.num_tokens += 1
-            piece = self._stop.push(self._text.push(token))
-            if self._stop.stopped:
-                self.finish_reason = "stop"
-            yield piece
-            if self._stop.stopped:
-                return
-        last = self._stop.push(self._text.flush())
-        last += self._stop.flush()
-        ended = self._stop.stopped or self.num_tokens < self._max_tokens
-        self.finish_reason = "stop" if ended else "length"
-        if last:
-            yield last
 
 
 @dataclass(frozen=True)
@@ -89,8 +42,12 @@ class Session:
     device: torch.device
     max_positions: int | None = None
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
         """The ids that an answer to a conversation follows.
+
+        Args:
+            messages: the conversation.
+            variables: what the template is given beside it, such as `tools` and `enable_thinking`.
 
         Raises:
             ConfigError: there is no template.
@@ -100,7 +57,7 @@ class Session:
         template = self.template()
         check_messages(messages)
         try:
-            return template.encode(messages, add_generation_prompt=True)
+            return template.encode(messages, add_generation_prompt=True, variables=variables)
         except ChatError as error:
             roles = ", ".join(str(message["role"]) for message in messages[:20])
             raise DataError(
@@ -136,17 +93,32 @@ class Session:
         check_text(text, "prompt")
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
 
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+        return (self.tokenizer.eos_id,) if self.chat is None else self.chat.stop_ids
+
     def room(self, ids: Sequence[int]) -> int | None:
         """Tokens that an answer may have behind a prompt; None: any number."""
         return None if self.max_positions is None else self.max_positions - len(ids)
 
-    def answer(self, ids: Sequence[int], settings: AnswerSettings, *, turn: bool) -> AnswerStream:
+    def answer(
+        self,
+        ids: Sequence[int],
+        settings: AnswerSettings,
+        *,
+        turn: bool,
+        constraint: Constraint | None = None,
+        keep: Sequence[str] = (),
+    ) -> AnswerStream:
         """The answer to a prompt. It is shorter than asked for where the model's positions end before.
 
         Args:
             ids: the prompt.
             settings: how it is drawn.
             turn: ends where the template says that a turn ends, not only at the end of a document.
+            constraint: what its text may be; None: everything.
+            keep: names of special tokens that stand in its text; others give none.
 
         Raises:
             PromptTooLongError: no room for a single token.
@@ -164,13 +136,12 @@ class Session:
         stop: tuple[str, ...] = settings.stop
         if turn:
             stop_ids, stop = self.template().stop_ids, stop + self.template().stop_strings
-        ids_S = torch.tensor(list(ids), dtype=torch.int64, device=self.device)
-        tokens = stream(
-            self.model, ids_S, num_tokens, sampling=settings.sampling, stop_ids=stop_ids, seed=settings.seed
-        )
         # An answer is a text of its own; what continues a text keeps the space before its first word.
-        text = TextStream(self.tokenizer, () if turn else ids)
-        return AnswerStream(tokens, text, stop, num_tokens)
+        text = TextStream(keeping(self.tokenizer, keep), () if turn else ids)
+        return AnswerStream(
+            *(Rows(self.model, self.device), ids, text, settings),
+            stop=stop, stop_ids=stop_ids, max_tokens=num_tokens, constraint=constraint,
+        )  # fmt: skip
 
 
 def fitting(session: Session, messages: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, Any]], list[int]]:

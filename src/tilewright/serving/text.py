@@ -6,6 +6,8 @@ The pieces of an answer, joined, are what decoding all of its tokens at once giv
 from collections.abc import Sequence
 from typing import Protocol
 
+from tilewright.data.common.tokenizer import Tokenizer
+
 _BROKEN = "\ufffd"
 _CONTEXT = 16
 """Tokens before a text that are decoded with it, or more where they begin within a character."""
@@ -15,6 +17,28 @@ class DecodesIds(Protocol):
     """The part of a tokenizer needed here."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class _Keeping:
+    """Decodes with some special tokens as text."""
+
+    def __init__(self, tokenizer: Tokenizer, names: dict[int, str]):
+        self._tokenizer, self._names = tokenizer, names
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        parts, start = [], 0
+        for end in (*(i for i, token in enumerate(ids) if token in self._names), len(ids)):
+            parts.append(self._tokenizer.decode(ids[start:end]))
+            parts += [self._names[ids[end]]] if end < len(ids) else []
+            start = end + 1
+        return "".join(parts)
+
+
+def keeping(tokenizer: Tokenizer, names: Sequence[str]) -> DecodesIds:
+    """The tokenizer, or one that decodes like it but gives these special tokens, where it has them, as text."""
+    found = {i: name for name in names if (i := tokenizer.backend.token_to_id(name)) in tokenizer.special_ids}
+    return _Keeping(tokenizer, found) if found else tokenizer
 
 
 class TextStream:

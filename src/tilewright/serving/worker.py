@@ -1,17 +1,20 @@
-"""One thread that draws for all requests in turn, a token of each: fair, and the model runs for one at a time.
+"""One thread that draws for all requests: the answers that have a place take their next tokens in one pass.
 
-At most `concurrent` answers are being drawn, at most `waiting` wait; more are refused. A request that is given up or
-out of time makes room at its next token.
+At most `concurrent` answers are being drawn, at most `waiting` wait; more are refused. They begin in the order in which
+they came, each where a place and memory for it are free. One that is given up or out of time makes room at its next
+token.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tilewright.core.log import get_logger
+from tilewright.serving.answer import AnswerStream, Piece
 
-Emit = Callable[[str | None, BaseException | None], None]
+Emit = Callable[[Piece | None, BaseException | None], None]
 """Takes a piece; (None, None) at the end, (None, error) where the draw failed or was stopped."""
 
 
@@ -27,17 +30,30 @@ class StoppedError(Exception):
     """The server ends."""
 
 
+class Draws(Protocol):
+    """What draws answers; see `batch.Batch`."""
+
+    @property
+    def most_positions(self) -> int | None: ...
+
+    def begin(self, answer: AnswerStream) -> bool: ...
+
+    def step(self, answers: Sequence[AnswerStream]) -> list[tuple[AnswerStream, Piece | BaseException]]: ...
+
+    def end(self, answer: AnswerStream) -> None: ...
+
+
 class Job:
     """One answer. `emit` is called in the worker's thread.
 
     Args:
-        pieces: drawn one by one in the worker's thread.
-        emit: takes them.
+        answer: drawn in the worker's thread.
+        emit: takes its pieces.
         seconds: from now until the answer must be there.
     """
 
-    def __init__(self, pieces: Iterator[str], emit: Emit, seconds: float):
-        self.pieces, self.emit = pieces, emit
+    def __init__(self, answer: AnswerStream, emit: Emit, seconds: float):
+        self.answer, self.emit = answer, emit
         self.deadline = time.monotonic() + seconds
         self.cancelled = False
         self.begun = False
@@ -52,12 +68,14 @@ class Worker:
     """The thread; a context manager.
 
     Args:
+        draws: the answers.
         concurrent: answers that are drawn at the same time.
-        waiting: requests that may wait beside them.
+        waiting: answers that may wait beside them.
     """
 
-    def __init__(self, concurrent: int, waiting: int):
+    def __init__(self, draws: Draws, concurrent: int, waiting: int):
         self.concurrent, self.waiting = concurrent, waiting
+        self.draws = draws
         self._changed = threading.Condition()
         self._active: list[Job] = []
         self._queue: deque[Job] = deque()
@@ -74,8 +92,8 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    def submit(self, job: Job) -> None:
-        """Draw an answer as soon as there is a place.
+    def submit(self, *jobs: Job) -> None:
+        """Draw the answers of a request as soon as there is a place: all of them, or none.
 
         Raises:
             BusyError: too many wait already.
@@ -85,22 +103,19 @@ class Worker:
             if self._stopping:
                 raise StoppedError
             self._queue = deque(one for one in self._queue if not one.cancelled)
-            if len(self._active) + len(self._queue) >= self.concurrent + self.waiting:
+            if len(self._active) + len(self._queue) + len(jobs) > self.concurrent + self.waiting:
                 raise BusyError
-            self._queue.append(job)
+            self._queue.extend(jobs)
             self._changed.notify()
 
     def load(self) -> tuple[int, int]:
-        """Answers that are drawn, and requests that wait."""
+        """Answers that are drawn, and answers that wait."""
         with self._changed:
             return len(self._active), len(self._queue)
 
     def _run(self) -> None:
         while self._admit():
-            for job in list(self._active):
-                if not self._step(job):
-                    with self._changed:
-                        self._active.remove(job)
+            self._step()
         for job in [*self._active, *self._queue]:
             job.emit(None, StoppedError())
 
@@ -108,30 +123,47 @@ class Worker:
         """Fill the free places, and wait where nothing is to do; False at the end."""
         with self._changed:
             while not self._stopping:
-                late = [job for job in self._queue if job.cancelled or time.monotonic() > job.deadline]
+                now = time.monotonic()
+                self._queue, late = (
+                    deque(job for job in self._queue if not job.cancelled and now <= job.deadline),
+                    [job for job in self._queue if not job.cancelled and now > job.deadline],
+                )
                 for job in late:
-                    self._queue.remove(job)
                     job.emit(None, BusyError())
-                while self._queue and len(self._active) < self.concurrent:
+                while self._queue and len(self._active) < self.concurrent and self.draws.begin(self._queue[0].answer):
                     self._active.append(self._queue.popleft())
                 if self._active:
                     return True
                 self._changed.wait()
             return False
 
-    def _step(self, job: Job) -> bool:
-        """Draw one piece; whether there may be more."""
+    def _step(self) -> None:
+        """A token of each answer; those that have ended leave."""
+        ended = [job for job in self._active if self._left(job)]
+        drawn = {job.answer: job for job in self._active if job not in ended}
+        for answer, outcome in self.draws.step(list(drawn)):
+            job = drawn[answer]
+            job.begun = True
+            if not isinstance(outcome, Piece):
+                get_logger(__name__).error("an answer failed", exc_info=outcome)
+                job.emit(None, outcome)
+                ended.append(job)
+                continue
+            job.emit(outcome, None)
+            if answer.finish_reason is not None:
+                job.emit(None, None)
+                ended.append(job)
+        for job in ended:
+            self.draws.end(job.answer)
+        if ended:
+            with self._changed:
+                self._active = [job for job in self._active if job not in ended]
+
+    def _left(self, job: Job) -> bool:
+        """Whether it is given up or out of time."""
         if job.cancelled:
-            return False
+            return True
         if time.monotonic() > job.deadline:
             job.emit(None, OutOfTimeError() if job.begun else BusyError())
-            return False
-        job.begun = True
-        try:
-            piece = next(job.pieces, None)
-        except Exception as error:  # noqa: BLE001  one request's failure is handed to it, and must not end the others
-            get_logger(__name__).exception("an answer failed")
-            job.emit(None, error)
-            return False
-        job.emit(piece, None)
-        return piece is not None
+            return True
+        return False

@@ -56,8 +56,28 @@ class KeyValueCache(Protocol):
     """What a model keeps of rows that it continues. Filled by `Model.next_token_logits`; belongs to that model alone,
     and to the weights that it had."""
 
-    length: int
-    """Positions of each row that are in it."""
+    @property
+    def length(self) -> int:
+        """Positions of each row that are in it; of joined caches those of the longest."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes, reserved ones too."""
+        ...
+
+    def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":
+        """This cache and others of the same model, each of one row, as one for passes of one token of each row.
+
+        Args:
+            rest: the others.
+            width: rows that a pass has; ids behind those of the caches are the first row's, and are kept nowhere.
+
+        Returns:
+            What `next_token_logits` takes with ids [width, 1]; it takes the positions up in each of the caches. None
+            where the model cannot run such rows together.
+        """
+        ...
 
 
 class TrainableModel(Protocol):

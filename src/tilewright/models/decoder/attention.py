@@ -7,12 +7,13 @@ Parameter names are those of Hugging Face's Llama and DeepSeek-V3.
 Legend: B rows  S positions  D model width or head width  H heads  R rotary width.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.decoder.cache import LayerCache
+from tilewright.models.decoder.cache import JoinedLayer, LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import RMSNorm
 from tilewright.ops.base.documents import Segments
@@ -75,7 +76,7 @@ class GroupedQueryAttention(nn.Module):
         cos_BSR: Tensor,
         sin_BSR: Tensor,
         segments: Segments,
-        cache: LayerCache | None = None,
+        cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
         heads = (-1, self.head_dim)
@@ -86,8 +87,10 @@ class GroupedQueryAttention(nn.Module):
         else:  # of one token, calls take the time: all heads in one
             both_BSHD = self.kernels.rope(torch.cat((q_BSHD, k_BSHD), dim=2), cos_BSR, sin_BSR)
             q_BSHD, k_BSHD = both_BSHD.split((q_BSHD.shape[2], k_BSHD.shape[2]), dim=2)
-            k_BSHD, v_BSHD = cache.extend(k_BSHD, v_BSHD)
-        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
+        if cache is None:
+            return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
+        attend = functools.partial(self.core, segments=segments)
+        return self.o_proj(cache.attend(attend, q_BSHD, k_BSHD, v_BSHD))
 
 
 class LatentAttention(nn.Module):
@@ -137,22 +140,25 @@ class LatentAttention(nn.Module):
         cos_BSR: Tensor,
         sin_BSR: Tensor,
         segments: Segments,
-        cache: LayerCache | None = None,
+        cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
         q_joined = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if self.q_lora_rank else self.q_proj(x_BSD)
         q_nope, q_rope = q_joined.unflatten(-1, (-1, self.qk_head_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_rope = self._rotate_pairs(k_rope.unsqueeze(2), cos_BSR, sin_BSR)
-        if cache is not None:
-            latent, k_rope = cache.extend(latent, k_rope)
+        q_BSHD = torch.cat((q_nope, self._rotate_pairs(q_rope, cos_BSR, sin_BSR)), dim=-1)
+        if cache is None:
+            return self.o_proj(self._attend(q_BSHD, latent, k_rope, segments))
+        attend = functools.partial(self._attend, segments=segments)
+        return self.o_proj(cache.attend(attend, q_BSHD, latent, k_rope))
+
+    def _attend(self, q_BSHD: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
+        """Queries against keys and values that are expanded from the latent."""
         kv_BSHD = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
         k_nope, v_BSHD = kv_BSHD.split((self.nope_dim, self.v_head_dim), dim=-1)
-
-        q_rope = self._rotate_pairs(q_rope, cos_BSR, sin_BSR)
-        q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
         k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
+        return self.core(q_BSHD, k_BSHD, v_BSHD, segments)
 
     def _rotate_pairs(self, x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
         """Pairs to halves, then turned as halves. Queries and keys are permuted alike, so scores are the same."""

@@ -3,6 +3,10 @@
 Grouped-query attention keeps rotated keys and values; latent attention keeps the narrow latent and the rotated key
 that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length.
 
+Rows that were begun at different times, each with a cache of its own, run one token together (`JoinedCache`): what has
+weights runs once for all of them, attention runs for each row on its own cache. So nothing is padded or copied when a
+row joins or leaves.
+
 Legend: B rows  S new positions  T positions so far  R rotary width.
 """
 
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 Angles = tuple[Tensor, Tensor]
+Attention = Callable[..., Tensor]
 
 
 class LayerCache:
@@ -31,6 +36,11 @@ class LayerCache:
         for kept, tensor in zip(self._kept, new, strict=True):
             kept.narrow(1, start, end - start).copy_(tensor)
         return [kept.narrow(1, 0, end) for kept in self._kept]
+
+    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor) -> Tensor:
+        """What `attention` gives for queries of the new positions and, of all positions, the tensors whose new part is
+        given: [B, S, ...]."""
+        return attention(q_BSHD, *self.extend(*new))
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +95,74 @@ class DecoderCache:
         """Count positions that all layers have written."""
         self.length += positions
 
+    def joined(self, rest: Sequence["DecoderCache"], width: int) -> "JoinedCache":
+        """This cache and others, each of one row; see `protocols.KeyValueCache`."""
+        return JoinedCache((self, *rest), width)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that all layers reserve."""
         return sum(layer.num_bytes for layer in self.layers)
+
+
+class JoinedCache:
+    """Caches of one row each, for passes of one token of each row. Implements `protocols.KeyValueCache`.
+
+    Args:
+        caches: of the rows, in the order of the ids.
+        width: rows that a pass has, at least as many; those behind the caches' own repeat the first row and are kept
+            nowhere. With one width each row's values are the same bits whatever the other rows are, where the
+            matmuls of the machine give equal rows equal bits.
+    """
+
+    def __init__(self, caches: Sequence[DecoderCache], width: int):
+        self._caches, self._width = caches, max(width, len(caches))
+        self.layers = [JoinedLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+
+    @property
+    def length(self) -> int:
+        """Positions of the longest row."""
+        return max(cache.length for cache in self._caches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all rows reserve."""
+        return sum(cache.num_bytes for cache in self._caches)
+
+    def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
+        """Cosine and sine [B, 1, R/2] of each row's next position."""
+        pairs = [cache.angles(num_new, make, device) for cache in self._caches]
+        pairs += pairs[:1] * (self._width - len(pairs))
+        cos, sin = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return cos, sin
+
+    def check_room(self, rows: int, positions: int) -> None:
+        """Raise where a pass has other rows or more than one token of each, or a row has no room.
+
+        Raises:
+            ValueError: so it is.
+        """
+        if rows != self._width or positions != 1:
+            raise ValueError(f"{self._width} rows take one token each together, not {positions} of {rows} rows")
+        for cache in self._caches:
+            cache.check_room(1, 1)
+
+    def advance(self, positions: int) -> None:
+        """Count positions that all layers have written."""
+        for cache in self._caches:
+            cache.advance(positions)
+
+
+class JoinedLayer:
+    """The part of one layer; see `JoinedCache`."""
+
+    def __init__(self, layers: Sequence[LayerCache]):
+        self._layers = layers
+
+    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor) -> Tensor:
+        """See `LayerCache.attend`; row by row."""
+        rows = [
+            layer.attend(attention, q_BSHD[i : i + 1], *(tensor[i : i + 1] for tensor in new))
+            for i, layer in enumerate(self._layers)
+        ]
+        return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])

@@ -7,12 +7,14 @@ Legend: B rows  S positions  V vocabulary.
 """
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.hf.joined import JoinedHFCache, row_attention, why_no_rows
 
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError)
 """How models of many authors say that they cannot."""
@@ -22,11 +24,26 @@ position that is off by one is at about 1."""
 
 
 class HFCache:
-    """What a transformers model keeps of rows. Implements `protocols.KeyValueCache`."""
+    """What a transformers model keeps of rows. Implements `protocols.KeyValueCache`.
 
-    def __init__(self) -> None:
+    Args:
+        joins: whether rows of the model can run together, asked when the first of them do.
+    """
+
+    def __init__(self, joins: Callable[[], bool] = lambda: False) -> None:
         self.length = 0
         self.past: Any = None
+        self._joins = joins
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        layers = getattr(self.past, "layers", ())
+        return sum(t.nbytes for layer in layers for t in vars(layer).values() if isinstance(t, Tensor))
+
+    def joined(self, rest: Sequence["HFCache"], width: int) -> JoinedHFCache | None:
+        """This cache and others, each of one row; see `protocols.KeyValueCache`."""
+        return JoinedHFCache((self, *rest), width) if self._joins() else None
 
 
 def cache_name(net: nn.Module) -> str | None:
@@ -38,7 +55,7 @@ def cache_name(net: nn.Module) -> str | None:
     return next((name for name in ("past_key_values", "cache") if name in takes and "use_cache" in takes), None)
 
 
-def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | None) -> Tensor:
+def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | JoinedHFCache | None) -> Tensor:
     """FP32 logits [B, V] of the token after each row; see `protocols.Model.next_token_logits`."""
     takes = inspect.signature(net.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes
@@ -46,6 +63,12 @@ def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | None) -> 
         return net(input_ids=input_ids_BS, use_cache=False, **last).logits[:, -1].float()
     name = cache_name(net)
     assert name is not None, "asked for by `why_no_cache`"
+    if isinstance(cache, JoinedHFCache):
+        positions = {"position_ids": cache.positions(input_ids_BS.device)}
+        with torch.no_grad(), row_attention(net):
+            out = net(input_ids=input_ids_BS, use_cache=True, **{name: cache.past}, **positions, **last)
+        cache.advance()
+        return out.logits[:, -1].float()
     with torch.no_grad():
         out = net(input_ids=input_ids_BS, use_cache=True, **{name: cache.past}, **last)
     cache.past = getattr(out, name)
@@ -76,4 +99,34 @@ def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
     error, effect = (cached_V - whole_V).norm(), (alone_V - whole_V).norm()
     if not bool(error <= _TOLERANCE * effect):
         return f"with that of {name} logits are {float(error):.3g} from those of the whole row"
+    return None
+
+
+@torch.no_grad()
+def why_not_joined(net: nn.Module, vocab_size: int) -> str | None:
+    """Why rows of different lengths cannot run one token together, or None where each gives what it gives alone."""
+    reason = why_no_rows(net)
+    if reason is not None:
+        return reason
+    name = type(net).__name__
+    ids_BS = torch.arange(2, 14, device=net.device).view(2, 6) * 7 % vocab_size
+    rows = (ids_BS[0, :4], ids_BS[1, :2])
+    with evaluation(net):
+        try:
+            alone, caches = [], []
+            for row, ids_S in enumerate(rows):
+                caches.append((HFCache(), HFCache()))
+                for cache in caches[-1]:
+                    next_logits(net, ids_S[None], cache)
+                alone.append(next_logits(net, ids_BS[row : row + 1, 5:], caches[-1][0]))
+            joined = JoinedHFCache([cache for _, cache in caches], width=3)
+            found_BV = next_logits(net, ids_BS[[0, 1, 0], 5:], joined)
+            forgotten_BV = next_logits(net, ids_BS[:, 5:], None)
+        except _REFUSALS as error:
+            said = str(error).splitlines()[0][:120] if str(error) else ""
+            return f"{name} refuses it ({type(error).__name__}: {said})"
+    alone_BV = torch.cat(alone)
+    error, effect = (found_BV[:2] - alone_BV).norm(), (forgotten_BV - alone_BV).norm()
+    if not bool(error <= _TOLERANCE * effect):
+        return f"with {name} logits are then {float(error):.3g} from those of each row alone"
     return None

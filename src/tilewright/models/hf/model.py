@@ -34,7 +34,7 @@ from tilewright.models.folder.fp8_weights import encode_folder
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import check_no_adapters
 from tilewright.models.folder.spill import spilled
-from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache
+from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments
 from tilewright.models.hf.probe import InputStyle, probe_language_model
@@ -65,6 +65,7 @@ class HFModel(nn.Module):
         self.notes: list[str] = []
         self._style: InputStyle | None = None
         self._caches: bool | None = None
+        self._joins: bool | None = None
         self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
         self._checkpoint_inputs: CheckpointInputs = "exact"
         self._from_qdata = Fp8Checkpoint(self.kernels, self._note)
@@ -150,7 +151,15 @@ class HFModel(nn.Module):
             if reason is not None:
                 self._note(f"No key/value cache: {reason}. Rows are run whole for each new token.")
             self._caches = reason is None
-        return HFCache() if self._caches else None
+        return HFCache(self._rows_join) if self._caches else None
+
+    def _rows_join(self) -> bool:
+        if self._joins is None:
+            reason = why_not_joined(self.net, self.vocab_size)
+            if reason is not None:
+                self._note(f"Rows run one after another: {reason}.")
+            self._joins = reason is None
+        return self._joins
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: HFCache | None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""

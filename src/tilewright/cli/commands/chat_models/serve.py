@@ -6,9 +6,9 @@ import click
 
 from tilewright.cli.common import verbosity
 from tilewright.cli.model_options import model_argument, model_options
-from tilewright.core.errors import HardwareError
+from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.log import say
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, parse_bytes
 
 
 @click.command()
@@ -24,10 +24,24 @@ from tilewright.core.units import format_bytes
 @click.option("--allow-host", multiple=True, help="Name that requests may have for the server, such as a proxy's.")
 @click.option("--allow-origin", multiple=True, help="Web page that may ask, such as http://localhost:3000; * for all.")
 @click.option("--api-key", envvar="TILEWRIGHT_API_KEY", default="", help="Key that clients must send. Default: none.")
-@click.option("--concurrent", default=4, show_default=True, type=click.IntRange(1), help="Answers drawn at a time.")
-@click.option("--waiting", default=32, show_default=True, type=click.IntRange(0), help="Requests that may wait.")
+@click.option("--concurrent", default=8, show_default=True, type=click.IntRange(1), help="Answers drawn at a time.")
+@click.option("--waiting", default=32, show_default=True, type=click.IntRange(0), help="Answers that may wait.")
 @click.option(
-    "--max-tokens", default=2048, show_default=True, type=click.IntRange(1), help="Maximum tokens per answer."
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum tokens per answer. Default: the model's context, and 2048 where a request does not say.",
+)
+@click.option(
+    "--cache",
+    default="",
+    help="Memory for the key/value caches of all answers, such as 4GiB. Default: half of what is free.",
+)
+@click.option(
+    "--chunk",
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of prompts that are run between two tokens of the answers that are being drawn.",
 )
 @click.option(
     "--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds per request."
@@ -50,7 +64,9 @@ def serve(
     api_key: str,
     concurrent: int,
     waiting: int,
-    max_tokens: int,
+    max_tokens: int | None,
+    cache: str,
+    chunk: int,
     timeout: float,
     max_body: int,
     **opening: Any,
@@ -73,9 +89,11 @@ def serve(
             try_="pip install 'tilewright[serve]'",
         ) from error
     from tilewright.cli.open_model import open_model
+    from tilewright.serving.batch import Batch, free_bytes
     from tilewright.serving.session import Session
     from tilewright.serving.worker import Worker
 
+    budget = _budget(cache)
     bound = bind(host, port)  # before the model is loaded, which may take minutes
     found = bound.getsockname()[1]
     if port not in (0, found):
@@ -85,7 +103,9 @@ def serve(
     if opened.chat is None:
         say("note: the model has no chat template: /v1/completions only (--chat-template gives it one)", error=True)
     limits = Limits(concurrent, waiting, max_tokens, timeout, max_body * 2**10)
-    with Worker(concurrent, waiting) as worker:
+    budget = free_bytes(session.device) // 2 if budget is None else budget
+    batch = Batch(session.model, session.device, width=concurrent, chunk=chunk, budget_bytes=budget)
+    with Worker(batch, concurrent, waiting) as worker:
         server = Server(
             *(session, opened.name, worker, limits, api_key),
             address=host,
@@ -97,6 +117,19 @@ def serve(
         def started() -> None:
             say(f"model {opened.name} at {address}{', with a key' if api_key else ''}")
             say(f"{concurrent} answers at a time, {waiting} may wait, {format_bytes(limits.body_bytes)} per request")
+            if batch.most_positions is not None:
+                say(f"caches of {format_bytes(budget)} hold {batch.most_positions:,} tokens of prompts and answers")
 
         run_server(server.app, bound, started)
     say("server ended")
+
+
+def _budget(text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(
+            "Memory for caches is not a size", got=str(error), need="a size", try_="--cache 4GiB", where="--cache"
+        ) from error

@@ -1,0 +1,119 @@
+"""Rows that are continued side by side: each begins and ends when it likes, and all take their next token together.
+
+Decoding reads all weights for each pass, so a pass of eight rows takes about as long as a pass of one. A prompt is run
+in chunks, so that rows which are being drawn wait for one chunk and not for a prompt. A row's logits do not depend on
+the others: chunks have one size, passes one width, and attention is each row's own. Where the machine's matmuls give
+equal rows equal bits, which torch's do on a CPU for one shape, they are the same bits as alone; not for layers whose
+work depends on what all rows hold together, such as a mixture of experts.
+
+Legend: B rows  S positions  V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.models.base.protocols import Model
+from tilewright.models.generate import inference
+
+CHUNK = 128
+"""Tokens of a prompt in one pass."""
+
+
+class Row:
+    """One row: its ids, and the cache of those that have run."""
+
+    def __init__(self, ids: Sequence[int], cache: Any):
+        self.ids = list(ids)
+        self.cache = cache
+        self.num_run = 0
+        """Of `ids`: those that the model has run."""
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether a part of its prompt has not run."""
+        return self.num_run < len(self.ids)
+
+
+class Rows:
+    """Rows of one model.
+
+    Args:
+        model: a causal language model.
+        device: of the model.
+        width: most rows of a pass; passes of fewer are filled up.
+        chunk: tokens of a prompt in one pass.
+
+    Example:
+        >>> from tilewright.models.build import init_weights
+        >>> from tilewright.models.decoder.config import DecoderConfig
+        >>> from tilewright.models.decoder.decoder import Decoder
+        >>> model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=4, num_layers=2))
+        >>> init_weights(model, seed=0)
+        >>> rows = Rows(model, torch.device("cpu"), width=2)
+        >>> first, second = rows.begin([1, 2, 3], 4), rows.begin([4], 4)
+        >>> rows.prefill(first).shape, rows.prefill(second).shape
+        (torch.Size([50]), torch.Size([50]))
+        >>> rows.step([first, second], [7, 8]).shape
+        torch.Size([2, 50])
+    """
+
+    def __init__(self, model: Model, device: torch.device, *, width: int = 1, chunk: int = CHUNK):
+        self._model, self._device, self.width, self.chunk = model, device, width, chunk
+
+    def begin(self, ids: Sequence[int], num_new: int) -> Row:
+        """A row with a prompt.
+
+        Args:
+            ids: at least one.
+            num_new: most tokens behind them; memory is reserved for so many.
+        """
+        with inference(self._model):
+            return Row(ids, self._model.new_cache(1, len(ids) + num_new))
+
+    def prefill(self, row: Row) -> Tensor | None:
+        """Run the next chunk of a prompt. FP32 [V] on the CPU at its end, else None."""
+        whole = row.cache is None
+        chunk = row.ids if whole else row.ids[row.num_run : row.num_run + self.chunk]
+        with inference(self._model):
+            logits_BV = self._model.next_token_logits(self._ids([chunk]), row.cache)
+        row.num_run = len(row.ids) if whole else row.num_run + len(chunk)
+        return None if row.in_prompt else logits_BV[0].cpu()
+
+    def step(self, rows: Sequence[Row], tokens: Sequence[int]) -> Tensor:
+        """Append a token to each row, whose prompts have run. FP32 logits [B, V] on the CPU of what follows."""
+        for row, token in zip(rows, tokens, strict=True):
+            row.ids.append(token)
+        joined = rows[0].cache and rows[0].cache.joined([row.cache for row in rows[1:]], self.width)
+        if joined is None:
+            logits = [self._alone(row) for row in rows]
+            return torch.stack(logits)
+        ids = [[token] for token in tokens]
+        ids += ids[:1] * (self.width - len(ids))
+        with inference(self._model):
+            logits_BV = self._model.next_token_logits(self._ids(ids), joined)
+        for row in rows:
+            row.num_run = len(row.ids)
+        return logits_BV[: len(rows)].cpu()
+
+    def bytes_per_row(self) -> tuple[float, float]:
+        """Bytes of a row's cache: constant ones, and for each position. (0, 0) for a model that keeps none."""
+        sizes, lengths = [], (8, 16)
+        for length in lengths:
+            row = self.begin([0] * length, 0)
+            if row.cache is None:
+                return 0.0, 0.0
+            self.prefill(row)
+            sizes.append(row.cache.num_bytes)
+        slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
+        return sizes[0] - slope * lengths[0], slope
+
+    def _alone(self, row: Row) -> Tensor:
+        logits_V = self.prefill(row)
+        assert logits_V is not None, "one token is one chunk"
+        return logits_V
+
+    def _ids(self, ids_BS: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(ids_BS, dtype=torch.int64, device=self._device)

@@ -1,0 +1,94 @@
+"""An answer as it grows: a token is drawn from the model's logits, and gives a piece of text or the end."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.models.rows import Rows
+from tilewright.serving.draw import AnswerSettings, Constraint, Drawer, Drawn
+from tilewright.serving.text import StopFilter, TextStream
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to an answer.
+
+    Args:
+        text: "" where the token gives none yet.
+        token: the token; None for one that ends the answer and is not part of it.
+    """
+
+    text: str
+    token: Drawn | None = None
+
+
+class AnswerStream:
+    """One answer, drawn token by token by whoever has the model's logits: `serving.batch`, or itself as an iterator.
+
+    `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
+
+    Args:
+        rows: the model, for an answer that is drawn by itself.
+        ids: of the prompt.
+        text: takes the tokens.
+        settings: how they are drawn.
+        stop: texts that end it.
+        stop_ids: tokens that end it.
+        max_tokens: of it.
+        constraint: what may be drawn; None: everything.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        ids: Sequence[int],
+        text: TextStream,
+        settings: AnswerSettings,
+        *,
+        stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        max_tokens: int,
+        constraint: Constraint | None = None,
+    ):
+        self._rows, self._text, self._stop, self._stop_ids = rows, text, StopFilter(stop), frozenset(stop_ids)
+        self._drawer = Drawer(settings, constraint)
+        self.ids, self.max_tokens = list(ids), max_tokens
+        self.num_tokens = 0
+        """Drawn so far, without the one that ends a turn."""
+        self.last = -1
+        """The token that was drawn last."""
+        self.finish_reason: str | None = None
+
+    def take(self, logits_V: Tensor) -> Piece:
+        """Draw the next token from FP32 logits on the CPU."""
+        drawn = self._drawer.draw(logits_V)
+        if drawn is None or drawn.id in self._stop_ids:
+            return Piece(self._ended("stop"))
+        self.num_tokens, self.last = self.num_tokens + 1, drawn.id
+        text = self._stop.push(self._text.push(drawn.id))
+        if self._stop.stopped:
+            self.finish_reason = "stop"
+        elif self.num_tokens == self.max_tokens:
+            text += self._ended("length")
+        return Piece(text, drawn)
+
+    def end(self) -> None:
+        """End it here: what was drawn so far is the answer."""
+        self.finish_reason = self.finish_reason or "stop"
+
+    def _ended(self, reason: str) -> str:
+        last = self._stop.push(self._text.flush())
+        last += self._stop.flush()
+        self.finish_reason = "stop" if self._stop.stopped else reason
+        return last
+
+    def __iter__(self) -> Iterator[str]:
+        """The pieces of its text, one per token, drawn as they are asked for; nothing runs before the first."""
+        row = self._rows.begin(self.ids, self.max_tokens)
+        while self.finish_reason is None:
+            logits_V = self._rows.prefill(row) if row.in_prompt else self._rows.step([row], [self.last])[0]
+            if logits_V is not None:
+                piece = self.take(logits_V)
+                if piece.text or piece.token is not None:
+                    yield piece.text

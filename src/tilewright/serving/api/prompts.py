@@ -1,0 +1,136 @@
+"""What the model is given for a request: ids, and what its answer may and will be."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.core.errors import TilewrightError
+from tilewright.serving.api.errors import ApiError
+from tilewright.serving.api.messages import NamedTool
+from tilewright.serving.api.requests import ChatRequest, TextRequest
+from tilewright.serving.api.tools import Kind, format_of
+from tilewright.serving.draw import Constraint
+from tilewright.serving.grammar import Grammars
+from tilewright.serving.session import PromptTooLongError, Session
+
+_OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
+"""Variables of a template that the request has other fields for."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of tools that an answer may have.
+
+    Args:
+        kind: how the model writes them.
+        names: of the functions.
+        only_one: at most one call.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    only_one: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Args:
+        ids: of it.
+        prefix: its text where the answer repeats it.
+        calls: of tools; None: there are none.
+        constraint: makes what one answer may be; None: everything.
+    """
+
+    ids: list[int]
+    prefix: str = ""
+    calls: Calls | None = None
+    constraint: Callable[[], Constraint] | None = None
+
+
+def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Prompt:
+    """The prompt of a conversation.
+
+    Raises:
+        ApiError: there is no template, it refuses the conversation, or it cannot do what is asked.
+    """
+    if session.chat is None:
+        what = "The model has no chat template: use /v1/completions, or start the server with --chat-template"
+        raise ApiError(400, what, code="no_chat_template")
+    variables = dict(asked.chat_template_kwargs or {})
+    for name in _OURS:
+        if name in variables:
+            what = f"chat_template_kwargs.{name}: the request has another field for it"
+            raise ApiError(400, what, f"chat_template_kwargs.{name}", "invalid_value")
+    if asked.reasoning_effort is not None:
+        variables = {"reasoning_effort": asked.reasoning_effort} | variables
+        if asked.reasoning_effort == "none":
+            variables = {"enable_thinking": False} | variables
+    tools = _tools(asked)
+    kind = format_of(session.chat.source) if tools else None
+    if tools and kind is None:
+        what = "The model's chat template takes no tools, or writes calls in a form that is not known"
+        raise ApiError(400, what, "tools", "unsupported_value")
+    if tools:
+        variables["tools"] = tools
+    ids = refused_as_400(lambda: session.chat_ids(asked.conversation(), variables), "messages")
+    if kind is None:
+        return Prompt(ids, constraint=_of_format(grammars, asked))
+    calls = Calls(kind, tuple(tool["function"]["name"] for tool in tools), asked.parallel_tool_calls is False)
+    if asked.tool_choice in (None, "auto"):
+        return Prompt(ids, calls=calls, constraint=_of_format(grammars, asked))
+    wanted = [tool for tool in tools if _is_wanted(asked.tool_choice, tool)]
+    if not wanted:
+        raise ApiError(400, "tool_choice: no tool has this name", "tool_choice", "invalid_value")
+    return Prompt(ids, "", calls, lambda: refused_as_400(lambda: grammars.of_calls(kind, wanted), "tool_choice"))
+
+
+def _tools(asked: ChatRequest) -> list[dict[str, Any]]:
+    if asked.tool_choice == "none":
+        return []
+    return [tool.to_template() for tool in asked.tools or []]
+
+
+def _is_wanted(choice: Any, tool: dict[str, Any]) -> bool:
+    return not isinstance(choice, NamedTool) or tool["function"]["name"] == choice.function.name
+
+
+def _of_format(grammars: Grammars, asked: ChatRequest) -> Callable[[], Constraint] | None:
+    schema = asked.response_format.schema_text() if asked.response_format is not None else None
+    if schema is None:
+        return None
+    return lambda: refused_as_400(lambda: grammars.of_schema(schema), "response_format")
+
+
+def text_prompts(session: Session, asked: TextRequest) -> Sequence[Prompt]:
+    """The prompts of texts.
+
+    Raises:
+        ApiError: ids that the model does not have, or a text that is none.
+    """
+    return [_text_prompt(session, prompt, bool(asked.echo)) for prompt in asked.prompts()]
+
+
+def _text_prompt(session: Session, prompt: str | list[int], echo: bool) -> Prompt:
+    if isinstance(prompt, str):
+        ids = refused_as_400(lambda: session.text_ids(prompt), "prompt")
+        if not ids:
+            raise ApiError(400, "prompt: it is empty, and the model has no token that begins a text", "prompt")
+        return Prompt(ids, prompt if echo else "")
+    if any(token >= session.tokenizer.vocab_size for token in prompt):
+        what = f"prompt: ids must be from 0 to {session.tokenizer.vocab_size - 1}"
+        raise ApiError(400, what, "prompt", "invalid_value")
+    return Prompt(prompt, session.tokenizer.decode(prompt) if echo else "")
+
+
+def refused_as_400(make: Callable[[], Any], param: str) -> Any:
+    """What `make` gives; an error of the user is status 400 with the field concerned."""
+    try:
+        return make()
+    except TilewrightError as error:
+        first = error.problems[0]
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
+        what = ": ".join(part for part in (first.what, first.got) if part)
+        hint = f"; {first.need}" if first.need else ""
+        raise ApiError(400, f"{what}{hint}", param, code) from error

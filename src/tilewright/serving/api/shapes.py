@@ -1,0 +1,100 @@
+"""The objects that a client gets: one answer, or the parts of a stream, for both kinds of requests."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.serving.api.logprobs import TokenTexts, of_chat, of_text
+from tilewright.serving.api.tools import Call
+from tilewright.serving.draw import Drawn
+
+
+@dataclass
+class Choice:
+    """One answer of a request as it is told.
+
+    Args:
+        index: among the answers of the request.
+        reason: why it ended.
+        text: all of it.
+        calls: of tools.
+        tokens: with log-probabilities.
+    """
+
+    index: int
+    reason: str | None = None
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tokens: list[Drawn] = field(default_factory=list)
+
+
+class Shape:
+    """The objects of one answer.
+
+    Args:
+        kind: "chat" or "text".
+        model: its name.
+        texts: of tokens, where log-probabilities are told; else None.
+    """
+
+    def __init__(self, kind: str, model: str, texts: TokenTexts | None):
+        self.is_chat, self._texts = kind == "chat", texts
+        name = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
+        self._head = {"id": name, "created": int(time.time()), "model": model}
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        return self._object(False) | {"choices": [self._choice(choice) for choice in choices], "usage": usage}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": choice.text}
+        if self.is_chat:
+            said = choice.text if choice.text or not choice.calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+            if choice.calls:
+                message["tool_calls"] = [call.to_json() for call in choice.calls]
+            content = {"message": message}
+        logprobs = self._logprobs(choice.tokens, 0)
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
+
+    def role(self, index: int) -> dict[str, Any]:
+        """The first part of a choice of a conversation."""
+        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
+
+    def part(self, choice: Choice, text: str, calls: Sequence[Call], tokens: Sequence[Drawn]) -> dict[str, Any]:
+        """A part of a stream; the choice's own text is what came before."""
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if calls:
+            first = len(choice.calls)
+            delta["tool_calls"] = [{"index": first + i} | call.to_json() for i, call in enumerate(calls)]
+        return self._chunk(choice.index, delta, self._logprobs(tokens, len(choice.text)), None)
+
+    def last(self, choice: Choice) -> dict[str, Any]:
+        """The last part of a choice."""
+        return self._chunk(choice.index, {}, None, choice.reason)
+
+    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last part of a stream, where it is asked for."""
+        return self._object(True) | {"choices": [], "usage": usage}
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return self._object(True) | {"choices": [choice]}
+
+    def _logprobs(self, tokens: Sequence[Drawn], offset: int) -> dict[str, Any] | None:
+        if self._texts is None:
+            return None
+        return of_chat(self._texts, tokens) if self.is_chat else of_text(self._texts, tokens, offset)
+
+    def _object(self, streamed: bool) -> dict[str, Any]:
+        chat = "chat.completion.chunk" if streamed else "chat.completion"
+        return self._head | {"object": chat if self.is_chat else "text_completion"}
+
+
+def event(value: dict[str, Any]) -> str:
+    """A part of a stream as it is sent."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

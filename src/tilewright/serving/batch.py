@@ -1,0 +1,129 @@
+"""The answers that are drawn side by side: one pass of the model gives a token of each, and prompts run between them.
+
+Memory of their key/value caches is reserved when an answer begins, for its prompt and the most that it may become, out
+of a budget: what is reserved is never more. Prompts of new answers run at most a chunk between two passes.
+"""
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from tilewright.core.hardware import detect_machine
+from tilewright.models.base.protocols import Model
+from tilewright.models.rows import Row, Rows
+from tilewright.serving.answer import AnswerStream, Piece
+
+Outcome = tuple[AnswerStream, Piece | BaseException]
+
+
+class Batch:
+    """Draws for answers of one model. All methods but `fits` are called in one thread.
+
+    Args:
+        model: in evaluation mode.
+        device: of the model.
+        width: most answers at a time.
+        chunk: tokens of prompts that run between two tokens of the others.
+        budget_bytes: of all caches.
+    """
+
+    def __init__(self, model: Model, device: torch.device, *, width: int, chunk: int, budget_bytes: int):
+        self._rows = Rows(model, device, width=width, chunk=chunk)
+        self._chunk, self.budget_bytes = chunk, budget_bytes
+        self._fixed, self._per_position = self._rows.bytes_per_row()
+        self._begun: dict[AnswerStream, Row] = {}
+        self._reserved: dict[AnswerStream, float] = {}
+
+    @property
+    def most_positions(self) -> int | None:
+        """Tokens of prompt and answer that a single answer may have at most; None: any number."""
+        if not self._per_position:
+            return None
+        return max(0, int((self.budget_bytes - self._fixed) / self._per_position))
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Of the answers that have begun."""
+        return sum(self._reserved.values())
+
+    def fits(self, positions: int) -> bool:
+        """Whether an answer of so many positions, prompt included, can ever be drawn."""
+        return self._bytes(positions) <= self.budget_bytes
+
+    def begin(self, answer: AnswerStream) -> bool:
+        """Reserve an answer's memory; False where there is none now."""
+        size = self._bytes(len(answer.ids) + answer.max_tokens)
+        if self._reserved and self.reserved_bytes + size > self.budget_bytes:
+            return False
+        self._reserved[answer] = size
+        return True
+
+    def end(self, answer: AnswerStream) -> None:
+        """Free an answer's memory."""
+        self._begun.pop(answer, None)
+        self._reserved.pop(answer, None)
+
+    def step(self, answers: Sequence[AnswerStream]) -> list[Outcome]:
+        """A token of each answer whose prompt has run, and a chunk of prompts of the others.
+
+        Returns:
+            Pieces of answers, or what went wrong with them. An error of one answer's own draw is its own; one of the
+            model's pass is that of all answers in it.
+        """
+        drawing = [answer for answer in answers if answer in self._begun and not self._begun[answer].in_prompt]
+        outcomes = self._draw(drawing) if drawing else []
+        left = self._chunk
+        for answer in answers:
+            while answer not in self._begun or self._begun[answer].in_prompt:
+                size = self._next_size(answer)
+                if size > left and left < self._chunk:
+                    return outcomes
+                left -= size
+                outcome = self._run_prompt(answer)
+                if outcome is not None:
+                    outcomes.append((answer, outcome))
+                    break
+        return outcomes
+
+    def _draw(self, answers: Sequence[AnswerStream]) -> list[Outcome]:
+        try:
+            logits_BV = self._rows.step(
+                [self._begun[answer] for answer in answers], [answer.last for answer in answers]
+            )
+        except Exception as error:  # noqa: BLE001  handed to those who wait for the answers
+            return [(answer, error) for answer in answers]
+        return [(answer, _taken(answer, logits_V)) for answer, logits_V in zip(answers, logits_BV, strict=True)]
+
+    def _next_size(self, answer: AnswerStream) -> int:
+        row = self._begun.get(answer)
+        return min(self._chunk, len(answer.ids) if row is None else len(row.ids) - row.num_run)
+
+    def _run_prompt(self, answer: AnswerStream) -> Piece | BaseException | None:
+        try:
+            if answer not in self._begun:
+                self._begun[answer] = self._rows.begin(answer.ids, answer.max_tokens)
+            logits_V = self._rows.prefill(self._begun[answer])
+        except Exception as error:  # noqa: BLE001  handed to the one who waits for the answer
+            return error
+        return None if logits_V is None else _taken(answer, logits_V)
+
+    def _bytes(self, positions: int) -> float:
+        return self._fixed + self._per_position * positions
+
+
+def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> Piece | BaseException:
+    try:
+        return answer.take(logits_V)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  a panic of a tokenizer or a grammar derives from it
+        return error
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free where a model's caches are."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    own = psutil.Process().memory_info().rss
+    return min(psutil.virtual_memory().available, detect_machine("cpu").host_memory_bytes - own)

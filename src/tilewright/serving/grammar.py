@@ -1,0 +1,140 @@
+"""Answers whose text keeps to a JSON schema, or is a call of a tool: `llguidance` says which tokens may come next.
+
+The package is an extra of its own (`grammar`). Without it requests that need it are refused in words.
+
+Legend: V vocabulary.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import ConfigError, DataError
+from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.serving.api.tools import Kind
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line: a model that may write white space may do so for ever."""
+
+
+class GrammarError(Exception):
+    """A grammar took more work than the library allows for a token."""
+
+
+class Constraint:
+    """What one answer may continue with. Implements `draw.Constraint`.
+
+    Args:
+        matcher: of llguidance, at the beginning of a text.
+    """
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def allowed(self, vocab_size: int) -> Tensor | None:
+        """bool [V]; None where the text is complete."""
+        if self._matcher.is_stopped():
+            self._check()
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        allowed = np.zeros(vocab_size, dtype=bool)
+        found = np.unpackbits(bits, bitorder="little")[:vocab_size]
+        allowed[: len(found)] = found
+        return torch.from_numpy(allowed)
+
+    def take(self, token: int) -> None:
+        """The token that was drawn."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error()[:200])
+
+
+class Grammars:
+    """Makes constraints for the answers of one model.
+
+    Args:
+        tokenizer: of the model.
+        stop_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]):
+        self._tokenizer, self._stop_ids = tokenizer, list(stop_ids)
+
+    def of_schema(self, schema: Mapping[str, Any]) -> Constraint:
+        """JSON that a schema describes.
+
+        Raises:
+            ConfigError: the package is not there.
+            DataError: it is no schema, or one that the package does not know.
+        """
+        text = json.dumps(dict(schema))
+        return self._constraint(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT))
+
+    def of_calls(self, kind: Kind, tools: Sequence[Mapping[str, Any]]) -> Constraint:
+        """One call of one of some tools, its arguments as its schema describes them.
+
+        Args:
+            kind: how calls are written.
+            tools: as templates have them.
+
+        Raises:
+            ConfigError: the package is not there.
+            DataError: parameters that are no schema, or one that the package does not know.
+        """
+        functions = [tool["function"] for tool in tools]
+        names = " | ".join(f"call_{i}" for i in range(len(functions)))
+        begin, end, key = self._around(kind)
+        rules = [f"start: {begin} ({names}) {end}"]
+        for i, function in enumerate(functions):
+            head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
+            schema = json.dumps(dict(function["parameters"]) | {"x-guidance": _COMPACT})
+            rules.append(f'call_{i}: {head} args_{i} "}}"\nargs_{i}: %json {schema}')
+        return self._constraint(self._library.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+    def _around(self, kind: Kind) -> tuple[str, str, str]:
+        if kind == "hermes":
+            return json.dumps("<tool_call>\n"), json.dumps("\n</tool_call>"), "arguments"
+        if kind == "mistral":
+            token = self._tokenizer.backend.token_to_id("[TOOL_CALLS]")
+            begin = json.dumps("[TOOL_CALLS]") if token is None else f"<[{token}]>"
+            return f"{begin} {json.dumps('[')}", json.dumps("]"), "arguments"
+        return "", "", "parameters"
+
+    def _constraint(self, grammar: str) -> Constraint:
+        message = self._library.LLMatcher.validate_grammar(grammar, self._ll_tokenizer)
+        matcher = self._library.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        if message or matcher.is_error():
+            raise DataError(
+                "JSON schema cannot be followed",
+                got=(message or matcher.get_error()).strip()[:300],
+                need="a schema of the kinds that llguidance knows",
+                try_="a simpler schema",
+            )
+        return Constraint(matcher)
+
+    @cached_property
+    def _library(self) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError(
+                "Answers in a given form need the package llguidance",
+                got=str(error),
+                need="the extra `grammar` where the server runs",
+                try_="pip install 'tilewright[grammar]'",
+            ) from error
+        return llguidance
+
+    @cached_property
+    def _ll_tokenizer(self) -> Any:
+        text = self._tokenizer.backend.to_str()
+        return self._library.LLTokenizer(text, n_vocab=self._tokenizer.vocab_size, eos_token=self._stop_ids)
