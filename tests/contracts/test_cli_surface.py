@@ -77,8 +77,8 @@ SURFACE = {
     "serve": [
         "--allow-host",
         "--allow-origin",
-        *("--api-key", "--chat-template", "--concurrent", "--device", "--dtype", "--help", "--host", "--max-body"),
-        *("--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
+        *("--api-key", "--cache", "--chat-template", "--chunk", "--concurrent", "--device", "--dtype", "--help"),
+        *("--host", "--max-body", "--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
     ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
