@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.models.shapes import SHAPES, make_decoder
 from tests.models.test_cache import hf_model
-from tilewright.models.rows import Rows
+from tilewright.models.rows import RowBatch
 
 CPU = torch.device("cpu")
 HF = ("llama", "qwen3", "gemma2", "gpt2")
@@ -15,7 +15,7 @@ HF = ("llama", "qwen3", "gemma2", "gpt2")
 
 def alone(model, ids, tokens, width, chunk):
     """Logits after a prompt and after each token, of a row by itself."""
-    rows = Rows(model, CPU, width=width, chunk=chunk)
+    rows = RowBatch(model, CPU, width=width, chunk=chunk)
     row = rows.begin(ids, len(tokens))
     found = []
     while row.in_prompt:
@@ -25,7 +25,7 @@ def alone(model, ids, tokens, width, chunk):
 
 def check(model, plans, width, chunk, compare):
     """Rows begin at the steps that `plans` say, and leave after their tokens; (start, prompt, tokens) each."""
-    rows = Rows(model, CPU, width=width, chunk=chunk)
+    rows = RowBatch(model, CPU, width=width, chunk=chunk)
     begun, found = {}, {i: [] for i in range(len(plans))}
     for step in range(max(start + len(tokens) for start, _, tokens in plans) + 1):
         drawing = [i for i in begun if len(found[i]) <= len(plans[i][2])]
@@ -102,7 +102,7 @@ def test_a_mixture_of_experts_is_near():
 @pytest.mark.parametrize("make", [lambda: make_decoder("mla"), lambda: hf_model("llama")])
 def test_bytes_of_a_row_are_those_that_it_takes(make):
     model = make().eval()
-    rows = Rows(model, CPU)
+    rows = RowBatch(model, CPU)
     fixed, each = rows.bytes_per_row()
     row = rows.begin([1] * 20, 0)
     rows.prefill(row)

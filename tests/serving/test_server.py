@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.models.sampling import Sampling
-from tilewright.serving.answer import Piece
+from tilewright.serving.answer import AnswerPiece
 from tilewright.serving.app import Limits
 from tilewright.serving.draw import AnswerSettings
 
@@ -204,4 +204,6 @@ class Slow:
         slow = [answer for answer in answers if answer.max_tokens > 100]
         if slow:
             time.sleep(0.02)
-        return [(answer, Piece("")) for answer in slow] + self._draws.step([one for one in answers if one not in slow])
+        return [(answer, AnswerPiece("")) for answer in slow] + self._draws.step(
+            [one for one in answers if one not in slow]
+        )

@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from tilewright.serving.answer import Piece
+from tilewright.serving.answer import AnswerPiece
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
 
 
@@ -39,10 +39,10 @@ class Turns:
 
     def draw(self, answer):
         try:
-            return Piece(next(answer.texts))
+            return AnswerPiece(next(answer.texts))
         except StopIteration:
             answer.finish_reason = "stop"
-            return Piece("")
+            return AnswerPiece("")
         except ArithmeticError as error:
             return error
 

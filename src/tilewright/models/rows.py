@@ -37,7 +37,7 @@ class Row:
         return self.num_run < len(self.ids)
 
 
-class Rows:
+class RowBatch:
     """Rows of one model.
 
     Args:
@@ -52,7 +52,7 @@ class Rows:
         >>> from tilewright.models.decoder.decoder import Decoder
         >>> model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=4, num_layers=2))
         >>> init_weights(model, seed=0)
-        >>> rows = Rows(model, torch.device("cpu"), width=2)
+        >>> rows = RowBatch(model, torch.device("cpu"), width=2)
         >>> first, second = rows.begin([1, 2, 3], 4), rows.begin([4], 4)
         >>> rows.prefill(first).shape, rows.prefill(second).shape
         (torch.Size([50]), torch.Size([50]))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilewright.models.rows import Rows
+from tilewright.models.rows import RowBatch
 from tilewright.serving.draw import AnswerSettings, Constraint, Drawer, Drawn
 from tilewright.serving.text import StopFilter, TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """What one token adds to an answer.
 
     Args:
@@ -41,7 +41,7 @@ class AnswerStream:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowBatch,
         ids: Sequence[int],
         text: TextStream,
         settings: AnswerSettings,
@@ -60,18 +60,18 @@ class AnswerStream:
         """The token that was drawn last."""
         self.finish_reason: str | None = None
 
-    def take(self, logits_V: Tensor) -> Piece:
+    def take(self, logits_V: Tensor) -> AnswerPiece:
         """Draw the next token from FP32 logits on the CPU."""
         drawn = self._drawer.draw(logits_V)
         if drawn is None or drawn.id in self._stop_ids:
-            return Piece(self._ended("stop"))
+            return AnswerPiece(self._ended("stop"))
         self.num_tokens, self.last = self.num_tokens + 1, drawn.id
         text = self._stop.push(self._text.push(drawn.id))
         if self._stop.stopped:
             self.finish_reason = "stop"
         elif self.num_tokens == self.max_tokens:
             text += self._ended("length")
-        return Piece(text, drawn)
+        return AnswerPiece(text, drawn)
 
     def end(self) -> None:
         """End it here: what was drawn so far is the answer."""

@@ -25,9 +25,8 @@ from tilewright.core.web_origin import own_names, why_not
 from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.logprobs import TokenTexts
 from tilewright.serving.api.prompts import Prompt, chat_prompt, refused_as_400, text_prompts
-from tilewright.serving.api.reply import CLOSED, Part, Reply
-from tilewright.serving.api.requests import ChatRequest, TextRequest, parse
-from tilewright.serving.api.requests import Request as AnyRequest
+from tilewright.serving.api.reply import CLOSED, Reply, ReplyPart
+from tilewright.serving.api.requests import ApiRequest, ChatRequest, TextRequest, parse
 from tilewright.serving.api.shapes import Shape
 from tilewright.serving.api.tools import MISTRAL_TOKENS, CallParser
 from tilewright.serving.draw import AnswerSettings
@@ -197,7 +196,7 @@ class Server:
             raise ApiError(404, what, "model", "model_not_found")
 
     async def _answer(
-        self, request: Request, asked: AnyRequest, shape: str, prepare: Callable[[], Sequence[Prompt]]
+        self, request: Request, asked: ApiRequest, shape: str, prepare: Callable[[], Sequence[Prompt]]
     ) -> Response:
         prompts = await asyncio.to_thread(prepare)
         parts = await asyncio.to_thread(self._parts, asked, prompts, shape == "chat")
@@ -209,7 +208,7 @@ class Server:
             return await reply.whole()
         return await reply.stream(bool(asked.stream_options and asked.stream_options.include_usage))
 
-    def _parts(self, asked: AnyRequest, prompts: Sequence[Prompt], is_chat: bool) -> list[Part]:
+    def _parts(self, asked: ApiRequest, prompts: Sequence[Prompt], is_chat: bool) -> list[ReplyPart]:
         """The answers of a request: `n` to each prompt."""
         choices = asked.n or 1
         most = self.worker.concurrent + self.worker.waiting
@@ -220,7 +219,7 @@ class Server:
             raise ApiError(400, what, "logit_bias", "invalid_value")
         return [self._part(asked, prompt, i, is_chat) for prompt in prompts for i in range(choices)]
 
-    def _part(self, asked: AnyRequest, prompt: Prompt, choice: int, is_chat: bool) -> Part:
+    def _part(self, asked: ApiRequest, prompt: Prompt, choice: int, is_chat: bool) -> ReplyPart:
         settings = AnswerSettings(
             self._num_tokens(asked, len(prompt.ids)),
             asked.sampling(),
@@ -240,9 +239,9 @@ class Server:
         )
         parser = None if calls is None else CallParser(calls.kind, calls.names)
         one_call = calls is not None and calls.only_one
-        return Part(answer, prompt.prefix, parser, one_call, asked.num_top() is not None)
+        return ReplyPart(answer, prompt.prefix, parser, one_call, asked.num_top() is not None)
 
-    def _num_tokens(self, asked: AnyRequest, num_prompt: int) -> int:
+    def _num_tokens(self, asked: ApiRequest, num_prompt: int) -> int:
         """The most tokens of an answer: as asked for, else as many as the server gives, and memory has room for."""
         tokens, field = asked.asked_tokens()
         most = self.worker.draws.most_positions

@@ -11,10 +11,10 @@ import torch
 
 from tilewright.core.hardware import detect_machine
 from tilewright.models.base.protocols import Model
-from tilewright.models.rows import Row, Rows
-from tilewright.serving.answer import AnswerStream, Piece
+from tilewright.models.rows import Row, RowBatch
+from tilewright.serving.answer import AnswerPiece, AnswerStream
 
-Outcome = tuple[AnswerStream, Piece | BaseException]
+Outcome = tuple[AnswerStream, AnswerPiece | BaseException]
 
 
 class Batch:
@@ -29,7 +29,7 @@ class Batch:
     """
 
     def __init__(self, model: Model, device: torch.device, *, width: int, chunk: int, budget_bytes: int):
-        self._rows = Rows(model, device, width=width, chunk=chunk)
+        self._rows = RowBatch(model, device, width=width, chunk=chunk)
         self._chunk, self.budget_bytes = chunk, budget_bytes
         self._fixed, self._per_position = self._rows.bytes_per_row()
         self._begun: dict[AnswerStream, Row] = {}
@@ -99,7 +99,7 @@ class Batch:
         row = self._begun.get(answer)
         return min(self._chunk, len(answer.ids) if row is None else len(row.ids) - row.num_run)
 
-    def _run_prompt(self, answer: AnswerStream) -> Piece | BaseException | None:
+    def _run_prompt(self, answer: AnswerStream) -> AnswerPiece | BaseException | None:
         try:
             if answer not in self._begun:
                 self._begun[answer] = self._rows.begin(answer.ids, answer.max_tokens)
@@ -112,7 +112,7 @@ class Batch:
         return self._fixed + self._per_position * positions
 
 
-def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> Piece | BaseException:
+def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> AnswerPiece | BaseException:
     try:
         return answer.take(logits_V)
     except (KeyboardInterrupt, SystemExit):

@@ -26,7 +26,7 @@ class GrammarError(Exception):
     """A grammar took more work than the library allows for a token."""
 
 
-class Constraint:
+class GrammarConstraint:
     """What one answer may continue with. Implements `draw.Constraint`.
 
     Args:
@@ -69,7 +69,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]):
         self._tokenizer, self._stop_ids = tokenizer, list(stop_ids)
 
-    def of_schema(self, schema: Mapping[str, Any]) -> Constraint:
+    def of_schema(self, schema: Mapping[str, Any]) -> GrammarConstraint:
         """JSON that a schema describes.
 
         Raises:
@@ -79,7 +79,7 @@ class Grammars:
         text = json.dumps(dict(schema))
         return self._constraint(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT))
 
-    def of_calls(self, kind: Kind, tools: Sequence[Mapping[str, Any]]) -> Constraint:
+    def of_calls(self, kind: Kind, tools: Sequence[Mapping[str, Any]]) -> GrammarConstraint:
         """One call of one of some tools, its arguments as its schema describes them.
 
         Args:
@@ -109,7 +109,7 @@ class Grammars:
             return f"{begin} {json.dumps('[')}", json.dumps("]"), "arguments"
         return "", "", "parameters"
 
-    def _constraint(self, grammar: str) -> Constraint:
+    def _constraint(self, grammar: str) -> GrammarConstraint:
         message = self._library.LLMatcher.validate_grammar(grammar, self._ll_tokenizer)
         matcher = self._library.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if message or matcher.is_error():
@@ -119,7 +119,7 @@ class Grammars:
                 need="a schema of the kinds that llguidance knows",
                 try_="a simpler schema",
             )
-        return Constraint(matcher)
+        return GrammarConstraint(matcher)
 
     @cached_property
     def _library(self) -> Any:

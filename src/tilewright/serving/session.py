@@ -13,7 +13,7 @@ from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.template import NO_VARIABLES, ChatError, ChatTemplate, Message
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
-from tilewright.models.rows import Rows
+from tilewright.models.rows import RowBatch
 from tilewright.serving.answer import AnswerStream
 from tilewright.serving.draw import AnswerSettings, Constraint
 from tilewright.serving.messages import check_messages, check_text
@@ -139,7 +139,7 @@ class Session:
         # An answer is a text of its own; what continues a text keeps the space before its first word.
         text = TextStream(keeping(self.tokenizer, keep), () if turn else ids)
         return AnswerStream(
-            *(Rows(self.model, self.device), ids, text, settings),
+            *(RowBatch(self.model, self.device), ids, text, settings),
             stop=stop, stop_ids=stop_ids, max_tokens=num_tokens, constraint=constraint,
         )  # fmt: skip
 

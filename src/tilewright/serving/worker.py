@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tilewright.core.log import get_logger
-from tilewright.serving.answer import AnswerStream, Piece
+from tilewright.serving.answer import AnswerPiece, AnswerStream
 
-Emit = Callable[[Piece | None, BaseException | None], None]
+Emit = Callable[[AnswerPiece | None, BaseException | None], None]
 """Takes a piece; (None, None) at the end, (None, error) where the draw failed or was stopped."""
 
 
@@ -38,7 +38,7 @@ class Draws(Protocol):
 
     def begin(self, answer: AnswerStream) -> bool: ...
 
-    def step(self, answers: Sequence[AnswerStream]) -> list[tuple[AnswerStream, Piece | BaseException]]: ...
+    def step(self, answers: Sequence[AnswerStream]) -> list[tuple[AnswerStream, AnswerPiece | BaseException]]: ...
 
     def end(self, answer: AnswerStream) -> None: ...
 
@@ -144,7 +144,7 @@ class Worker:
         for answer, outcome in self.draws.step(list(drawn)):
             job = drawn[answer]
             job.begun = True
-            if not isinstance(outcome, Piece):
+            if not isinstance(outcome, AnswerPiece):
                 get_logger(__name__).error("an answer failed", exc_info=outcome)
                 job.emit(None, outcome)
                 ended.append(job)

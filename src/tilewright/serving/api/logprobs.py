@@ -26,7 +26,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._byte_level = "ByteLevel" in type(tokenizer.backend.decoder).__name__ or _decodes_bytes(tokenizer)
+        self._byte_level = _decodes_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
         """Its text; the name of a special token; replacement characters where it is a part of a character."""

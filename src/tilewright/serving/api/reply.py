@@ -11,21 +11,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tilewright.serving.answer import AnswerStream, Piece
+from tilewright.serving.answer import AnswerPiece, AnswerStream
 from tilewright.serving.api.errors import ApiError
-from tilewright.serving.api.shapes import Choice, Shape, event
-from tilewright.serving.api.tools import Call, CallParser, Said
+from tilewright.serving.api.shapes import Shape, Told, event
+from tilewright.serving.api.tools import CallParser, FunctionCall, Said
 from tilewright.serving.draw import Drawn
 from tilewright.serving.grammar import GrammarError
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
 
 CLOSED = 499
 """What proxies log where the client left; nobody reads it."""
-_Item = tuple[int, Piece | None, BaseException | None]
+_Item = tuple[int, AnswerPiece | None, BaseException | None]
 
 
 @dataclass
-class Part:
+class ReplyPart:
     """One answer of a request.
 
     Args:
@@ -48,7 +48,7 @@ class News:
     """What a piece adds to an answer."""
 
     text: str
-    calls: list[Call]
+    calls: list[FunctionCall]
     tokens: list[Drawn]
 
 
@@ -65,11 +65,17 @@ class Reply:
     """
 
     def __init__(
-        self, request: Request, worker: Worker, parts: Sequence[Part], shape: Shape, seconds: float, num_prompt: int
+        self,
+        request: Request,
+        worker: Worker,
+        parts: Sequence[ReplyPart],
+        shape: Shape,
+        seconds: float,
+        num_prompt: int,
     ):
         self._request, self._parts, self._shape, self._num_prompt = request, parts, shape, num_prompt
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
-        self._choices = [Choice(i) for i in range(len(parts))]
+        self._choices = [Told(i) for i in range(len(parts))]
         self._open = set(range(len(parts)))
         self._jobs = [Job(part.answer, self._emit(i), seconds) for i, part in enumerate(parts)]
         try:
@@ -146,7 +152,7 @@ class Reply:
         tokens = [piece.token] if part.tells_tokens and piece is not None and piece.token is not None else []
         return index, News(prefix + said.text, said.calls, tokens)
 
-    def _said(self, part: Part, piece: Piece | None) -> Said:
+    def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> Said:
         if part.parser is None:
             return Said("" if piece is None else piece.text)
         return part.parser.flush() if piece is None else part.parser.push(piece.text)
@@ -160,7 +166,7 @@ class Reply:
     def _emit(self, index: int) -> Any:
         loop = asyncio.get_running_loop()
 
-        def emit(piece: Piece | None, error: BaseException | None) -> None:
+        def emit(piece: AnswerPiece | None, error: BaseException | None) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._items.put_nowait, (index, piece, error))
 

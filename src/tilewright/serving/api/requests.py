@@ -47,7 +47,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
-class Request(Strict):
+class ApiRequest(Strict):
     """What both kinds of requests have."""
 
     model: str
@@ -66,7 +66,7 @@ class Request(Strict):
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _streams(self) -> "Request":
+    def _streams(self) -> "ApiRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream = true")
         return self
@@ -128,7 +128,7 @@ class ResponseFormat(Strict):
         return self.json_schema.json_schema or {"type": "object"}
 
 
-class ChatRequest(Request):
+class ChatRequest(ApiRequest):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -157,7 +157,7 @@ class ChatRequest(Request):
         return self.max_tokens, "max_tokens"
 
     def num_top(self) -> int | None:
-        """See `Request.num_top`."""
+        """See `ApiRequest.num_top`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class ChatRequest(Request):
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class TextRequest(Request):
+class TextRequest(ApiRequest):
     """Of /v1/completions. A prompt is one text, or the ids of one; there may be a list of them."""
 
     prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=_MOST_CHOICES)]
@@ -194,11 +194,11 @@ class TextRequest(Request):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def num_top(self) -> int | None:
-        """See `Request.num_top`."""
+        """See `ApiRequest.num_top`."""
         return self.logprobs
 
 
-def parse(body: bytes, kind: type[Request]) -> Any:
+def parse(body: bytes, kind: type[ApiRequest]) -> Any:
     """A request from a body.
 
     Raises:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.serving.api.logprobs import TokenTexts, of_chat, of_text
-from tilewright.serving.api.tools import Call
+from tilewright.serving.api.tools import FunctionCall
 from tilewright.serving.draw import Drawn
 
 
 @dataclass
-class Choice:
+class Told:
     """One answer of a request as it is told.
 
     Args:
@@ -27,7 +27,7 @@ class Choice:
     index: int
     reason: str | None = None
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
     tokens: list[Drawn] = field(default_factory=list)
 
 
@@ -45,11 +45,11 @@ class Shape:
         name = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Told], usage: dict[str, int]) -> dict[str, Any]:
         """An answer that is not streamed."""
         return self._object(False) | {"choices": [self._choice(choice) for choice in choices], "usage": usage}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Told) -> dict[str, Any]:
         content: dict[str, Any] = {"text": choice.text}
         if self.is_chat:
             said = choice.text if choice.text or not choice.calls else None
@@ -64,7 +64,7 @@ class Shape:
         """The first part of a choice of a conversation."""
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
-    def part(self, choice: Choice, text: str, calls: Sequence[Call], tokens: Sequence[Drawn]) -> dict[str, Any]:
+    def part(self, choice: Told, text: str, calls: Sequence[FunctionCall], tokens: Sequence[Drawn]) -> dict[str, Any]:
         """A part of a stream; the choice's own text is what came before."""
         delta: dict[str, Any] = {"content": text} if text or not calls else {}
         if calls:
@@ -72,7 +72,7 @@ class Shape:
             delta["tool_calls"] = [{"index": first + i} | call.to_json() for i, call in enumerate(calls)]
         return self._chunk(choice.index, delta, self._logprobs(tokens, len(choice.text)), None)
 
-    def last(self, choice: Choice) -> dict[str, Any]:
+    def last(self, choice: Told) -> dict[str, Any]:
         """The last part of a choice."""
         return self._chunk(choice.index, {}, None, choice.reason)
 

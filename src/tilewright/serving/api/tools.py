@@ -22,7 +22,7 @@ MISTRAL_TOKENS = (_MISTRAL, _ARGS)
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """One call.
 
     Args:
@@ -61,7 +61,7 @@ class Said:
     """What a piece of text adds: text that is none of a call, and calls that are complete."""
 
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
 
 
 class CallParser:
@@ -149,10 +149,10 @@ class CallParser:
         text, self._held = self._held[:end], self._held[end:]
         return Said(text)
 
-    def _mistral(self, held: str) -> list[Call]:
+    def _mistral(self, held: str) -> list[FunctionCall]:
         if not held.startswith(_MISTRAL):
             return []
-        found: list[Call] = []
+        found: list[FunctionCall] = []
         for part in held.split(_MISTRAL)[1:]:
             name, args, arguments = part.partition(_ARGS)
             new = (
@@ -163,11 +163,11 @@ class CallParser:
             found += new
         return found
 
-    def _calls(self, text: str) -> list[Call]:
+    def _calls(self, text: str) -> list[FunctionCall]:
         value = _json(text)
         return self._made(value if isinstance(value, list) else [value])
 
-    def _objects(self, text: str) -> list[Call]:
+    def _objects(self, text: str) -> list[FunctionCall]:
         """A list of calls, or calls separated by `;`."""
         text = text.strip().removeprefix("<|python_tag|>")
         value = _json(text)
@@ -183,14 +183,14 @@ class CallParser:
             text = text[end:]
         return self._made(values)
 
-    def _made(self, values: Sequence[Any]) -> list[Call]:
+    def _made(self, values: Sequence[Any]) -> list[FunctionCall]:
         calls = []
         for value in values:
             if not isinstance(value, dict) or value.get("name") not in self._names:
                 return []
             arguments = value.get("arguments", value.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append(Call(value["name"], text, self._new_id()))
+            calls.append(FunctionCall(value["name"], text, self._new_id()))
         return calls
 
     def _new_id(self) -> str:
