@@ -3,14 +3,16 @@
 Used by `tilewright chat` and by the server alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.chat.template import NO_VARIABLES, ChatError, ChatTemplate, Message
+from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.template import ChatTemplate, Message
+from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.models.rows import RowBatch
@@ -42,12 +44,12 @@ class Session:
     device: torch.device
     max_positions: int | None = None
 
-    def chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], given: TemplateArguments = NO_ARGUMENTS) -> list[int]:
         """The ids that an answer to a conversation follows.
 
         Args:
             messages: the conversation.
-            variables: what the template is given beside it, such as `tools` and `enable_thinking`.
+            given: what the template gets beside it.
 
         Raises:
             ConfigError: there is no template.
@@ -57,7 +59,7 @@ class Session:
         template = self.template()
         check_messages(messages)
         try:
-            return template.encode(messages, add_generation_prompt=True, variables=variables)
+            return template.encode(messages, add_generation_prompt=True, given=given)
         except ChatError as error:
             roles = ", ".join(str(message["role"]) for message in messages[:20])
             raise DataError(

@@ -3,7 +3,6 @@
 `message.model_dump()` of the `openai` package has all fields, most of them None; `None` is the same as absent.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -37,12 +36,8 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
 
     def to_template(self) -> dict[str, Any]:
-        """Arguments as an object, which templates write as JSON themselves; text that is none stays as it is."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except ValueError:
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+        """As templates know it, which are given arguments as an object or as text, whichever they take."""
+        return {"name": self.name, "arguments": self.arguments or "{}"}
 
 
 class ToolCall(Strict):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.errors import TilewrightError
+from tilewright.data.chat.tools import TemplateArguments
 from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.messages import NamedTool
 from tilewright.serving.api.requests import ChatRequest, TextRequest
@@ -72,9 +73,8 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
     if tools and kind is None:
         what = "The model's chat template takes no tools, or writes calls in a form that is not known"
         raise ApiError(400, what, "tools", "unsupported_value")
-    if tools:
-        variables["tools"] = tools
-    ids = refused_as_400(lambda: session.chat_ids(asked.conversation(), variables), "messages")
+    given = TemplateArguments(tools, variables)
+    ids = refused_as_400(lambda: session.chat_ids(asked.conversation(), given), "messages")
     if kind is None:
         return Prompt(ids, constraint=_of_format(grammars, asked))
     calls = Calls(kind, tuple(tool["function"]["name"] for tool in tools), asked.parallel_tool_calls is False)
