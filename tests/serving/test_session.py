@@ -36,7 +36,7 @@ def test_a_greedy_answer_is_that_of_transformers(folder, session):
     whole = net.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0, len(ids) :]
     answer = session.answer(ids, AnswerSettings(24, Sampling(0)), turn=True)
     tokens = whole.tolist()
-    ends = [i for i, token in enumerate(tokens) if token in session.template().stop_ids]
+    ends = [i for i, token in enumerate(tokens) if token in session.template().stops.ids]
     assert "".join(answer) == session.tokenizer.decode(tokens[: ends[0]] if ends else tokens)
     assert answer.finish_reason == ("stop" if ends else "length")
 

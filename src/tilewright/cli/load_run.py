@@ -16,7 +16,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
+from tilewright.data.common.tokenizer_folder import declared_stops
 from tilewright.models.base.protocols import Model
+from tilewright.models.folder.resolve import local_folder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
@@ -52,6 +54,8 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened
     machine = detect_machine(device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     tokenizer = load_tokenizer(run / "tokenizer.json")
+    if recipe.model.weights == "load":  # a run that is older than its generation_config.json
+        tokenizer = tokenizer.stopping_at(declared_stops(Path(local_folder(recipe.model.path)).expanduser()))
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
     plain = recipe.model_copy(update={"model": section})
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)

@@ -36,6 +36,7 @@ from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.lora.peft_io import CONFIG as ADAPTER
 from tilewright.precision.lora.peft_io import load_adapter
+from tilewright.training.components.tokenizer_files import template_folder
 
 Dtype = Literal["auto", "bf16", "fp32"]
 _SHORT_CODES = ("BF16", "F8_E4M3")
@@ -112,7 +113,7 @@ def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
     files = Path(local_folder(section.path)).expanduser() if section.weights == "load" else None
     if files is not None:
         limit = max(limit, _max_positions(files) or 0)
-    chat = _chat(run, opened.tokenizer, template)
+    chat = _chat(template_folder(opened.recipe, run) or run, opened.tokenizer, template)
     name = run.resolve().name
     return OpenModel(
         name, opened.model, opened.tokenizer, chat, opened.device, limit, opened.recipe, opened.checkpoint, files
@@ -158,7 +159,7 @@ def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> Ope
     opened = open_model(pinned, device=device, dtype=dtype, chat_template="")
     load_adapter(opened.model, folder, "keep")
     own = (folder / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(folder) if own else opened.tokenizer
+    tokenizer = load_tokenizer(folder).stopping_at(opened.tokenizer.stop_ids) if own else opened.tokenizer
     chat = _chat(folder, tokenizer, template) or opened.chat
     name = folder.resolve().name
     files = folder if own else opened.files

@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness on a model, or on that of a run and the one that it began with."""
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +115,7 @@ def _chat(opened: "OpenModel", name: str) -> "ChatTemplate":
 
 
 def _adapter(opened: "OpenModel", chat: "ChatTemplate | None", options: TaskOptions) -> "TilewrightLM":
+    from tilewright.data.chat.template import stops_of
     from tilewright.integrations.lm_eval.model import TilewrightLM
     from tilewright.integrations.lm_eval.text import TextCodec
 
@@ -125,19 +125,10 @@ def _adapter(opened: "OpenModel", chat: "ChatTemplate | None", options: TaskOpti
         device=opened.device,
         max_length=opened.max_positions or _LENGTH,
         batch_size=options.batch_size,
-        stop_ids=[*_stop_ids(opened.files), *(chat.stop_ids if chat else ())],
+        stop_ids=stops_of(opened.tokenizer, opened.chat).ids,
         chat=chat,
         name=opened.name,
     )
-
-
-def _stop_ids(folder: Path | None) -> list[int]:
-    """Ids that end an answer, as generation_config.json beside the weights has them."""
-    file = folder / "generation_config.json" if folder else None
-    if file is None or not file.is_file():
-        return []
-    ids = json.loads(file.read_bytes()).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _require_harness() -> None:

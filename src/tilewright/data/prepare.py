@@ -26,7 +26,7 @@ from tilewright.data.chat.pack import pack_chat
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.data.common.tokenizer_folder import tokenizer_files
+from tilewright.data.common.tokenizer_folder import declared_stops, tokenizer_files
 from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
 from tilewright.data.prepared_chat import PreparedChat
@@ -35,7 +35,7 @@ from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
-_CHAT_FORMAT = 2  # of entries of conversations
+_CHAT_FORMAT = 3  # of entries of conversations
 _FORMAT = 3  # of the cache entries; a change makes old entries unused
 
 
@@ -131,7 +131,8 @@ def prepare(
         template, _ = template_source(chat_template, model_folder or tokenizer)
         pairs = format == "preferences"
         chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
-        key = _key(format, key, template, _CHAT_FORMAT)
+        stops = declared_stops(Path(model_folder or tokenizer).expanduser()) if model_folder or tokenizer else ()
+        key = _key(format, key, template, _CHAT_FORMAT, stops)
         encoded = cached(root, key, _builder(seconds, build_chat, found, **settings, **chat), before)
         rows_key = _key("rows", key, seq_len=seq_len)
         rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)

@@ -53,6 +53,11 @@ class PreparedData:
         return self._corpus / "tokenizer"
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end what a model of this data writes."""
+        return self.tokenizer.stop_ids
+
+    @property
     def vocab_size(self) -> int:
         """Ids that a model of this data tells apart."""
         return self.tokenizer.vocab_size

@@ -29,6 +29,11 @@ class PreparedChat(PreparedData):
         super().__init__(corpus, packed)
         self.template = ChatTemplate.load(str(corpus / "tokenizer"), self.tokenizer)
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Of an answer."""
+        return self.template.stops.ids
+
     def _open(self, split: str) -> TextRows:
         rows = super()._open(split)
         trained = np.load(self._corpus / f"{split}.trained.npy", mmap_mode="r", allow_pickle=False)

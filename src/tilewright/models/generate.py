@@ -25,7 +25,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
@@ -38,7 +38,7 @@ def generate(
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_k: draw among the k most likely tokens. 0: among all.
         top_p: of these draw among the fewest whose probabilities sum to at least this. 1: among all.
-        eos_id: a row that has drawn it is filled up with it; all rows done ends early.
+        eos_id: one or several; a row that has drawn one is filled up with the first; all rows done ends early.
         generator: a CPU generator; the same seed gives the same tokens.
         use_cache: False runs the whole rows for each token.
 
@@ -50,17 +50,18 @@ def generate(
     """
     _check(input_ids_BS, num_tokens)
     sampling = Sampling(temperature, top_k, top_p)
+    ends = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id or ()), device=input_ids_BS.device)
     done_B = torch.zeros(len(input_ids_BS), dtype=torch.bool, device=input_ids_BS.device)
     columns = [input_ids_BS]
     with inference(model):
         steps = _Steps(model, input_ids_BS, num_tokens, use_cache)
         for _ in range(num_tokens):
             next_B = sampling.draw(steps.logits(), generator).to(input_ids_BS.device)
-            if eos_id is not None:
-                next_B = torch.where(done_B, eos_id, next_B)
-                done_B |= next_B == eos_id
+            if len(ends):
+                next_B = torch.where(done_B, ends[0], next_B)
+                done_B |= torch.isin(next_B, ends)
             columns.append(next_B[:, None])
-            if eos_id is not None and bool(done_B.all()):
+            if len(ends) and bool(done_B.all()):
                 break
             steps.append(next_B)
     return torch.cat(columns, dim=1)

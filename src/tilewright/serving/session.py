@@ -11,7 +11,7 @@ import torch
 
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.errors import ChatError
-from tilewright.data.chat.template import ChatTemplate, Message
+from tilewright.data.chat.template import ChatTemplate, Message, stops_of
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
@@ -98,7 +98,7 @@ class Session:
     @property
     def stop_ids(self) -> Sequence[int]:
         """Tokens that end an answer."""
-        return (self.tokenizer.eos_id,) if self.chat is None else self.chat.stop_ids
+        return stops_of(self.tokenizer, self.chat).ids
 
     def room(self, ids: Sequence[int]) -> int | None:
         """Tokens that an answer may have behind a prompt; None: any number."""
@@ -118,7 +118,8 @@ class Session:
         Args:
             ids: the prompt.
             settings: how it is drawn.
-            turn: ends where the template says that a turn ends, not only at the end of a document.
+            turn: it answers a conversation. It ends at the text that ends a turn too, where the layout has no token
+                for that; the tokens of `stops_of` end both.
             constraint: what its text may be; None: everything.
             keep: names of special tokens that stand in its text; others give none.
 
@@ -134,15 +135,13 @@ class Session:
                 try_="a shorter prompt, or fewer turns of the conversation",
             )
         num_tokens = settings.max_tokens if room is None else min(room, settings.max_tokens)
-        stop_ids: Sequence[int] = (self.tokenizer.eos_id,)
-        stop: tuple[str, ...] = settings.stop
-        if turn:
-            stop_ids, stop = self.template().stop_ids, stop + self.template().stop_strings
+        stops = stops_of(self.tokenizer, self.chat)
+        stop = settings.stop + (stops.texts if turn else ())
         # An answer is a text of its own; what continues a text keeps the space before its first word.
         text = TextStream(keeping(self.tokenizer, keep), () if turn else ids)
         return AnswerStream(
             *(RowBatch(self.model, self.device), ids, text, settings),
-            stop=stop, stop_ids=stop_ids, max_tokens=num_tokens, constraint=constraint,
+            stop=stop, stop_ids=stops.ids, max_tokens=num_tokens, constraint=constraint,
         )  # fmt: skip
 
 

@@ -391,7 +391,7 @@ class Run:
     def _write_samples(self) -> None:
         self._at("samples")
         with self.parts.passing():
-            for sample in run_samples(self.recipe, self.parts.model, self.setup.tokenizer, self.parts.held_out.batches):
+            for sample in run_samples(self.recipe, self.parts.model, self.setup.prepared, self.parts.held_out.batches):
                 self.recorder.sample(self.step, sample)
 
     def _export(self) -> None:

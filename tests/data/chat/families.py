@@ -26,6 +26,8 @@ class Family:
     """Pieces with the mark of a word's beginning, as SentencePiece makes them."""
     system: bool = True
     """Keeps a system message in a conversation that has been answered."""
+    stops: tuple[str, ...] = ()
+    """Tokens at which the published generation_config.json stops; none: there is no such file."""
 
 
 _LLAMA3 = """\
@@ -194,6 +196,33 @@ _MARKED = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+_PHI3 = """\
+{% for message in messages %}{% if message['role'] in ('system', 'user', 'assistant') %}\
+{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+_GLM4 = """\
+[gMASK]<sop>
+{%- for item in messages %}
+    {%- if item['role'] == 'tool' %}{{- '<|observation|>\\n' + item['content'] }}
+    {%- elif item.tool_calls %}
+        {%- set call = item.tool_calls[0].function %}
+        {{- '<|assistant|>' + call.name + '\\n' + call.arguments | tojson }}
+    {%- else %}{{- '<|' + item['role'] + '|>\\n' + item['content'] }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+_ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] in ('system', 'user', 'assistant') %}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
 _IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _QWEN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _DS = (("bos_token", "<｜begin▁of▁sentence｜>"), ("eos_token", "<｜end▁of▁sentence｜>"))
@@ -205,8 +234,51 @@ FAMILIES = {
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         named=(("bos_token", "<|begin_of_text|>"), ("eos_token", "<|eot_id|>")),
     ),
-    "qwen3": Family(_QWEN3, _IM, _QWEN_ADDED, (("eos_token", "<|im_end|>"), ("pad_token", "<|endoftext|>"))),
-    "mistral": Family(_MISTRAL, ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), (), _SP, metaspace=True, system=False),
+    "llama31": Family(
+        _LLAMA31,
+        (
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eom_id|>",
+            "<|eot_id|>",
+        ),
+        named=(("bos_token", "<|begin_of_text|>"), ("eos_token", "<|eot_id|>")),
+        stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    ),
+    "phi3": Family(
+        _PHI3,
+        ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>"),
+        named=(("bos_token", "<s>"), ("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")),
+        stops=("<|endoftext|>", "<|assistant|>", "<|end|>"),
+    ),
+    "glm4": Family(
+        _GLM4,
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        named=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")),
+        stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "zephyr": Family(_ZEPHYR, ("<unk>", "<s>", "</s>"), named=_SP, stops=("</s>",)),
+    "smollm": Family(
+        _CHATML, _IM, named=(("bos_token", "<|im_start|>"), ("eos_token", "<|im_end|>")), stops=("<|im_end|>",)
+    ),
+    "qwen3": Family(
+        _QWEN3,
+        _IM,
+        _QWEN_ADDED,
+        (("eos_token", "<|im_end|>"), ("pad_token", "<|endoftext|>")),
+        stops=("<|im_end|>", "<|endoftext|>"),
+    ),
+    "mistral": Family(
+        _MISTRAL,
+        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
+        (),
+        _SP,
+        metaspace=True,
+        system=False,
+        stops=("</s>",),
+    ),
     "mistral_first": Family(  # the older layout: the system message is in the first user message
         _MISTRAL.replace("loop.last and", "loop.first and"),
         ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
@@ -219,6 +291,7 @@ FAMILIES = {
         ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
         named=(("bos_token", "<bos>"), ("eos_token", "<eos>")),
         system=False,
+        stops=("<eos>", "<end_of_turn>"),
     ),
     "deepseek": Family(_DEEPSEEK, tuple(t for _, t in _DS), ("<｜User｜>", "<｜Assistant｜>"), _DS),
     "deepseek_r1": Family(
@@ -226,11 +299,6 @@ FAMILIES = {
         tuple(t for _, t in _DS),
         ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
         _DS,
-    ),
-    "llama31": Family(
-        _LLAMA31,
-        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        named=(("bos_token", "<|begin_of_text|>"), ("eos_token", "<|eot_id|>")),
     ),
     "deepseek_calls": Family(  # arguments are JSON text; thoughts are left out, and texts beside calls
         _DEEPSEEK.replace(
@@ -282,6 +350,9 @@ def make_folder(folder: Path, name: str, template: bool = True) -> Path:
     (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **dict(family.named)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if family.stops:
+        ids = [backend.token_to_id(token) for token in family.stops]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
     if template:
         (folder / "chat_template.jinja").write_text(family.template, encoding="utf-8")
     return folder

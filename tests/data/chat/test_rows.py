@@ -312,4 +312,4 @@ def test_variables_of_a_row_reach_the_template(tmp_path):
     row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": True}}
     read = read_row(row, pairs=False)[1]
     [sample] = render_answers(chat, read["messages"], given=TemplateArguments((), read["variables"])).samples
-    assert sample.text == "on hiyes"
+    assert sample.text == "on hiyes<|im_end|>", "a layout without an end is followed by that of a text"

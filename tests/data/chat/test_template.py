@@ -95,14 +95,19 @@ def test_ids_are_those_of_apply_chat_template(chats, name, data, prompt):
 
 END = {
     "llama3": "<|eot_id|>",
-    "llama31": "<|eot_id|>",
     "mistral": "</s>",
     "mistral_first": "</s>",
     "gemma": "<end_of_turn>",
     "deepseek": "<｜end▁of▁sentence｜>",
     "deepseek_r1": "<｜end▁of▁sentence｜>",
     "deepseek_calls": "<｜end▁of▁sentence｜>",
+    "llama31": "<|eot_id|>",
+    "phi3": "<|end|>",
+    "glm4": "<|user|>",
+    "zephyr": "</s>",
 }
+CLOSING = {"glm4": "<|user|>"}
+"""What the layout writes only where another turn follows: training puts it behind the last answer."""
 
 
 def _reference(name, theirs, messages):
@@ -112,7 +117,7 @@ def _reference(name, theirs, messages):
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        text = theirs.apply_chat_template(messages[: i + 1], tokenize=False)
+        text = theirs.apply_chat_template(messages[: i + 1], tokenize=False) + CLOSING.get(name, "")
         prompt = theirs.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
         if not text.startswith(prompt):  # the R1 layout prompts for a thought that no history has
             prompt = prompt.removesuffix("<think>\n")
@@ -131,7 +136,8 @@ def test_each_answer_is_trained_once_where_it_stands_as_the_model_will_write_it(
     messages = data.draw(conversations(name, thinking=("qwen3",)))
     expected = _reference(name, theirs, messages)
     found = samples(ours, messages)
-    assert found[-1].ids_T.tolist() == _theirs(theirs, messages)
+    closing = [theirs.convert_tokens_to_ids(CLOSING[name])] if name in CLOSING else []
+    assert found[-1].ids_T.tolist() == [*_theirs(theirs, messages), *closing]
     left = list(range(len(expected)))
     for sample in found:
         covered = []
@@ -204,7 +210,12 @@ def test_marks_of_ours_in_a_message_cannot_hide_a_token(chats):
     ("name", "stop"),
     [
         ("llama3", ("<|eot_id|>",)),
-        ("qwen3", ("<|im_end|>",)),
+        ("llama31", ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")),
+        ("phi3", ("<|end|>", "<|endoftext|>", "<|assistant|>")),
+        ("glm4", ("<|user|>", "<|endoftext|>", "<|observation|>")),
+        ("zephyr", ("</s>",)),
+        ("smollm", ("<|im_end|>",)),
+        ("qwen3", ("<|im_end|>", "<|endoftext|>")),
         ("gemma", ("<end_of_turn>", "<eos>")),
         ("mistral", ("</s>",)),
         ("deepseek", ("<｜end▁of▁sentence｜>",)),
@@ -213,15 +224,39 @@ def test_marks_of_ours_in_a_message_cannot_hide_a_token(chats):
 )
 def test_what_ends_an_answer(chats, name, stop):
     ours, _ = chats[name]
-    assert tuple(ours.tokenizer.backend.id_to_token(i) for i in ours.stop_ids) == stop
-    assert ours.stop_strings == ()
+    assert tuple(ours.tokenizer.backend.id_to_token(i) for i in ours.stops.ids) == stop
+    assert ours.stops.texts == ()
 
 
 def test_chatml_for_a_base_model_ends_by_text_where_it_has_no_token():
     chat = ChatTemplate.load("", train_tokenizer(["hello you " * 9], 300), "chatml")
-    assert chat.stop_strings == ("<|im_end|>",)
+    assert chat.stops.texts == ("<|im_end|>",)
     [sample] = samples(chat, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}])
-    assert [sample.text[a:b] for a, b in sample.spans] == ["you<|im_end|>"]
+    assert [sample.text[a:b] for a, b in sample.spans] == ["you<|im_end|>\n<|eos|>"]
+    assert (sample.ids_T[-1], sample.trained_T[-1]) == (chat.tokenizer.eos_id, True)
+
+
+def test_an_answer_that_calls_a_tool_ends_with_what_its_result_begins_with(chats):
+    call = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "It is."}]
+    for messages, ends in ((talk, ["<|observation|>"]), ([*talk, *result], ["<|observation|>", "<|user|>"])):
+        spans = [s.text[a:b] for s in samples(chats["glm4"][0], messages) for a, b in s.spans]
+        assert len(spans) == len(ends)
+        assert all(span.endswith(end) for span, end in zip(spans, ends, strict=True))
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3", "chatml"])
+def test_marked_answers_that_leave_the_end_out_are_taught_it_all_the_same(chats, name):
+    ours, _ = chats[name]
+    source = """{%- for m in messages %}{{- '<|user|>' if m.role == 'user' else '<|assistant|>' }}
+{%- if m.role == 'assistant' %}{%- generation %}{{- m.content }}{%- endgeneration %}{%- else %}{{- m.content }}
+{%- endif %}{{- END }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+    end = {"glm4": "", "phi3": "<|end|>", "chatml": "<|im_end|>"}[name]
+    chat = ChatTemplate(source.replace("END", repr(end)), ours.tokenizer, ours.tokens)
+    talk = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "aAbB", strict=True)]
+    [sample] = samples(chat, talk)
+    assert [sample.text[a:b] for a, b in sample.spans] == ["A" + (end or "<|user|>"), "B" + (end or "<|user|>")]
 
 
 def _refused(chat, messages):

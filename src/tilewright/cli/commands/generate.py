@@ -37,6 +37,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
 
     from tilewright.cli.load_run import reopen
     from tilewright.models.generate import generate as extend
+    from tilewright.training.components.tokenizer_files import TextRules
 
     opened = reopen(run)
     if opened.recipe.model.task != "causal_lm":
@@ -54,7 +55,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         tokens,
         temperature=temperature,
         top_k=top_k,
-        eos_id=opened.tokenizer.eos_id,
+        eos_id=TextRules.of(opened.recipe, run, opened.tokenizer).stops,
         generator=torch.Generator().manual_seed(seed),
     )
     # Together: alone, the tokenizers that mark the beginnings of words would lose the space before the first new one.

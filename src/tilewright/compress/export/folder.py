@@ -19,8 +19,8 @@ from tilewright.training.components.export import config_keys, write_beside
 
 
 def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
-    source.model.save_hf(path, dtype=dtype, extra=config_keys(source.recipe, source.tokenizer))
-    write_beside(source.recipe, source.run, source.model, source.tokenizer, path)
+    source.model.save_hf(path, dtype=dtype, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
+    write_beside(source.recipe, source.run, source.model, source.text_rules, path)
     if dtype != CODE_DTYPE:
         return Written(options={"task": source.task})
     in_fp8, total = fp8_bytes(path)

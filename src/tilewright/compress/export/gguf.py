@@ -11,7 +11,7 @@ from tilewright.compress.export.codes import Coded
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
-from tilewright.compress.gguf.file import write_file
+from tilewright.compress.gguf.file import beyond, write_file
 from tilewright.compress.gguf.read import read_formats
 from tilewright.compress.gguf.tensors import BLOCK, stored_values
 from tilewright.compress.gguf.vocabulary import normal_form, vocabulary, why_no_vocabulary
@@ -52,6 +52,9 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         notes += [_NORMALIZED.format(form=form)] if form else []
     else:
         notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
+    unknown = [source.tokenizer.backend.id_to_token(i) for i in beyond(rules.eos_id(source.tokenizer), rules.stops)]
+    if unknown:
+        notes.append(f"llama.cpp has room for three tokens that end an answer; callers stop at {', '.join(unknown)}")
     coded = source.four_bits_signed if asked == "q4_0" else Coded(source.model)
     notes += [coded.how] if coded.how else []
     write_file(
@@ -63,7 +66,8 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         codes=coded.of_net(),
         name=source.run.resolve().name,
         bos_id=source.tokenizer.bos_id,
-        eos_id=source.tokenizer.eos_id,
+        eos_id=rules.eos_id(source.tokenizer),
+        stops=rules.stops,
         pad_id=source.tokenizer.pad_id,
         chat_template=rules.template,
     )

@@ -1,6 +1,6 @@
 """Writing one GGUF file: keys, tokens, tensors. The package `gguf` knows the container, this file its content."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +21,7 @@ def write_file(
     name: str,
     bos_id: int,
     eos_id: int,
+    stops: Sequence[int],
     pad_id: int | None,
     chat_template: str | None,
     codes: Mapping[str, IntegerTensor] | None = None,
@@ -34,6 +35,9 @@ def write_file(
         weights: under Hugging Face's names.
         words: None writes no tokenizer.
         name: of the model, shown by readers.
+        eos_id: ends a text; what a template calls `eos_token`.
+        stops: ids that end an answer, the one that the template teaches first. llama.cpp stops at three that a file
+            names: the end of a text, of a turn, and of a message.
         codes: of weights in four bits that are written as they are, under Hugging Face's names.
 
     Raises:
@@ -51,6 +55,7 @@ def write_file(
             writer.add_tokenizer_model("none")
         else:
             _add_words(writer, words, bos_id, eos_id, pad_id)
+            _add_stops(writer, eos_id, stops)
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
         for theirs, array, blocks in named_tensors(weights, shape, codes or {}):
@@ -62,6 +67,17 @@ def write_file(
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def beyond(eos_id: int, stops: Sequence[int]) -> tuple[int, ...]:
+    """Of the ids that end an answer those that a file has no place for."""
+    return tuple(i for i in stops if i != eos_id)[2:]
+
+
+def _add_stops(writer: "gguf.GGUFWriter", eos_id: int, stops: Sequence[int]) -> None:  # noqa: F821
+    others = [i for i in stops if i != eos_id]
+    for add, i in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
+        add(i)
 
 
 def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None:  # noqa: F821 - imported by the caller

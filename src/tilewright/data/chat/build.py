@@ -110,7 +110,7 @@ def build_chat(
     split = _hold_out(source, spool, cluster_of, kept, holdout, seed)
     table = _write_streams(folder, spool, split, encoded, given, cluster_of)
     pq.write_table(table, folder / "documents.parquet")
-    given.save(folder / "tokenizer")
+    chat.tokenizer.save(folder / "tokenizer")
     chat.save(folder / "tokenizer")
     spool_path.unlink()
     spool.account.drop({spool.domains[d] for d in split.dropped})

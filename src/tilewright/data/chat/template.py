@@ -21,9 +21,10 @@ from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.load import named_tokens, template_source
 from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
+from tilewright.data.chat.stops import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
 from tilewright.data.common.tokenizer import Tokenizer
-from tilewright.data.common.tokenizer_folder import CONFIG
+from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
 
 Message = Mapping[str, Any]
 
@@ -68,9 +69,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str, tokenizer: Tokenizer, chosen: str = "") -> "ChatTemplate":
-        """The template of a model's folder, or the one `chosen`; see `load.template_source`."""
+        """The template of a model's folder, or the one `chosen`; see `load.template_source`. What the folder declares
+        as the end of a text ends an answer too."""
         source, where = template_source(chosen, folder)
-        return cls(source, tokenizer, named_tokens(Path(folder).expanduser()) if folder else {}, where)
+        if not folder:
+            return cls(source, tokenizer, {}, where)
+        path = Path(folder).expanduser()
+        return cls(source, tokenizer.stopping_at(declared_stops(path)), named_tokens(path), where)
 
     def save(self, folder: Path | str) -> None:
         """Write the template, and the names of tokens that it uses, where `load` and transformers find them.
@@ -196,34 +201,45 @@ class ChatTemplate:
         except ChatError:
             return None
 
-    @cached_property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the template's own token for it, and the tokenizer's end of text."""
-        found = [self.tokenizer.eos_id]
-        ids = self._backend.encode(self.end_of_turn, add_special_tokens=False).ids
-        if len(ids) == 1 and self._backend.id_to_token(ids[0]) == self.end_of_turn:
-            found.insert(0, ids[0])
-        return tuple(dict.fromkeys(found))
+    def renders_with(self, tokens: Mapping[str, str]) -> bool:
+        """Whether a conversation is rendered the same where the template may call tokens by these names."""
+        talk = [_said("user"), _said("assistant")]
+        other = ChatTemplate(self.source, self.tokenizer, {**self.tokens, **tokens}, self.where)
+        try:
+            return all(
+                other._render(talk[:n], prompt) == self._render(talk[:n], prompt)
+                for n, prompt in ((1, True), (2, False))
+            )
+        except ChatError:
+            return False
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end an answer where that is not one token: a layout that the tokenizer does not know."""
-        ids = self._backend.encode(self.end_of_turn, add_special_tokens=False).ids
-        return (self.end_of_turn,) if len(ids) > 1 else ()
+    def stops(self) -> Stops:
+        """What ends an answer."""
+        return self.ending.with_stops(self.tokenizer.stop_ids)
 
     @cached_property
-    def end_of_turn(self) -> str:
-        """What the template writes behind an answer, without the white space that follows; "" where it is nothing."""
-        return self.turn_tail.strip()
+    def stop_names(self) -> tuple[str, ...]:
+        """Names of the tokens that end an answer, the longest first."""
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(sorted((added[i].content for i in self.stops.ids if i in added), key=len, reverse=True))
 
     @cached_property
-    def turn_tail(self) -> str:
-        """All that the template writes behind the last answer."""
+    def ending(self) -> Ending:
+        """How the template ends an answer, found by rendering one: as the last, before a question, before a result."""
+        before = [_said("user"), _said("assistant", _WORD * 2)]
+        tail = self._behind(before)
+        if tail is None:
+            return Ending()
+        follows = [self._behind([*before, _said(role)]) or "" for role in ("user", "tool")]
+        return ending(self.tokenizer, self.control_pattern, tail, follows[0], follows[1])
+
+    def _behind(self, messages: list[Any]) -> str | None:
+        """What is rendered behind the probe's answer; None where the template does not take it."""
         try:
-            rendered = self._render([_said("user"), _said("assistant", _WORD * 2)], False)
+            return self._render(messages, False).rpartition(_WORD * 2)[2]
         except ChatError:
-            return ""
-        return rendered.rpartition(_WORD * 2)[2]
+            return None
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -265,6 +281,11 @@ class ChatTemplate:
             raise ChatError(
                 "template raises", got=f"{type(error).__name__}: {said[0][:200]}", where=self.where
             ) from None
+
+
+def stops_of(tokenizer: Tokenizer, chat: ChatTemplate | None) -> Stops:
+    """What ends an answer of a model, or a text where it has no template."""
+    return Ending().with_stops(tokenizer.stop_ids) if chat is None else chat.stops
 
 
 def _said(role: str, content: str = _WORD) -> dict[str, str]:

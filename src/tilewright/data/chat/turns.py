@@ -6,10 +6,12 @@ both are true beginnings of the whole rendering is checked for each answer. Wher
 (Qwen3 drops what was thought, Mistral moves the system message), an answer is trained in a rendering of its own, cut
 off behind it: there it stands as the model will write it. Nothing is trained at a place that was not verified.
 
-An answer begins with the first token that is not wholly of its prompt. Answers of `weight` 0, and messages behind the
-last answer, are read and not trained.
+An answer begins with the first token that is not wholly of its prompt, and ends with the token at which a model that
+writes it stops (`stops.Ending`). Where the template writes that token only before the next turn, or not at all, it is
+put behind the last answer. Answers of `weight` 0, and messages behind the last answer, are read and not trained.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ from tilewright.data.chat.template import ChatTemplate, Message
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
 
 _VARIANTS = ("\ue0f4", "\ue0f5")
+_BLANK = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def samples(
         >>> talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
         >>> [sample] = samples(chat, talk)
         >>> [sample.text[a:b] for a, b in sample.spans]
-        ['you<|im_end|>']
+        ['you<|im_end|>\\n<|eos|>']
     """
     return render_answers(chat, messages, first, given).samples
 
@@ -93,20 +96,19 @@ def render_answers(
     answers = [_answer(chat, bare, i, given) for i in weighed]
     left = _check_complete(chat, bare, given, answers)
     open_, found = answers, []
-    text, _, names = split_marks(chat.marked(bare, given=given))
+    rendering = _Rendering.of(chat, bare, given)
     whole = len(bare) > weighed[-1] + 1  # it goes on behind the last answer
     while open_:
-        rendering = _Rendering(text, *chat.encode_rendered(text, names))
         here = [answer for answer in open_ if rendering.has(answer)]
         if here:
-            found.append(_sample(rendering, [span for answer in here for span in answer.spans]))
+            found.append(_sample(rendering, [span for answer in here for span in rendering.spans(chat, answer)]))
             open_ = [answer for answer in open_ if answer not in here]
         else:
             assert whole, "the last one open is always found"
             left.append("messages behind the last answer")
         whole = False
         if open_:
-            text, _, names = split_marks(chat.marked(bare[: open_[-1].message + 1], given=given))
+            rendering = _Rendering.of(chat, bare[: open_[-1].message + 1], given)
     return Rendered(found[::-1], left)
 
 
@@ -121,18 +123,34 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Rendering:
-    """A text, its ids and the character range of each."""
+    """A text, its ids and the character range of each. Of `text` the template wrote `written` characters, the rest ends
+    the last answer."""
 
     text: str
+    written: int
     ids: list[int]
     ranges: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments) -> "_Rendering":
+        """Of messages; where an answer is the last of them, with its end."""
+        text, _, names = split_marks(chat.marked(messages, given=given))
+        closed, last = text, messages[-1]
+        if last.get("role") == "assistant":
+            closed += chat.ending.closing_call if last.get("tool_calls") else chat.ending.closing
+        return cls(closed, len(text), *chat.encode_rendered(closed, names))
+
+    def spans(self, chat: ChatTemplate, answer: "_Answer") -> list[tuple[int, int]]:
+        """Character ranges of an answer, with its end."""
+        *before, (begin, end) = answer.spans
+        return [*before, (begin, _with_end(chat, self.text, end))]
 
     def has(self, answer: _Answer) -> bool:
         """Whether it begins with what an answer's own rendering begins with, token by token, up to the answer's end."""
         end = answer.spans[-1][1]
         if not self.text.startswith(answer.text[:end]):
             return False
-        return self.text == answer.text or not any(first < end < last for first, last in self.ranges)
+        return self.text[: self.written] == answer.text or not any(first < end < last for first, last in self.ranges)
 
 
 def _sample(rendering: _Rendering, spans: Sequence[tuple[int, int]]) -> ChatSample:
@@ -172,15 +190,25 @@ def _range(
         start = len(prompt)
     else:
         start = _content_start(chat, messages, answer, text, given)
-    body = text.rstrip()
-    tail = chat.turn_tail
-    if tail.strip() and text.endswith(tail):
-        end = len(text) - len(tail) + len(tail.rstrip())
+    ending, body = chat.ending, text.rstrip()
+    whole = ending.tail.strip()
+    if whole and text.endswith(ending.tail):
+        end = len(text) - len(ending.tail) + ending.end
     else:
-        end = len(body) if tail.strip() and body.endswith(tail.strip()) else len(text)
+        end = len(body) if whole and body.endswith(whole) else len(text)
     if end <= start:
         raise ChatError("answer that the template leaves out")
     return text, start, end
+
+
+def _with_end(chat: ChatTemplate, text: str, end: int) -> int:
+    """Where an answer ends with the token behind it, where that ends an answer and nothing does so yet."""
+    stops = chat.stop_names
+    if text.endswith(stops, 0, end):
+        return end
+    blank = _BLANK.match(text, end)
+    behind = blank.end() if blank else end
+    return next((behind + len(name) for name in stops if text.startswith(name, behind)), end)
 
 
 def _content_start(

@@ -7,14 +7,14 @@ encoded as plain text, so that no document can end another one.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
-from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER, declared_tokens
+from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER, declared_stops, declared_tokens, write_stops
 
 BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
 
@@ -45,6 +45,9 @@ class Tokenizer:
     mask_id: int | None
     vocab_size: int
     special_ids: tuple[int, ...]  # ids that stand for no text
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end what a model of this tokenizer writes: `eos_id`, and those that its folder declares
+    (`tokenizer_folder.declared_stops`)."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without begin and end."""
@@ -74,11 +77,23 @@ class Tokenizer:
         """Text of `ids`; special tokens give none."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def stopping_at(self, ids: Iterable[int]) -> "Tokenizer":
+        """The same tokenizer, with further `stop_ids`; those that it does not have are left out.
+
+        Example:
+            >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
+            >>> tok.stop_ids, tok.stopping_at([4, 1, 9000]).stop_ids
+            ((1,), (1, 4))
+        """
+        known = (i for i in ids if self.backend.id_to_token(i) is not None)
+        return replace(self, stop_ids=tuple(dict.fromkeys((self.eos_id, *self.stop_ids, *known))))
+
     def save(self, path: Path | str) -> None:
         """Write the tokenizer where `load_tokenizer(path)` finds it again, and Hugging Face libraries too.
 
         Args:
-            path: a .json file, or a folder, which gets a tokenizer.json. A tokenizer_config.json is written beside it.
+            path: a .json file, or a folder, which gets a tokenizer.json. A tokenizer_config.json is written beside it,
+                and a generation_config.json where more ends a text than one token.
         """
         file = Path(path) if str(path).endswith(".json") else Path(path) / TOKENIZER
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +102,8 @@ class Tokenizer:
         config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
         file.with_name(CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if len(self.stop_ids) > 1:
+            write_stops(file.parent, self.stop_ids)
 
 
 def _token_bytes(text: str, ends: list[int]) -> list[int]:
@@ -155,7 +172,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    return _wrap(backend, declared_tokens(file.parent), str(file))
+    return _wrap(backend, declared_tokens(file.parent), str(file)).stopping_at(declared_stops(file.parent))
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | int) -> int | None:
@@ -184,4 +201,5 @@ def _wrap(backend: tokenizers.Tokenizer, declared: Mapping[str, str | int], wher
     backend.encode_special_tokens = True  # their names in the text are text
     size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     special = tuple(sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special))
-    return Tokenizer(backend, eos if bos is None else bos, eos, ids["pad_token"], ids["mask_token"], size, special)
+    begin = eos if bos is None else bos
+    return Tokenizer(backend, begin, eos, ids["pad_token"], ids["mask_token"], size, special, (eos,))

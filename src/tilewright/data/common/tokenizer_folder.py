@@ -5,6 +5,7 @@ the one in which transformers' own tokenizers are the most specific; the first t
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ _NAMES = {
     "mask_token": ("mask_token",),
 }
 """Role -> the names it has in the tokenizer's own files. BERT's [CLS] and [SEP] begin and end a text."""
-_FILES = (CONFIG, "special_tokens_map.json", "generation_config.json", "config.json")
+GENERATION = "generation_config.json"
+_MODEL = "config.json"
+_FILES = (CONFIG, "special_tokens_map.json", GENERATION, _MODEL)
 _OTHER_FORMATS = ("*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken", CONFIG)
 
 
@@ -39,6 +42,44 @@ def declared_tokens(folder: Path) -> dict[str, str | int]:
             if named:
                 found.setdefault(role, named[0])
     return found
+
+
+def declared_stops(folder: Path) -> tuple[int, ...]:
+    """Ids at which transformers' `generate` ends a text of the model in `folder`; empty where nothing says so.
+
+    They are the `eos_token_id`, one or a list, of generation_config.json; where there is no such file, of config.json.
+
+    Raises:
+        DataError: the file is not a JSON object.
+    """
+    values = _read(folder / (GENERATION if (folder / GENERATION).is_file() else _MODEL))
+    inner = values.get("text_config")
+    return _stops_in(values) or (_stops_in(inner) if isinstance(inner, dict) else ())
+
+
+def write_stops(folder: Path, ids: Sequence[int], defaults: Mapping[str, Any] | None = None) -> None:
+    """Say in the generation_config.json of a folder which ids end a text; its other keys stay.
+
+    Args:
+        folder: of a model or a tokenizer.
+        ids: at least one. The order of a file that has the same ids stays.
+        defaults: keys that a new file gets beside them.
+
+    Raises:
+        DataError: the file that is there is not a JSON object.
+        OSError: it cannot be written.
+    """
+    file = folder / GENERATION
+    values = _read(file) if file.is_file() else dict(defaults or {})
+    if set(_stops_in(values)) != set(ids):
+        values["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _stops_in(values: Mapping[str, Any]) -> tuple[int, ...]:
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0))
 
 
 def tokenizer_files(path: Path) -> list[Path]:

@@ -223,6 +223,7 @@ class TilewrightLM(TemplateLM):
         settings = dict(normalize_gen_kwargs(arguments, DEFAULT_NEW_TOKENS))
         eos = self.codec.decode([self.codec.eos_id], skip_special=False)
         stops = [text for text in handle_stop_sequences(settings.pop("until", None), eos=eos) if text]
+        stops += self.chat.stops.texts if self.chat else ()
         num_tokens = settings.pop("max_gen_toks")
         sampling = _sampling(settings)
         room = self.max_length - num_tokens

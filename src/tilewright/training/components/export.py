@@ -15,6 +15,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, DataError, Problem
 from tilewright.core.units import format_bytes, format_share
 from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.fp8_weights import fp8_bytes
@@ -27,7 +28,7 @@ from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.writing import Live
-from tilewright.training.components.tokenizer_files import write_tokenizer
+from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""
@@ -60,9 +61,10 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     with whole.serving():
         if state.world.is_first:
             try:
-                written = _write(recipe, model, state, whole, tokenizer, target), ()
-                if tokenizer is not None:
-                    write_beside(recipe, target.parent, model, tokenizer, target)
+                rules = None if tokenizer is None else TextRules.of(recipe, target.parent, tokenizer)
+                written = _write(recipe, model, state, whole, (tokenizer, rules), target), ()
+                if rules is not None:
+                    write_beside(recipe, target.parent, model, rules, target)
             except (CheckpointError, DataError) as error:
                 if group is None:
                     raise
@@ -78,7 +80,7 @@ def _write(
     model: Model,
     state: TrainState,
     whole: WholeTensors,
-    tokenizer: Tokenizer | None,
+    words: tuple[Tokenizer | None, TextRules | None],
     target: Path,
 ) -> str:
     in_shards = any(isinstance(param, DTensor) for param in model.parameters())
@@ -90,7 +92,7 @@ def _write(
     with state.live() as visit:
         if visit is not None:
             live = lambda name, tensor: visit.tensor(f"model.{name}", tensor)  # noqa: E731
-        model.save_hf(target, dtype=dtype, extra=config_keys(recipe, tokenizer), live=live)
+        model.save_hf(target, dtype=dtype, extra=config_keys(recipe, *words), live=live)
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:
         in_fp8, total = fp8_bytes(target)
@@ -98,20 +100,20 @@ def _write(
     return text
 
 
-_GENERATION = "generation_config.json"
-
-
-def write_beside(recipe: Recipe, run: Path, model: Model, tokenizer: Tokenizer, target: Path) -> None:
-    """Tokenizer and chat template of a run into its model's folder, and how the loaded model wants to generate.
+def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, target: Path) -> None:
+    """Tokenizer and chat template of a run into its model's folder, and how the loaded model wants to generate: with
+    its own settings, and what ends an answer.
 
     Raises:
         OSError: a file cannot be written.
         DataError: files beside the loaded weights that cannot be read.
     """
     base = Path(local_folder(recipe.model.path)) if recipe.model.weights == "load" else None
-    if base is not None and (base / _GENERATION).is_file() and not (target / _GENERATION).exists():
-        shutil.copyfile(base / _GENERATION, target / _GENERATION)
-    write_tokenizer(recipe, run, tokenizer, max_positions(recipe, model), target)
+    if base is not None and (base / GENERATION).is_file() and not (target / GENERATION).exists():
+        shutil.copyfile(base / GENERATION, target / GENERATION)
+    if recipe.model.task == "causal_lm":
+        write_stops(target, rules.stops, {"bos_token_id": rules.begin[0]} if rules.begin else {})
+    write_tokenizer(recipe, run, rules, max_positions(recipe, model), target)
 
 
 def max_positions(recipe: Recipe, model: Model) -> int:
@@ -128,12 +130,14 @@ def _loaded_positions(recipe: Recipe) -> int:
     return read_json(local_folder(recipe.model.path)).get("max_position_embeddings") or 0
 
 
-def config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length."""
+def config_keys(recipe: Recipe, tokenizer: Tokenizer | None, rules: TextRules | None) -> dict[str, Any]:
+    """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length; what the
+    run taught to end an answer takes the place of another end."""
+    taught = {} if rules is None or rules.taught is None else {"eos_token_id": rules.taught}
     if recipe.model.kind != "decoder" or tokenizer is None:
-        return {}
+        return taught
     keys = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     if recipe.model.weights == "load":
         before = read_json(local_folder(recipe.model.path))
         keys |= {key: before[key] for key in keys if key in before}
-    return keys | {"max_position_embeddings": max(recipe.data.seq_len, _loaded_positions(recipe))}
+    return keys | taught | {"max_position_embeddings": max(recipe.data.seq_len, _loaded_positions(recipe))}

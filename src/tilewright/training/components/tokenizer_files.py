@@ -18,7 +18,9 @@ from tokenizers import processors
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import DataError
+from tilewright.core.log import say
 from tilewright.data.chat.load import folder_templates
+from tilewright.data.chat.template import ChatTemplate, stops_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER
 from tilewright.models.folder.resolve import local_folder
@@ -37,12 +39,19 @@ class TextRules:
         begin, end: ids that are put around a text.
         template: of conversations; None where the model has none.
         config: keys of tokenizer_config.json that the loaded weights brought.
+        stops: ids that end an answer or a text (`stops.stops_of`).
+        taught: the token that the run taught to end an answer, where the loaded weights declare others: the artefact's
+            end of a text. None where it stays what it was.
+        named: whether the template may call it `eos_token` too, and renders the same.
     """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
     template: str | None
     config: Mapping[str, Any]
+    stops: tuple[int, ...] = ()
+    taught: int | None = None
+    named: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, run: Path, tokenizer: Tokenizer) -> "TextRules":
@@ -62,7 +71,44 @@ class TextRules:
             end = (tokenizer.eos_id,) if recipe.model.task == "masked_lm" else ()
         else:
             begin, end = surround(tokenizer, config)
-        return cls(begin, end, _template(recipe, run), config)
+        folder = template_folder(recipe, run)
+        if folder is None:
+            return cls(begin, end, None, config, stops_of(tokenizer, None).ids)
+        source = folder_templates(folder)[_DEFAULT]
+        try:
+            chat = ChatTemplate.load(str(folder), tokenizer)
+        except DataError as error:  # the text goes with the model all the same: it may be right for others
+            say(f"note: the chat template of {folder} ends no answer: {error.problems[0].got}", error=True)
+            return cls(begin, end, source, config, stops_of(tokenizer, None).ids)
+        taught = _taught(recipe, chat)
+        named = taught is not None and chat.renders_with({"eos_token": chat.tokenizer.backend.id_to_token(taught)})
+        return cls(begin, end, source, config, chat.stops.ids, taught, named)
+
+    def eos_id(self, tokenizer: Tokenizer) -> int:
+        """The artefact's end of a text, as its tokenizer has it."""
+        return self.taught if self.taught is not None and self.named else tokenizer.eos_id
+
+
+def _taught(recipe: Recipe, chat: ChatTemplate) -> int | None:
+    """The template's own end of an answer, where conversations were trained and nothing that was loaded declares it. A
+    token that begins the next turn ends no text: it is a stop, and the end of a text stays."""
+    own = chat.ending
+    if recipe.data.format == "text" or own.id is None or own.closing or own.id in chat.tokenizer.stop_ids:
+        return None
+    return own.id
+
+
+def template_folder(recipe: Recipe, run: Path) -> Path | None:
+    """The folder with the chat template of a run's model: the run's, else that of the loaded weights, else that of the
+    tokenizer that the recipe names. None where no one has a default template.
+
+    Raises:
+        DataError: a template that cannot be read.
+    """
+    loaded = local_folder(recipe.model.path) if recipe.model.weights == "load" else ""
+    named = [Path(name).expanduser() for name in (loaded, recipe.data.tokenizer) if name]
+    folders = [run, *(path if path.is_dir() else path.parent for path in named)]
+    return next((folder for folder in folders if _DEFAULT in folder_templates(folder)), None)
 
 
 def surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -93,13 +139,13 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(whole[:at]), tuple(whole[at + len(plain) :])
 
 
-def write_tokenizer(recipe: Recipe, run: Path, tokenizer: Tokenizer, positions: int | None, target: Path) -> None:
+def write_tokenizer(recipe: Recipe, run: Path, rules: TextRules, positions: int | None, target: Path) -> None:
     """The tokenizer's files into a model's folder.
 
     Args:
         recipe: of the run.
         run: its folder, with the tokenizer and maybe a chat template.
-        tokenizer: of the run.
+        rules: of the run's model.
         positions: most tokens that the model knows; None where nothing says so.
         target: the model's folder.
 
@@ -107,7 +153,6 @@ def write_tokenizer(recipe: Recipe, run: Path, tokenizer: Tokenizer, positions: 
         OSError: a file cannot be written.
         DataError: files beside the loaded weights that cannot be read.
     """
-    rules = TextRules.of(recipe, run, tokenizer)
     backend = tokenizers.Tokenizer.from_file(str(run / TOKENIZER))
     if _around(backend) != (rules.begin, rules.end):
         backend.post_processor = _processor(backend, rules)
@@ -118,6 +163,8 @@ def write_tokenizer(recipe: Recipe, run: Path, tokenizer: Tokenizer, positions: 
     config = {name: value for name, value in rules.config.items() if name not in _OF_ITS_OWN} | own
     if recipe.model.weights == "random" and recipe.model.task == "causal_lm":
         config["add_bos_token"] = True  # converters of other projects look here
+    if rules.taught is not None and rules.named:
+        config["eos_token"] = backend.id_to_token(rules.taught)
     if positions is not None:
         config.setdefault("model_max_length", positions)
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -134,14 +181,6 @@ def _processor(backend: tokenizers.Tokenizer, rules: TextRules) -> Any:
         pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
         special_tokens=ids,
     )
-
-
-def _template(recipe: Recipe, run: Path) -> str | None:
-    if (run / TEMPLATE).is_file():
-        return (run / TEMPLATE).read_text(encoding="utf-8")
-    if recipe.model.weights != "load":
-        return None
-    return folder_templates(Path(local_folder(recipe.model.path))).get(_DEFAULT)
 
 
 def _config_of(recipe: Recipe) -> dict[str, Any]:

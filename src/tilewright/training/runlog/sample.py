@@ -12,6 +12,7 @@ import torch
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.data.batches.microbatches import Batch
+from tilewright.data.prepared import PreparedData
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
@@ -40,21 +41,27 @@ class Decodes(Protocol):
     """The part of a tokenizer needed here."""
 
     bos_id: int
-    eos_id: int
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def run_samples(
-    recipe: Recipe, model: Model, tokenizer: Decodes | None, batches: Mapping[str, Sequence[Batch]]
+    recipe: Recipe, model: Model, prepared: object, batches: Mapping[str, Sequence[Batch]]
 ) -> Iterator[TextSample]:
     """The samples that a recipe asks for; none of a model that writes no text."""
-    if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
-        yield from write_samples(model, tokenizer, batches, num_tokens=recipe.train.sample_tokens, seed=recipe.run.seed)
+    if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and isinstance(prepared, PreparedData):
+        length, seed, stop_ids = recipe.train.sample_tokens, recipe.run.seed, prepared.stop_ids
+        yield from write_samples(model, prepared.tokenizer, batches, num_tokens=length, stop_ids=stop_ids, seed=seed)
 
 
 def write_samples(
-    model: Model, tokenizer: Decodes, batches: Mapping[str, Sequence[Batch]], *, num_tokens: int, seed: int
+    model: Model,
+    tokenizer: Decodes,
+    batches: Mapping[str, Sequence[Batch]],
+    *,
+    num_tokens: int,
+    stop_ids: Sequence[int],
+    seed: int,
 ) -> Iterator[TextSample]:
     """One sample per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
 
@@ -63,6 +70,7 @@ def write_samples(
         tokenizer: its tokenizer.
         batches: held-out batches by domain; a prompt is the beginning of a document.
         num_tokens: most tokens to draw per sample.
+        stop_ids: tokens that end one.
         seed: of the draw; torch's own generators are left alone.
     """
     device = next(iter(model.parameters())).device
@@ -75,7 +83,7 @@ def write_samples(
                 num_tokens,
                 temperature=_TEMPERATURE,
                 top_k=_TOP_K,
-                eos_id=tokenizer.eos_id,
+                eos_id=stop_ids,
                 generator=torch.Generator().manual_seed(seed),
             )
             begun, written = _continuation(tokenizer, prompt, ids[0, len(prompt) :])

@@ -41,12 +41,14 @@ def merge(run: Path, out: Path, format_: str) -> None:
     from tilewright.cli.load_run import reopen
     from tilewright.precision.lora.lora import merge_lora
     from tilewright.training.components.export import config_keys, write_beside
+    from tilewright.training.components.tokenizer_files import TextRules
 
     opened = reopen(run, "cpu", rounded=False)
+    rules = TextRules.of(opened.recipe, run, opened.tokenizer)
     merged = merge_lora(opened.model)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[format_]
-    opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer))
-    write_beside(opened.recipe, run, opened.model, opened.tokenizer, out)
+    opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer, rules))
+    write_beside(opened.recipe, run, opened.model, rules, out)
     size = sum(file.stat().st_size for file in out.iterdir())
     what = f"{len(merged)} layers merged" if merged else "a run without adapters"
     say(f"wrote {out}: {what}, {format_bytes(size)} in {format_.upper()}, from {opened.checkpoint.name}")
