@@ -7,6 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.mix import BLOCK
@@ -70,7 +72,7 @@ def test_resume_at_another_world_size_after_weights_changed():
     def change(streams, at, step):
         if step == at:
             for stream in streams:
-                stream.set_weights({"x": 1, "y": 5, "z": 1})
+                stream.mix_with({"x": 1, "y": 5, "z": 1})
 
     def run(streams, first, last):
         found = []
@@ -100,11 +102,41 @@ def test_prefetch_changes_nothing_but_time():
     plain, ahead = make(), make(prefetch=4)
     for step in range(90):
         if step in (10, 11, 60):
-            start = [stream.set_weights({"x": step, "y": 3}) for stream in (plain, ahead)]
+            start = [stream.mix_with({"x": step, "y": 3}) for stream in (plain, ahead)]
+            assert [stream.mix_with({"x": step, "y": 3, "z": 0}) for stream in (plain, ahead)] == [None, None]
             assert start == [-(-12 * step // BLOCK) * BLOCK] * 2
         assert steps([plain], 1) == steps([ahead], 1)
         assert plain.state_dict() == ahead.state_dict()
     ahead.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=6),
+    world=st.integers(1, 2),
+)
+def test_the_samples_of_a_step_are_told_after_any_changes_of_its_size(runs, world):
+    """Each run has a size of its own and takes some steps, also none, from where the one before it stopped."""
+    taken, state = [], None
+    for size, num in runs:
+        stream = make(batch_size=size * world, world=world)
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(num):
+            start = stream.state_dict()["next_sample"]
+            stream.next_step()
+            taken.append(range(start, start + size * world))
+        state = stream.state_dict()
+        assert [stream.samples_of(step) for step in range(len(taken))] == taken
+        assert stream.samples_of(len(taken))[0] == state["next_sample"], "of the step that comes next"
+
+
+def test_a_state_without_sizes_is_of_steps_of_one_size():
+    stream = make(batch_size=6)
+    state = {"seed": 5, "fingerprint": "f0", "next_sample": 24, "stages": [[0, {"x": 1, "y": 1, "z": 1}]]}
+    stream.load_state_dict(state)
+    assert stream.samples_of(4) == range(24, 30)
+    assert stream.samples_of(1) == range(6, 12)
 
 
 @pytest.mark.parametrize(

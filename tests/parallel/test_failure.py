@@ -50,7 +50,7 @@ def test_a_killed_rank_is_seen_once_it_gives_no_beat(killed, tmp_path):
         assert blame.look(0.0) is None
         assert blame.look(1.9) is None
         found = blame.look(2.0)
-    assert (found.record.rank, found.how) == (1, "it ended without a word")
+    assert (found.record.rank, found.how) == (1, "it exited without an error record")
     said = str(found.error(4))
     assert said.startswith("Rank 1 of 4 has failed in step 7, forward; the others end with it")
     assert f"process {killed} on {platform.node()}" in said

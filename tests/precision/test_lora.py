@@ -463,8 +463,10 @@ def break_adapter(folder, how):
         return
     if how == "another kind":
         config["use_dora"] = True
-    elif how == "no rank":
-        config["r"] = 0
+    elif how.startswith("r = "):
+        config["r"] = json.loads(how.removeprefix("r = "))
+    elif how.startswith("alpha = "):
+        config["lora_alpha"] = json.loads(how.removeprefix("alpha = "))
     elif how == "a tensor less":
         del tensors[key]
     elif how == "another shape":
@@ -477,8 +479,13 @@ def break_adapter(folder, how):
 
 @pytest.mark.parametrize("there", [False, True], ids=["none there", "some there"])
 @pytest.mark.parametrize(
-    "how", ["no config", "no weights", "another kind", "no rank", "a tensor less", "another shape", "another layer"]
-)
+    "how",
+    [
+        "no config", "no weights", "another kind", "a tensor less", "another shape", "another layer",
+        "r = 0", "r = 1000000000000", "r = 4.5", "r = 3", "r = Infinity", "r = NaN", "r = null", "r = true", 'r = "4"',
+        "r = [4]", "r = -4", "alpha = NaN", "alpha = Infinity", "alpha = 0", "alpha = 1e999", "alpha = {}",
+    ],
+)  # fmt: skip
 def test_bad_adapter_folders(how, there, tmp_path):
     model = make_decoder("gqa")
     add_lora(model, rank=4, kernels=KERNELS)

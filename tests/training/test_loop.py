@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -223,6 +224,18 @@ def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
     assert "the order of the data stays that of the checkpoint's seed" in said
     assert "the new data.weights hold from sample" in said
     assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
+
+
+def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
+    """run.toml says them by then, the checkpoint not yet."""
+    changed = {"train__steps": 24, "data__weights": "{alpha = 1.0, beta = 0.0}", "train__global_batch_size": 24}
+    for name in ("killed", "whole"):
+        train(tiny(data, tmp_path, run__name=name, train__steps=3))
+    train(tiny(data, tmp_path, run__name="whole", **changed))
+    shutil.copy(tmp_path / "whole" / "run.toml", tmp_path / "killed" / "run.toml")
+    train(tiny(data, tmp_path, run__name="killed", **changed))
+    assert last_state(tmp_path / "whole")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_finished_run_says_so(data, tmp_path, capsys):

@@ -5,6 +5,8 @@ import json
 import math
 import sys
 import types
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError
-from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.files import JsonLines, RunLog
 from tilewright.training.runlog.progress import step_line
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 from tilewright.training.runlog.sinks import open_sinks, scalars_of
@@ -75,6 +77,47 @@ def test_resume_cuts_the_torn_line_and_later_rows(tmp_path_factory, cut, resumed
     assert kinds == [("start", 0), *(("skip", s) for s in range(1, min(resumed, 6) + 1)), ("checkpoint_rejected", 6)]
     assert log.metrics(resumed + 1, loss=0.0)["time_s"] >= 100.0
     log.close()
+
+
+def test_a_run_that_begins_again_keeps_no_row_of_a_step_not_even_of_step_0(tmp_path):
+    """It was killed before its first checkpoint; of loaded weights it had evaluated and written samples by then."""
+    for _ in range(3):
+        log = RunLog(tmp_path)
+        log.event(0, "start", "new run")
+        log.metrics(0, eval_loss=1.0)
+        log.event(0, "eval", "held out 1.0")
+        log.sample(0, "code", "a", "b")
+        log.metrics(1, loss=1.0)
+        log.close()
+    assert [row["step"] for row in _rows(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert len(_rows(tmp_path / "samples.jsonl")) == 1
+    assert [row["kind"] for row in _rows(tmp_path / "events.jsonl")] == ["start", "start", "start", "eval"]
+
+
+def test_a_full_disk_is_one_error_and_closing_does_not_hide_it(tmp_path):
+    lines = JsonLines(Path("/dev/full"))
+    with pytest.raises(ConfigError, match="cannot be written") as caught, closing(lines):
+        lines.append({"step": 1})
+    assert "No space left" in caught.value.problems[0].got
+
+
+class TakesThreeBytes:
+    """A file on a disk that is nearly full: each write takes a part."""
+
+    def __init__(self):
+        self.data = b""
+
+    def write(self, data):
+        self.data += bytes(data[:3])
+        return min(3, len(data))
+
+
+def test_a_row_of_which_a_part_is_taken_is_written_to_its_end(tmp_path):
+    lines = JsonLines(tmp_path / "rows.jsonl")
+    lines.close()
+    lines._file = TakesThreeBytes()
+    lines.append({"step": 1, "text": "b\nc"})
+    assert lines._file.data == b'{"step": 1, "text": "b\\nc"}\n'
 
 
 def test_second_trainer_in_a_folder_is_refused(tmp_path):

@@ -27,7 +27,7 @@ def test_four_ranks_survive_a_kill_and_two_and_one_go_on(tmp_path):
     folder = job.run
     said = job.said.read_text()
     assert "Rank 2 of 4 has failed in step" in said
-    assert "it ended without a word" in said
+    assert "it exited without an error record" in said
     (done,) = [event for event in rows(folder / "events.jsonl") if event["kind"] == "done"]
     assert 0 < done["goodput"] < 1
     page = write_report(folder).read_text()

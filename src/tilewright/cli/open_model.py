@@ -155,6 +155,14 @@ def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> Ope
             try_="base_model_name_or_path in adapter_config.json, or the folder of the merged model",
             where=str(folder / ADAPTER),
         )
+    if (Path(base).expanduser() / ADAPTER).is_file():  # perhaps of itself
+        raise CheckpointError(
+            "Adapter on an adapter",
+            got=f"base_model_name_or_path = {base!r}, which is the folder of an adapter",
+            need="the folder of a whole model, or a model of the hub",
+            try_="tilewright merge for the inner adapter, and the merged folder as base",
+            where=str(folder / ADAPTER),
+        )
     pinned = f"{base}@{revision}" if revision and is_hub_name(base) and not split_name(base)[1] else base
     opened = open_model(pinned, device=device, dtype=dtype, chat_template="")
     load_adapter(opened.model, folder, "keep")

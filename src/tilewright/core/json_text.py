@@ -43,3 +43,29 @@ def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], A
     """
     plain = None if default is None else lambda item: finite(default(item))
     return json.dumps(finite(value), indent=indent, allow_nan=False, default=plain)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a JSON text of unknown origin. Half a surrogate pair, which UTF-8 cannot write, becomes "?".
+
+    Raises:
+        ValueError: it is no JSON, no UTF-8, or nested deeper than Python follows.
+
+    Example:
+        >>> from_json('["\\\\ud83d", 1]')
+        ['?', 1]
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    halves = "\\ud" if isinstance(text, str) else b"\\ud"
+    return _writable(value) if halves in text.lower() else value  # type: ignore[operator]
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, list) else value

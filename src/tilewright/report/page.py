@@ -77,6 +77,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         judgement=judgement,
         State=VerdictState,
         headline=judgement.headline(learned),
+        also=judgement.also(),
         learned=learned,
         state=state(run),
         cards=summary.cards(run),

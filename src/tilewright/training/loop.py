@@ -244,7 +244,8 @@ def _assembled(
     pulse.at("making the model")
     world.begin("making the model")
     parts = build(setup, fresh=found.checkpoint is None)
-    log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s, follows=follows)
+    resumed_step = None if found.checkpoint is None else found.step
+    log = RunLog(folder.path, resumed_step=resumed_step, elapsed_s=found.elapsed_s, follows=follows)
     recorder = MetricsLogger(
         log,
         open_progress(pulse, follows=follows) if shown else NoProgress(),

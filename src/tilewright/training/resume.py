@@ -39,7 +39,7 @@ class ResumePoint:
     had_run: bool
     """A run has written here before."""
     lost: tuple[RankRecord, ...] = ()
-    """Ranks that ended without a word the last time."""
+    """Ranks that exited without an error record the last time."""
 
     def at_length(self, recipe: Recipe, spent_s: float) -> "ResumePoint":
         """The same, once the number of steps is known, after so many seconds that count as the run's."""
@@ -121,7 +121,7 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         CheckpointError: the checkpoint is of another model, optimizer or data.
     """
     for record in found.lost:
-        text = f"rank {record.rank} ended without a word, in {record.where} ({record.process})"
+        text = f"rank {record.rank} exited without an error record, in {record.where} ({record.process})"
         recorder.event(found.step, "rank_lost", text, rank=record.rank, lost_step=record.step, phase=record.phase)
     for path in found.unfinished:
         text = f"{path.name} was never finished and is removed"
@@ -141,9 +141,9 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
     parts.modes.enter(found.step - 1)
     parts.modes.refresh()  # tensors were read into the weights without anyone's notice
     load_s = time.perf_counter() - started
-    if any(change.field == "data.weights" for change in found.changes):
-        recipe, prepared = parts.setup.recipe, parts.setup.prepared
-        first = parts.stream.set_weights(recipe.data.weights or prepared.num_rows)
+    # The checkpoint says what is mixed, not run.toml: a run that was killed before its next checkpoint has written the
+    # new weights there.
+    if (first := parts.stream.mix_with(parts.setup.recipe.data.weights)) is not None:
         recorder.event(found.step, "recipe_change", f"the new data.weights hold from sample {first} on")
     if any(change.field == "run.seed" for change in found.changes):
         recorder.event(found.step, "recipe_change", "the order of the data stays that of the checkpoint's seed")

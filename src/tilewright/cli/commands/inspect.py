@@ -29,6 +29,7 @@ from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count
 from tilewright.precision.float8 import audit_table
 from tilewright.precision.policy.shares import recorded_shares, shares_text
+from tilewright.training.runlog import recorded
 
 _SHOWN = ("fqn", "op", "compute", "storage", "output", "reason")
 
@@ -82,14 +83,17 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
 
 def _run(folder: Path, as_json: bool) -> None:
     """What the run folder says about precision and kernels."""
-    precision = _read_json(folder / "precision.json")
-    machine = _read_json(folder / "machine.json")
+    precision = recorded.read(folder / "precision.json")
+    if precision is not None:
+        precision = recorded.checked(recorded.MODULES, precision, folder / "precision.json")
+    machine = recorded.read(folder / "machine.json")
     kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
-    audit = _read_json(folder / audit_table.FILE)
-    rows = None if audit is None else _audit_rows(folder, audit)
-    work = recorded_shares(precision) if isinstance(precision, list) else {}
+    kernels = recorded.checked(recorded.KERNELS, kernels, folder / "machine.json")
+    audit = _audit(folder)
+    work = recorded_shares(precision or [])
     if as_json:
-        print_json({"precision": precision, "work": work, "kernels": kernels, "audit": audit})
+        told = None if audit is None else audit | {"rows": [row.to_json() for row in audit["rows"]]}
+        print_json({"precision": precision, "work": work, "kernels": kernels, "audit": told})
         return
     recipe = load_recipe(folder / "run.toml", environ={})
     echo(f"{folder}: {recipe.name}\n")
@@ -104,10 +108,10 @@ def _run(folder: Path, as_json: bool) -> None:
     else:
         echo("kernels: not recorded")
     echo()
-    if audit is None or rows is None:
+    if audit is None:
         echo("executed: not recorded")
         return
-    lines, reasons = audit_table.shown(rows)
+    lines, reasons = audit_table.shown(audit["rows"])
     echo(f"executed up to step {audit['step']}:")
     show_table(audit_table.COLUMNS, lines)
     for reason in reasons:
@@ -137,7 +141,7 @@ def _kernels(kernels: list[dict[str, Any]], precision: list[dict[str, Any]], mom
 
 def _diff(first: Path, second: Path, as_json: bool) -> None:
     """What two runs executed differently: formats, kernels, shares of calls, fallbacks."""
-    found = audit_table.differences(*(_audit_rows(folder, _required_audit(folder)) for folder in (first, second)))
+    found = audit_table.differences(*(_required_audit(folder)["rows"] for folder in (first, second)))
     if as_json:
         print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
         return
@@ -157,8 +161,14 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
     show_table(("layer", "gemm", "differs in", str(first), str(second)), lines)
 
 
-def _required_audit(folder: Path) -> Any:
-    audit = _read_json(folder / audit_table.FILE)
+def _audit(folder: Path) -> recorded.Audit | None:
+    """What a run executed; None where it has not written it yet."""
+    value = recorded.read(folder / audit_table.FILE)
+    return None if value is None else recorded.checked(recorded.AUDIT, value, folder / audit_table.FILE)
+
+
+def _required_audit(folder: Path) -> recorded.Audit:
+    audit = _audit(folder)
     if audit is None:
         raise ConfigError(
             "No audit of executed kernels in this run folder",
@@ -168,18 +178,6 @@ def _required_audit(folder: Path) -> Any:
             where=str(folder),
         )
     return audit
-
-
-def _audit_rows(folder: Path, audit: Any) -> list[audit_table.AuditRow]:
-    try:
-        return audit_table.read_rows(audit)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            "Unreadable file in the run folder",
-            got=f"{type(error).__name__}: {error}",
-            need="an audit as train writes it",
-            where=str(folder / audit_table.FILE),
-        ) from error
 
 
 def _checkpoint(folder: Path, as_json: bool) -> None:
@@ -207,15 +205,3 @@ def _checkpoint(folder: Path, as_json: bool) -> None:
         echo(f"  {group:<10} {len(inside):>5} tensors, {format_count(numel)} numbers")
     echo()
     show_dicts(rows)
-
-
-def _read_json(path: Path) -> Any:
-    """A file of the run folder; None where the run has not written it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "Unreadable file in the run folder", got=str(error), need="JSON as train writes it", where=str(path)
-        ) from error

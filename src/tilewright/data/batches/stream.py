@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.data.batches.mix import BLOCK, Mixture, Picks
+from tilewright.data.batches.mix import BLOCK, Mixture, Picks, check_weights
 from tilewright.data.batches.tensors import Batch, as_tensors
 
 
@@ -77,7 +77,8 @@ class Stream:
         """Seconds that the last `next_step` waited for its batches."""
         self._prepared, self._rank, self._world = prepared, rank, world
         self._batch_size, self._micro_batch, self._prefetch = batch_size, micro_batch_size, prefetch
-        self._next = 0
+        self._next = self._step = 0
+        self._sizes = [(0, 0, batch_size)]  # steps of one size: their first one, its first sample, the size
         self._worker: _Worker | None = None
         self._mixture = Mixture(seed, prepared.num_rows)
         self._mixture.add_stage(0, weights or dict(prepared.num_rows))
@@ -93,13 +94,28 @@ class Stream:
         batches = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started
         self._next += self._batch_size
+        self._step += 1
         return batches
 
-    def set_weights(self, weights: Mapping[str, float]) -> int:
-        """Mix with `weights` from the next block boundary on; returns the first sample that they hold for.
+    def samples_of(self, step: int) -> range:
+        """The samples of a step, over all ranks, also where the size of a step changed before it.
+
+        Args:
+            step: counted from 0.
+        """
+        first, sample, size = max((one for one in self._sizes if one[0] <= step), key=lambda one: one[0])
+        start = sample + (step - first) * size
+        return range(start, start + size)
+
+    def mix_with(self, weights: Mapping[str, float] | None) -> int | None:
+        """Mix with `weights` (empty: in proportion to the rows) from the next block boundary on, where that is not
+        what was asked for last; returns the first sample that they hold for, None where nothing changes.
 
         Call it on every rank after the same step. What was made ahead is thrown away and made again.
         """
+        weights = check_weights(weights or self._prepared.num_rows, self._mixture.domains)
+        if weights == self._mixture.stages[-1][1]:
+            return None
         start = -(-self._next // BLOCK) * BLOCK
         self.close()
         self._mixture.add_stage(start, weights)
@@ -111,11 +127,15 @@ class Stream:
             "seed": self._mixture.seed,
             "fingerprint": self._prepared.fingerprint,
             "next_sample": self._next,
+            "step": self._step,
+            "sizes": [list(one) for one in self._sizes],
             "stages": [[start, dict(weights)] for start, weights in self._mixture.stages],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with its seed and weights.
+        """Go on where `state` was taken, with its seed and weights and this stream's size of a step.
+
+        A state without sizes, of a version that did not keep them, counts as one of steps of this stream's size.
 
         Raises:
             CheckpointError: the state was taken over other data, or is not a state.
@@ -141,6 +161,12 @@ class Stream:
             mixture.add_stage(start, weights)
         self.close()
         self._mixture, self._next = mixture, state["next_sample"]
+        self._step = state.get("step", self._next // self._batch_size)
+        sizes = [tuple(one) for one in state.get("sizes", [(0, 0, self._batch_size)])]
+        if sizes[-1][2] != self._batch_size:
+            sizes = [one for one in sizes if one[0] < self._step]
+            sizes.append((self._step, self._next, self._batch_size))
+        self._sizes = sizes
 
     def explain(self, sample: int) -> dict[str, Any]:
         """Where a sample comes from: domain, epoch, row and the documents in it. Needs no log of the run."""

@@ -108,7 +108,7 @@ class Blame:
             if record.has_failed and not record.follows:
                 return RankEnd(record, record.end)
             if not record.end and quiet[rank] >= gone_s and not _is_there(record):
-                return RankEnd(record, "it ended without a word")
+                return RankEnd(record, "it exited without an error record")
         if any(found[rank].timed_out and found[rank].end for rank in quiet) and not found[self.rank].timed_out:
             return RankEnd(found[self.rank], "the others have waited for it as long as they may", hangs=True)
         stalled = self._stalls.look(found, now) if self._stalls is not None else None

@@ -213,8 +213,8 @@ def records(folder: Path) -> dict[int, RankRecord]:
 
 
 def take_lost(folder: Path) -> tuple[RankRecord, ...]:
-    """The ranks of the run before this one that ended without a word: killed, or with their machine. All records are
-    removed."""
+    """The ranks of the run before this one that exited without an error record: killed, or with their machine. All
+    records are removed."""
     lost = tuple(record for record in records(folder).values() if not record.end)
     for path in (folder / FOLDER).glob("*.json"):
         path.unlink()

@@ -22,6 +22,7 @@ from tilewright.precision.lora.lora import adapted_layers, add_lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LARGEST = torch.finfo(torch.float32).max
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -121,6 +122,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
         stored = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 - not a mapping
     suffix = ".lora_A.weight"
     names = [key.removeprefix(_PREFIX).removesuffix(suffix) for key in stored if key.endswith(suffix)]
+    _check_rank(config["r"], {name: stored[f"{_PREFIX}{name}{suffix}"] for name in names}, folder)
     if not adapted_layers(root):
         known = {name for name, module in root.named_modules() if isinstance(module, nn.Linear)}
         if not set(names) <= known:
@@ -146,7 +148,9 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
     wrong = [
         f"{key} = {config[key]!r}" for key, allowed in _ONLY.items() if key in config and config[key] not in allowed
     ]
-    wrong += [f"{key} = {config.get(key)!r}" for key in ("r", "lora_alpha") if not _is_positive(config.get(key))]
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    wrong += [f"r = {rank!r}"] if type(rank) is not int or rank < 1 else []
+    wrong += [f"lora_alpha = {alpha!r}"] if not _is_positive(alpha) else []
     if wrong:
         raise CheckpointError(
             "Unsupported kind of adapter",
@@ -157,8 +161,29 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
         )
 
 
+def _check_rank(rank: int, down_RK: dict[str, Tensor], folder: Path) -> None:
+    """See that the file has the rank that its config says, before a model gets adapters of it.
+
+    Args:
+        rank: by the config.
+        down_RK: the first matrix of each adapter, in the file.
+    """
+    if not down_RK:
+        raise mismatch_error(folder, ["lora_A.weight of any layer"], [], {})
+    odd = {name: list(down.shape) for name, down in down_RK.items() if down.dim() != 2 or down.shape[0] != rank}
+    if odd:
+        name, shape = next(iter(odd.items()))
+        raise CheckpointError(
+            "Adapter of another rank than its config says",
+            got=f"r = {rank}, and lora_A of {name} is {shape} ({len(odd)} of {len(down_RK)} layers differ)",
+            need="r rows in each lora_A",
+            try_="copy both files again",
+            where=str(folder),
+        )
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
 def _root(model: nn.Module) -> nn.Module:

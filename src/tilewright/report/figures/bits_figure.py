@@ -1,13 +1,13 @@
 """The chart of held-out bits per byte, with the lines that general compressors draw on the same text."""
 
 from tilewright.core.units import format_bits
-from tilewright.report.figures.run_figures import Figure
+from tilewright.report.figures.run_figures import Figure, domain_colours
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import compressor_lines, domain_bits, held_out_bits
 from tilewright.report.svg.charts import Series, line_chart
 
 _RULES = {"gzip": 6, "xz": 7}
-"""Colours of the compressors' lines."""
+"""Colours of the compressors' lines, which no domain has."""
 
 
 def bits_figure(run: RunData) -> Figure | None:
@@ -17,11 +17,12 @@ def bits_figure(run: RunData) -> Figure | None:
         return None
     domains = domain_bits(run)
     by_name = {"all": points} | (domains if len(domains) > 1 else {})
+    colours = {"all": 0} | domain_colours(run)
     series = [
-        Series(name, [step for step, _ in found], [bits for _, bits in found], i % 6)
-        for i, (name, found) in enumerate(by_name.items())
+        Series(name, [step for step, _ in found], [bits for _, bits in found], colours[name])
+        for name, found in by_name.items()
     ]
-    legend = [(i % 6, name, format_bits(found[-1][1])) for i, (name, found) in enumerate(by_name.items())]
+    legend = [(colours[name], name, format_bits(found[-1][1])) for name, found in by_name.items()]
     steps = [step for step, _ in points]
     for name, bits in compressor_lines(run).items():
         series.append(Series(f"{name} -9", [steps[0], steps[-1]], [bits, bits], _RULES[name], "rule"))

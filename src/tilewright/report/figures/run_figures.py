@@ -90,18 +90,24 @@ def loss_figure(run: RunData) -> Figure | None:
     return Figure("Loss", svg, reading, legend, _left_out(not_finite(run, "loss"), len(run.steps), "losses"))
 
 
+def domain_colours(run: RunData) -> dict[str, int]:
+    """The colour of each domain that was evaluated, the same in all charts: 1 to 5. Colour 0 is of all domains."""
+    return {domain: 1 + i % 5 for i, domain in enumerate(domain_losses(run))}
+
+
 def perplexity_figure(run: RunData) -> Figure | None:
     """Held-out perplexity of each domain."""
     domains = {name: points for name, points in domain_losses(run).items() if points}
     if not domains:
         return None
+    colours = domain_colours(run)
     drawable = max(loss for points in domains.values() for _, loss in points) <= LARGEST_EXPONENT
     drawn = perplexity if drawable else float
     series = [
-        Series(domain, [step for step, _ in points], [drawn(loss) for _, loss in points], i % 8)
-        for i, (domain, points) in enumerate(domains.items())
+        Series(domain, [step for step, _ in points], [drawn(loss) for _, loss in points], colours[domain])
+        for domain, points in domains.items()
     ]
-    legend = [(i % 8, domain, format_perplexity(points[-1][1])) for i, (domain, points) in enumerate(domains.items())]
+    legend = [(colours[domain], domain, format_perplexity(points[-1][1])) for domain, points in domains.items()]
     y_label = "perplexity" if drawable else "nats per token (perplexity is e to their power)"
     svg = line_chart(series, label="held-out perplexity by domain", y_label=y_label, log_y=True)
     reading = "A domain that rises while the others fall is being forgotten: more of its text (data.weights) helps."

@@ -5,7 +5,6 @@ read is left out and counted. A number that is not finite is None (`clean`): a r
 whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
 """
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
+from tilewright.core.json_text import from_json
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
-from tilewright.training.runlog import task_scores
+from tilewright.training.runlog import recorded, task_scores
 from tilewright.training.runlog.task_scores import TaskScore
 
 MOST_STEPS = 2**53
@@ -88,21 +90,25 @@ def collect(run_dir: Path) -> RunData:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"no run folder {run_dir}")
     trouble: list[str] = []
-    rows = _read_lines(run_dir / "metrics.jsonl", trouble)
+    rows, samples = (_read_lines(run_dir / name, trouble) for name in ("metrics.jsonl", "samples.jsonl"))
     text, recipe = _read_recipe(run_dir / "run.toml", trouble)
-    precision = _read_json(run_dir / "precision.json", trouble)
+    modules = _read_json(run_dir / "precision.json", trouble)
+    machine = _as_dict(_read_json(run_dir / "machine.json", trouble))
+    if machine is not None:
+        kernels = _usable(recorded.KERNEL, machine.get("kernels"), "machine.json: kernels", trouble)
+        machine = machine | {"kernels": kernels}
     return RunData(
         path=run_dir,
         name=run_dir.resolve().name,
         steps=_latest_by_step([step_row(row) for row in rows if "eval" not in row]),
         evals=_latest_by_step([eval_row(row) for row in rows if "step" in row and isinstance(row.get("eval"), dict)]),
         events=_read_lines(run_dir / "events.jsonl", trouble),
-        samples=[_sample(row) for row in _read_lines(run_dir / "samples.jsonl", trouble)],
+        samples=[_sample(row) for row in _usable(recorded.SAMPLE, samples, "samples.jsonl", trouble)],
         tasks=_read_tasks(run_dir, trouble),
-        machine=_as_dict(_read_json(run_dir / "machine.json", trouble)),
+        machine=machine,
         plan=plan_of(_as_dict(_read_json(run_dir / "plan.json", trouble))),
         data=_as_dict(_read_json(run_dir / "data.json", trouble)),
-        precision=_as_rows(precision),
+        precision=_usable(recorded.MODULE, _as_rows(modules), "precision.json", trouble),
         history=_read_history(run_dir, trouble),
         exports=_as_dict(_read_json(run_dir / EXPORTS, trouble)),
         ranks=_as_dict(_read_json(run_dir / "ranks.json", trouble)),
@@ -110,6 +116,14 @@ def collect(run_dir: Path) -> RunData:
         settings=recorded_settings(text),
         trouble=trouble,
     )
+
+
+def _usable(declared: TypeAdapter[Row], values: Any, name: str, trouble: list[str]) -> list[Row]:
+    """The rows of a table that are as declared; the others are counted."""
+    found, bad = recorded.usable(declared, values)
+    if bad:
+        trouble.append(f"{name}: {bad} {'row is' if bad == 1 else 'rows are'} not as train writes them and left out")
+    return found
 
 
 def _sample(row: Row) -> Row:
@@ -142,7 +156,7 @@ def _read_json(path: Path, trouble: list[str]) -> Any:
     if text is None:
         return None
     try:
-        return clean(json.loads(text))
+        return clean(from_json(text))
     except ValueError as error:
         trouble.append(f"{path.name} is not JSON: {error}")
         return None
@@ -155,7 +169,7 @@ def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = from_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict):

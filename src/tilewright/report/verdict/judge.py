@@ -79,13 +79,16 @@ class Judgement:
 
     def line(self, learned: str) -> str:
         """The verdict in one line of plain text, for a terminal."""
-        others = [
-            one.rule.name
-            for one in (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
-            if one != self.worst
-        ]
-        also = f" Also: {', '.join(others)}." if others else ""
+        also = f" {text}" if (text := self.also()) else ""
         return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
+
+    def also(self) -> str:
+        """What is bad or worth a look besides the headline, a run slower than planned first; empty: nothing is."""
+        graver = (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
+        others = [one for one in graver if one != self.worst]
+        slow = [one.sentence for one in others if one.rule is resources.OFF_PACE]
+        names = ", ".join(one.rule.name for one in others if one.rule is not resources.OFF_PACE)
+        return " ".join([*slow, *([f"Also: {names}."] if names else [])])
 
 
 def judge(run: RunData) -> Judgement:

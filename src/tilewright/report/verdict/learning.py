@@ -133,24 +133,29 @@ def memorising(run: RunData) -> Verdict:
 
 def forgetting(run: RunData) -> Verdict:
     """Does one domain become worse while the others do not?"""
-    domains = {name: points for name, points in domain_losses(run).items() if len(points) >= FEWEST_EVALS}
+    evaluated = domain_losses(run)
+    domains = {name: points for name, points in evaluated.items() if len(points) >= FEWEST_EVALS}
+    others = len(evaluated) - len(domains)
+    beside = (
+        f" {others} more {'has' if others == 1 else 'have'} fewer than {FEWEST_EVALS} evaluations." if others else ""
+    )
     pooled = held_out_losses(run)
     if len(pooled) < FEWEST_EVALS or not domains:
         return FORGETTING.not_measured(_few_evals(len(pooled)))
     if len(run.steps) < MIN_RECORDS:
         return FORGETTING.too_short(len(run.steps))
     if len(domains) == 1:
-        return FORGETTING.not_measured("Only one domain is held out.")
+        return FORGETTING.not_measured(f"Only one domain was evaluated more than once.{beside}")
     rises = {name: points[-1][1] - min(loss for _, loss in points) for name, points in domains.items()}
     worst = max(rises, key=lambda name: rises[name])
     rise, together = rises[worst], pooled[-1][1] - min(loss for _, loss in pooled)
     if rise > 0 and together >= FOLLOWS * rise:
-        return FORGETTING.judge(0.0, "The domains move together.")
+        return FORGETTING.judge(0.0, f"The {len(domains)} domains move together.{beside}")
     if FORGETTING.is_good(rise):
         place = f"within {num(rise)} nats of" if rise else "at"
-        text = f"Each of {len(domains)} domains ends {place} its lowest held-out loss."
+        text = f"Each of {len(domains)} domains ends {place} its lowest held-out loss.{beside}"
         return FORGETTING.judge(rise, text)
-    text = f"The domain {worst} is being forgotten: its held-out loss rose by {num(rise)} nats."
+    text = f"The domain {worst} is being forgotten: its held-out loss rose by {num(rise)} nats.{beside}"
     return FORGETTING.judge(rise, text)
 
 

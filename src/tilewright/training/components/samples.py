@@ -1,7 +1,7 @@
 """What a step of a run was trained on, from the step's number alone: samples, documents, files, bytes and text.
 
-No log of samples is read: which rows a step takes is a function of the seed, the data and the weights of the mixture,
-which the newest checkpoint has a log of.
+No log of samples is read: which rows a step takes is a function of the seed, the data, the weights of the mixture and
+the size of a step; of the last two the newest checkpoint has a log.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         checkpoints = sorted((run / "checkpoints").glob("step_*/meta.json"))
         if checkpoints:
             stream.load_state_dict(read_meta(checkpoints[-1].parent)["parts"]["stream"])
-        return [stream.explain(sample) for sample in range((step - 1) * size, step * size)]
+        return [stream.explain(sample) for sample in stream.samples_of(step - 1)]
 
 
 def _prepared(recipe: Recipe) -> Rows:

@@ -2,7 +2,8 @@
 precision is controlled, precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
-corrupt line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
+corrupt line is cut, and so are rows past the step resumed from, which will be written again, all of them where a run
+begins again: curves never double.
 Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null.
 """
 
@@ -109,7 +110,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held until close)
+        self._open()
+
+    def _open(self) -> None:
+        # Without a buffer: what a full disk refuses is not tried again by `close`, whose error would hide the first.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (held until close)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row; it is with the operating system when this returns."""
@@ -117,8 +122,10 @@ class JsonLines:
             text = json.dumps(row, default=float, allow_nan=False)
         except ValueError:  # a number that is not finite, which is rare
             text = to_json(row, default=float)
+        left = memoryview(f"{text}\n".encode())
         try:
-            self._file.write(text + "\n")
+            while left:  # a disk that fills takes part of a row
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
@@ -131,7 +138,7 @@ class JsonLines:
         except FileNotFoundError:
             pass
         self._file.close()
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held until close)
+        self._open()
         return True
 
     def close(self) -> None:
@@ -152,7 +159,7 @@ class RunLog:
 
     Args:
         folder: the run folder.
-        resumed_step: rows after this step are cut, None for a new run (nothing is cut, whatever is there).
+        resumed_step: rows after this step are cut; all rows where no step was kept (None), of step 0 too.
         elapsed_s: seconds the run had been training at that step; `time_s` continues from there.
         follows: another process writes the files, and this one nothing.
     """
@@ -160,13 +167,11 @@ class RunLog:
     def __init__(
         self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0, follows: bool = False
     ) -> None:
-        if resumed_step is not None and not follows:
+        kept = -1 if resumed_step is None else resumed_step
+        if not follows:
             for name in ("metrics.jsonl", "samples.jsonl", "precision.jsonl"):
-                repair(folder / name, lambda row: row["step"] <= resumed_step)
-            repair(
-                folder / "events.jsonl",
-                lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
-            )
+                repair(folder / name, lambda row: row["step"] <= kept)
+            repair(folder / "events.jsonl", lambda row: row["step"] <= kept or row["kind"] not in REPLAYED_EVENTS)
         self._started = time.perf_counter() - elapsed_s
         paths = [Path(os.devnull) if follows else folder / f"{name}.jsonl" for name in _FILES]
         self._metrics, self._events, self._samples = map(JsonLines, paths[:3])

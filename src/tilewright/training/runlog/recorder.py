@@ -16,6 +16,7 @@ from tilewright.training.runlog.sinks import Sink, scalars_of
 
 OVERDUE_S = 20.0
 """Seconds after a progress line from which on a step has one, whatever the log interval."""
+BITS = "bits per byte"
 _PHASES = {
     "data": "step {next} of {steps}",
     "evaluate": "evaluation after step {step}",
@@ -89,10 +90,9 @@ class MetricsLogger:
         whole = pooled(results)
         text = "no held-out targets" if whole is None else _held_out_words(whole)
         self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
-        domains = ", ".join(f"{domain} {_number(result)}" for domain, result in results.items())
-        line = f"eval {step}/{self._steps} | {text} | by domain: {domains}"
+        line = f"eval {step}/{self._steps} | {text} | {_by_domain(results)}"
         if others:
-            line += " | not trained on: " + ", ".join(f"{name} {_number(result)}" for name, result in others.items())
+            line += f" | not trained on, {_by_domain(others)}"
         self._progress.note(line)
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
@@ -150,10 +150,14 @@ class MetricsLogger:
 def _held_out_words(result: DomainLoss) -> str:
     text = f"loss {format_loss(result.loss)}, perplexity {format_perplexity(result.loss)}"
     bits = result.bits_per_byte
-    return text if bits is None else f"{text}, {format_bits(bits)} bits per byte"
+    return text if bits is None else f"{text}, {format_bits(bits)} {BITS}"
 
 
-def _number(result: DomainLoss) -> str:
-    """Bits per byte, or the perplexity of what has no bytes of text."""
-    bits = result.bits_per_byte
-    return format_perplexity(result.loss) if bits is None else format_bits(bits)
+def _by_domain(results: Mapping[str, DomainLoss]) -> str:
+    """Each domain's number and its unit: bits per byte, or the perplexity of what has no bytes of text."""
+    units: dict[str, list[str]] = {}
+    for domain, result in results.items():
+        bits = result.bits_per_byte
+        unit, number = ("perplexity", format_perplexity(result.loss)) if bits is None else (BITS, format_bits(bits))
+        units.setdefault(unit, []).append(f"{domain} {number}")
+    return "; ".join(f"{unit} by domain: {', '.join(numbers)}" for unit, numbers in units.items()) or "no domain"
