@@ -13,10 +13,17 @@ from tilewright.data.corpus.near_dup import near_copy_clusters, shingle_hashes
 from tilewright.data.corpus.read import Spool
 from tilewright.data.prepare import prepare
 
+SIGN = r"[+*/%<>=&|^~!#@$\\()\[\]{}]"
+LETTER = r"[A-Za-z\x80-\U0010ffff]"
+WORD = rf"""
+    [A-Za-z0-9_]+ | [^\x00-\x7f][A-Za-z0-9_]* | {SIGN} | -(?!{LETTER}) | (?<!{LETTER})-
+    | (?<={SIGN})[:?'] | (?<=[:?'])[:?'] | [:?'](?={SIGN}) | [:?'](?=[:?'])
+"""
+
 
 def words_of(text):
     """The words as `near` sees them, by a regular expression on text: the independent reference."""
-    return [w.lower() for w in re.findall(r"[A-Za-z0-9_]+|[^\x00-\x7f][A-Za-z0-9_]*", text)]
+    return [match[0].lower() for match in re.finditer(WORD, text, re.VERBOSE)]
 
 
 def shingles_of(text):
@@ -34,12 +41,13 @@ def joined(texts):
     return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(lengths) - lengths, lengths
 
 
-TEXT = st.text("ab cD_9-.é日\n", min_size=1, max_size=40)
+TEXT = st.text("ab cD_9-.é日\n<(+:'?", min_size=1, max_size=40)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXT, min_size=1, max_size=6))
 @example(["é日", "日é"])
+@example(["-", "a-", "-a", ":", ":a", "+", ":+"])
 def test_shingles_are_those_of_a_plain_reading(texts):
     """As many shingles, equal exactly where the words are equal, independent of the neighbours."""
     data, starts, _ = joined(texts)

@@ -36,7 +36,7 @@ from tilewright.data.sources.installed import installed_source
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _CHAT_FORMAT = 3  # of entries of conversations
-_FORMAT = 3  # of the cache entries; a change makes old entries unused
+_FORMAT = 4  # of the cache entries; a change makes old entries unused
 
 
 def prepare(

@@ -1,6 +1,8 @@
 """Copies: against a plain search over all pairs, planted near-copies, chains, and which one stays."""
 
+import functools
 import itertools
+import json
 import random
 import re
 
@@ -14,15 +16,17 @@ from tilewright.data.build.stages.copies import near
 NO_NEAR = {"near": False, "exact": False}
 
 
+@functools.cache
+def shingles(text: str) -> frozenset[tuple[str, ...]]:
+    """All runs of five words, written down plainly."""
+    words = re.findall(r"[a-z0-9_]+", text.lower())
+    return frozenset(tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4)))
+
+
 def jaccard(a: str, b: str) -> float:
-    """Of the sets of five words in a row, written down plainly."""
-
-    def shingles(text: str) -> set[tuple[str, ...]]:
-        words = re.findall(r"[a-z0-9_]+", text.lower())
-        return {tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4))}
-
     one, two = shingles(a), shingles(b)
-    return len(one & two) / len(one | two)
+    both = len(one & two)
+    return both / (len(one) + len(two) - both)
 
 
 def write(folder, texts):
@@ -127,6 +131,56 @@ def test_copies_stay_where_that_is_asked_and_are_never_divided(tmp_path, planted
     for a, b in itertools.combinations(range(len(planted)), 2):
         if jaccard(planted[a], planted[b]) >= 0.65:
             assert part[a] == part[b], (a, b)
+
+
+_SIGNS = """
+    + - * / // % ** < > <= >= == != = := & | ^ && || -> => << >> <> += -= *= /= ~ @ \\ ++ -- :: ?: ??
+"""
+OPERATORS = _SIGNS.split()
+DISTINCT = (
+    ("C", "C++", "C#", "C--"),
+    ("a[1:]", "a[:1]", "a[1]", "a(1)", "a{1}", "a 1"),
+    ("(b + c) * d", "b + c * d", "b + (c * d)"),
+    ("f(x) = 2", "f'(x) = 2", "f''(x) = 2"),
+    ("y = -1", "y = 1", "y = +1", "y = ~1", "y = !1"),
+    ("n! = 6", "n = 6"),
+    ("{1, 2}", "[1, 2]", "(1, 2)", "[1, 2)", "(1, 2]"),
+    ("$x$", "x", "@x", "#x", "&x", "*x", "\\x", "%x", "^x", "~x"),
+    ("z^2", "z_2", "z2", "z*2"),
+    ("50%", "50", "$50", "#50"),
+    ("P(A|B)", "P(A, B)", "P(A & B)"),
+    ("p->q", "p=>q", "p<->q", "p.q", "p::q"),
+    ("k-3", "k+3", "k 3"),
+    ("u ?: v", "u ? v", "u ?? v"),
+)
+"""Of each group no two say the same."""
+
+
+def rows_kept(tmp_path, rows) -> set[str]:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    build(settings(source), tmp_path / "out")
+    return {row["text"] for row in pq.read_table(tmp_path / "out" / "records").to_pylist()}
+
+
+def test_rows_of_code_that_differ_in_an_operator_stay(tmp_path):
+    """Every operator in the same place of several statements, and signs that stand at a word."""
+    statements = ("if total {} limit then stop", "while left {} right do step", "l {} m", "return first {} second")
+    rows = [statement.format(operator) for statement in statements for operator in OPERATORS]
+    rows += [row for group in DISTINCT for row in group]
+    assert rows_kept(tmp_path, rows) == set(rows)
+
+
+def test_code_that_differs_in_white_space_is_a_copy(tmp_path):
+    """And prose that differs in commas, hyphens, quotes and case."""
+    pairs = {
+        "for(i=0;i<n;++i){a[i]=b[i]*c;}": "for (i = 0; i < n; ++i) {\n    a[i] = b[i] * c;\n}",
+        "def f(x, *rest): return x if x>0 else -x": "def f(x,*rest):\n    return x if x > 0 else -x\n",
+        "It was a well-known, rather long story; he said so.": 'it was a well known rather long story: "He said so"',
+    }
+    kept = rows_kept(tmp_path, [*pairs, *pairs.values()])
+    assert len(kept) == len(pairs), kept
 
 
 def test_ranges_of_hashes_change_nothing(tmp_path, planted, monkeypatch):

@@ -216,7 +216,7 @@ STAGES = (
         lambda c, i, folder: exact.exact_duplicates(c.folders("digests"), i, folder),
     ),
     BuildStage(
-        *("sketches", "sketching texts", 2, _shards),
+        *("sketches", "sketching texts", 3, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one(before_copies(c), i), c.every("exact", _exact_ranges(c))),
             *(_band_ranges(c), _by_score(c)),
@@ -229,7 +229,7 @@ STAGES = (
         _pairs,
     ),
     BuildStage(
-        *("shingles", "reading candidates", 2, _shards),
+        *("shingles", "reading candidates", 3, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one(before_copies(c), i), c.every("exact", _exact_ranges(c))),
             *(c.every("pairs", _band_ranges(c)), _by_score(c)),

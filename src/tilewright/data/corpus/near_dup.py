@@ -1,9 +1,10 @@
 """Clusters of near-copies: MinHash over shingles of five words, candidates by locality-sensitive hashing.
 
-Words are hashed in plain numpy over the bytes of many documents at once, sketches are `rensa`'s. Two documents are
-linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters are the connected components. Used by
-`holdout`, so that no near-copy of a held-out document is trained on. What it does not see: a short document contained
-in a long one, whose Jaccard similarity is low.
+Words are hashed in plain numpy over the bytes of many documents at once, sketches are `rensa`'s. Signs of code and
+formulas are words, marks of prose are not: `a < b` is no copy of `a > b`, `a+b` is one of `a + b`, and a comma more or
+less changes nothing. Two documents are linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters
+are the connected components. Used by `holdout`, so that no near-copy of a held-out document is trained on. What it does
+not see: a short document contained in a long one, whose Jaccard similarity is low.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,14 @@ BAND_ROWS = 4  # 32 bands: a pair of similarity 0.65 becomes a candidate with pr
 _SHINGLE = 5
 _CHUNK_BYTES = 4 << 20
 _SEED = 0x7E57
+
+_SEPARATOR, _INSIDE, _STARTS, _SIGN, _MARK, _HYPHEN = range(6)
+"""Kinds of bytes: between words, in one, the first of one, a word of its own, and two that their neighbours decide."""
+_SIGNS = b"+*/%<>=&|^~!#@$\\()[]{}"
+_MARKS = b":?'"
+"""A word where a sign or another of them stands beside it: `x[1:]`, `a := 1`, `f'(x)`, `a::b`."""
+_LETTERS = bytes(b for b in range(256) if b >= 0x80 or chr(b).isalpha())
+"""A hyphen between two of them joins words; any other one is a minus, and a word."""
 
 
 def near_copy_clusters(
@@ -70,28 +79,45 @@ def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.n
     """(uint64 hash of every word, number of words of each document)."""
     kind_of, value_of, power_of = _tables()
     kind = kind_of[data]
-    word = kind > 0
+    at, is_word = _signs_by_neighbour(data, kind, starts)
+    kind[at] = np.where(is_word, _SIGN, _SEPARATOR)
+    value = value_of[data]
+    value[at[~is_word]] = 0
+    word = kind > _SEPARATOR
     begins = word.copy()
-    begins[1:] &= ~word[:-1] | (kind[1:] == 2)
+    begins[1:] &= ~word[:-1] | (kind[1:] >= _STARTS) | (kind[:-1] == _SIGN)
     begins[starts] = word[starts]  # a document's first byte never continues the word before
     first = np.flatnonzero(begins)
     if not len(first):
         return np.zeros(0, np.uint64), np.zeros(len(starts), np.int64)
     index = np.arange(len(data))
     position = index - np.maximum.accumulate(np.where(begins, index, 0))
-    hashes = np.add.reduceat(value_of[data] * power_of[position & 63], first)
+    hashes = np.add.reduceat(value * power_of[position & 63], first)
     return mix64(hashes), np.diff(np.searchsorted(first, np.append(starts, len(data))))
+
+
+def _signs_by_neighbour(data: np.ndarray, kind: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(places of marks and hyphens, whether each is a word), by the bytes of the same document beside it."""
+    at = np.flatnonzero(kind >= _MARK)
+    space = ord(" ")
+    before = np.where(np.isin(at, starts), space, data[at - 1])
+    after = np.where(np.isin(at + 1, np.append(starts, len(data))), space, data[(at + 1) % len(data)])
+    is_letter, is_sign = np.zeros(256, bool), np.zeros(256, bool)
+    is_letter[list(_LETTERS)], is_sign[list(_SIGNS + _MARKS)] = True, True
+    minus = ~(is_letter[before] & is_letter[after])
+    return at, np.where(kind[at] == _HYPHEN, minus, is_sign[before] | is_sign[after])
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(kind of a byte, its hash value, factor by place in the word). Upper case counts as lower, separators as zero."""
-    kind = np.zeros(256, np.uint8)  # 0 separator, 1 inside a word, 2 starts a word of its own
-    kind[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = 1
-    kind[0x80:0xC0] = 1
-    kind[0xC0:] = 2  # first byte of a character beyond ASCII: scripts without spaces get one word a character
+    kind = np.zeros(256, np.uint8)
+    kind[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = _INSIDE
+    kind[0x80:0xC0] = _INSIDE
+    kind[0xC0:] = _STARTS  # first byte of a character beyond ASCII: scripts without spaces get one word a character
+    kind[list(_SIGNS)], kind[list(_MARKS)], kind[ord("-")] = _SIGN, _MARK, _HYPHEN
     lower = np.arange(256, dtype=np.uint64)
     lower[65:91] += np.uint64(32)
-    value = mix64(lower) * (kind > 0)
+    value = mix64(lower) * (kind > _SEPARATOR)
     return kind, value, mix64(np.arange(64, dtype=np.uint64)) | np.uint64(1)
 
 
