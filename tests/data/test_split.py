@@ -15,15 +15,24 @@ from tilewright.data.prepare import prepare
 
 SIGN = r"[+*/%<>=&|^~!#@$\\()\[\]{}]"
 LETTER = r"[A-Za-z\x80-\U0010ffff]"
-WORD = rf"""
-    [A-Za-z0-9_]+ | [^\x00-\x7f][A-Za-z0-9_]* | {SIGN} | -(?!{LETTER}) | (?<!{LETTER})-
+TOKEN = rf"""
+    (?P<word>[A-Za-z0-9_]+ | [^\x00-\x7f][A-Za-z0-9_]*) | {SIGN} | -(?!{LETTER}) | (?<!{LETTER})-
     | (?<={SIGN})[:?'] | (?<=[:?'])[:?'] | [:?'](?={SIGN}) | [:?'](?=[:?'])
 """
 
 
 def words_of(text):
-    """The words as `near` sees them, by a regular expression on text: the independent reference."""
-    return [match[0].lower() for match in re.finditer(WORD, text, re.VERBOSE)]
+    """The words as `near` sees them, each with the signs after it, by a regular expression: the independent reference."""
+    found, ahead = [], ""
+    for match in re.finditer(TOKEN, text, re.VERBOSE):
+        if match["word"]:
+            found.append([ahead, match[0].lower(), ""])
+            ahead = ""
+        elif found:
+            found[-1][2] += match[0]
+        else:
+            ahead += match[0]
+    return [tuple(word) for word in found]
 
 
 def shingles_of(text):

@@ -1,8 +1,8 @@
 """Clusters of near-copies: MinHash over shingles of five words, candidates by locality-sensitive hashing.
 
 Words are hashed in plain numpy over the bytes of many documents at once, sketches are `rensa`'s. Signs of code and
-formulas are words, marks of prose are not: `a < b` is no copy of `a > b`, `a+b` is one of `a + b`, and a comma more or
-less changes nothing. Two documents are linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters
+formulas are part of the word before them, marks of prose are not: `a < b` is no copy of `a > b`, `a+b` is one of
+`a + b`, and a comma more or less changes nothing. Two documents are linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters
 are the connected components. Used by `holdout`, so that no near-copy of a held-out document is trained on. What it does
 not see: a short document contained in a long one, whose Jaccard similarity is low.
 """
@@ -24,12 +24,13 @@ _CHUNK_BYTES = 4 << 20
 _SEED = 0x7E57
 
 _SEPARATOR, _INSIDE, _STARTS, _SIGN, _MARK, _HYPHEN = range(6)
-"""Kinds of bytes: between words, in one, the first of one, a word of its own, and two that their neighbours decide."""
+"""Kinds of bytes: between words, in one, the first of one, a sign, and two that are signs where their neighbours say."""
 _SIGNS = b"+*/%<>=&|^~!#@$\\()[]{}"
 _MARKS = b":?'"
-"""A word where a sign or another of them stands beside it: `x[1:]`, `a := 1`, `f'(x)`, `a::b`."""
+"""A sign where a sign or another of them stands beside it: `x[1:]`, `a := 1`, `f'(x)`, `a::b`."""
+_NOTHING = np.zeros(1, np.uint64)
 _LETTERS = bytes(b for b in range(256) if b >= 0x80 or chr(b).isalpha())
-"""A hyphen between two of them joins words; any other one is a minus, and a word."""
+"""A hyphen between two of them joins words; any other one is a minus, and a sign."""
 
 
 def near_copy_clusters(
@@ -76,28 +77,37 @@ def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 hash of every word, number of words of each document)."""
+    """(uint64 hash of every word, number of words of each document).
+
+    A word has the signs up to the next one in it, wherever they stand, and a document's first word those before it too.
+    So there are as many shingles as without signs, and changed words weigh as much.
+    """
     kind_of, value_of, power_of = _tables()
     kind = kind_of[data]
-    at, is_word = _signs_by_neighbour(data, kind, starts)
-    kind[at] = np.where(is_word, _SIGN, _SEPARATOR)
-    value = value_of[data]
-    value[at[~is_word]] = 0
-    word = kind > _SEPARATOR
-    begins = word.copy()
-    begins[1:] &= ~word[:-1] | (kind[1:] >= _STARTS) | (kind[:-1] == _SIGN)
-    begins[starts] = word[starts]  # a document's first byte never continues the word before
-    first = np.flatnonzero(begins)
-    if not len(first):
-        return np.zeros(0, np.uint64), np.zeros(len(starts), np.int64)
-    index = np.arange(len(data))
-    position = index - np.maximum.accumulate(np.where(begins, index, 0))
-    hashes = np.add.reduceat(value * power_of[position & 63], first)
-    return mix64(hashes), np.diff(np.searchsorted(first, np.append(starts, len(data))))
+    at, is_sign = _signs_by_neighbour(data, kind, starts)
+    kind[at] = np.where(is_sign, _SIGN, _SEPARATOR)
+    begins = (kind == _INSIDE) | (kind == _STARTS)
+    begins[1:] &= (kind[:-1] == _SEPARATOR) | (kind[:-1] == _SIGN) | (kind[1:] == _STARTS)
+    begins[starts] = (kind[starts] == _INSIDE) | (kind[starts] == _STARTS)  # never continues the word before
+    counts = np.diff(np.searchsorted(np.flatnonzero(begins), np.append(starts, len(data))))
+    edge = begins.copy()
+    edge[starts] = True
+    edges = np.flatnonzero(edge)
+    counted = np.cumsum(kind > _SEPARATOR)
+    ahead = counted[edges] - (kind[edges] > _SEPARATOR)
+    place = counted - np.repeat(ahead, np.diff(np.append(edges, len(data))))  # white space counts for nothing
+    value = value_of[data] * (kind > _SEPARATOR)
+    sums = np.add.reduceat(value * power_of[place & 63], edges)
+    hashes = sums[begins[edges]]
+    before = np.flatnonzero(~begins[starts] & (counts > 0))  # documents that begin with no word
+    hashes[(np.cumsum(counts) - counts)[before]] += mix64(sums[np.searchsorted(edges, starts[before])]) - mix64(
+        _NOTHING
+    )
+    return mix64(hashes), counts
 
 
 def _signs_by_neighbour(data: np.ndarray, kind: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places of marks and hyphens, whether each is a word), by the bytes of the same document beside it."""
+    """(places of marks and hyphens, whether each is a sign), by the bytes of the same document beside it."""
     at = np.flatnonzero(kind >= _MARK)
     space = ord(" ")
     before = np.where(np.isin(at, starts), space, data[at - 1])
