@@ -22,7 +22,7 @@ TOKEN = rf"""
 
 
 def words_of(text):
-    """The words as `near` sees them, each with the signs after it, by a regular expression: the independent reference."""
+    """The words as `near` sees them, each with the signs after it, by a regular expression: the reference."""
     found, ahead = [], ""
     for match in re.finditer(TOKEN, text, re.VERBOSE):
         if match["word"]:

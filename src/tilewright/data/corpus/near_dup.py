@@ -2,9 +2,9 @@
 
 Words are hashed in plain numpy over the bytes of many documents at once, sketches are `rensa`'s. Signs of code and
 formulas are part of the word before them, marks of prose are not: `a < b` is no copy of `a > b`, `a+b` is one of
-`a + b`, and a comma more or less changes nothing. Two documents are linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters
-are the connected components. Used by `holdout`, so that no near-copy of a held-out document is trained on. What it does
-not see: a short document contained in a long one, whose Jaccard similarity is low.
+`a + b`, and a comma more or less changes nothing. Two documents are linked where their estimated Jaccard similarity
+reaches `THRESHOLD`; clusters are the connected components. Used by `holdout`, so that no near-copy of a held-out
+document is trained on. What it does not see: a short document contained in a long one, whose Jaccard similarity is low.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 4 << 20
 _SEED = 0x7E57
 
 _SEPARATOR, _INSIDE, _STARTS, _SIGN, _MARK, _HYPHEN = range(6)
-"""Kinds of bytes: between words, in one, the first of one, a sign, and two that are signs where their neighbours say."""
+"""Kinds of bytes: between words, in one, the first of one, a sign, and two that neighbours may make a sign."""
 _SIGNS = b"+*/%<>=&|^~!#@$\\()[]{}"
 _MARKS = b":?'"
 """A sign where a sign or another of them stands beside it: `x[1:]`, `a := 1`, `f'(x)`, `a::b`."""
