@@ -11,7 +11,8 @@ import pytest
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes, format_perplexity
-from tilewright.report.figures.run_figures import memory_bars_figure
+from tilewright.report.figures.bits_figure import bits_figure
+from tilewright.report.figures.run_figures import memory_bars_figure, perplexity_figure
 from tilewright.report.page import render, write_report
 from tilewright.report.run_data.collect import collect
 from tilewright.report.run_data.measured import settled_norms, total_tokens
@@ -250,6 +251,31 @@ def test_values_that_are_null_or_absent_do_not_stop_a_chart(run_dir):
             row.pop("tokens_per_s", None)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     outline(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def test_a_domain_has_one_colour_in_all_charts_and_all_domains_another(run_dir):
+    names = ["a", "b", "c", "d"]
+    rows = [
+        {"step": step, "eval": {n: {"loss": 3.0 - step / 9, "tokens": 10, "bytes": 30} for n in names}}
+        for step in (1, 2)
+    ]
+    rows[0]["eval"]["b0"] = {"loss": 3.0, "tokens": 10}  # no text, so in one chart alone
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = collect(run_dir)
+    by_chart = [{name: colour for colour, name, _ in figure(run).legend} for figure in (perplexity_figure, bits_figure)]
+    assert all(by_chart[0][name] == by_chart[1][name] for name in names)
+    assert by_chart[1]["all"] not in by_chart[0].values()
+    assert len(set(by_chart[0].values())) == 5
+
+
+def test_a_slow_run_is_named_at_the_head_beside_what_is_worse(run_dir):
+    plan = json.loads((run_dir / "plan.json").read_text())
+    seconds = [s for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if (s := row.get("step_s"))]
+    assert seconds
+    for factor, named in ((2.0, True), (1.0, False)):
+        (run_dir / "plan.json").write_text(json.dumps(plan | {"step_s": sorted(seconds)[len(seconds) // 2] / factor}))
+        head = write_report(run_dir).read_text().partition('<dl class="cards">')[0]
+        assert ("were planned" in head) == named
 
 
 def test_later_rows_of_a_step_count(run_dir):

@@ -156,6 +156,7 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("by 0.04", Case(evals=held([5, 4, 3, 2], b=[2, 2, 2, 2.04])), GOOD),
         ("both rise", Case(evals=held([5, 4, 3, 4], b=[5, 4, 3, 4])), GOOD),
         ("one domain", Case(evals=held([5, 4, 3, 2])), NOT_MEASURED),
+        ("one more than once", Case(evals=held([5, 4, 3, 2], b=[math.nan, math.nan, math.nan, 2])), NOT_MEASURED),
         ("no evaluation", Case(evals={}), NOT_MEASURED),
     ],
     "loss spikes": [

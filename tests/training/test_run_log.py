@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError
+from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import JsonLines, RunLog
 from tilewright.training.runlog.progress import step_line
+from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 from tilewright.training.runlog.sinks import open_sinks, scalars_of
 
@@ -118,6 +120,19 @@ def test_a_row_of_which_a_part_is_taken_is_written_to_its_end(tmp_path):
     lines._file = TakesThreeBytes()
     lines.append({"step": 1, "text": "b\nc"})
     assert lines._file.data == b'{"step": 1, "text": "b\\nc"}\n'
+
+
+def test_an_evaluation_line_names_the_unit_of_each_domain(tmp_path):
+    lines = []
+    progress = types.SimpleNamespace(note=lines.append, close=lambda: None)
+    recorder = MetricsLogger(RunLog(tmp_path), progress, [], steps=9, memory_limit=1, scaled=False)
+    text, images = DomainLoss(2.0, math.exp(2.0), 10, 30), DomainLoss(1.0, math.e, 10)
+    recorder.evaluation(3, {"code": text, "docs": text}, 0.1, {"books": text})
+    recorder.evaluation(6, {"code": text, "images": images}, 0.1, {})
+    recorder.close()
+    assert "| bits per byte by domain: code 0.962, docs 0.962 |" in lines[0]
+    assert lines[0].endswith("| not trained on, bits per byte by domain: books 0.962")
+    assert lines[1].endswith("| bits per byte by domain: code 0.962; perplexity by domain: images 2.718")
 
 
 def test_second_trainer_in_a_folder_is_refused(tmp_path):
