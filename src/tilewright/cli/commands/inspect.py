@@ -161,13 +161,13 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
     show_table(("layer", "gemm", "differs in", str(first), str(second)), lines)
 
 
-def _audit(folder: Path) -> recorded.Audit | None:
+def _audit(folder: Path) -> recorded.RecordedAudit | None:
     """What a run executed; None where it has not written it yet."""
     value = recorded.read(folder / audit_table.FILE)
     return None if value is None else recorded.checked(recorded.AUDIT, value, folder / audit_table.FILE)
 
 
-def _required_audit(folder: Path) -> recorded.Audit:
+def _required_audit(folder: Path) -> recorded.RecordedAudit:
     audit = _audit(folder)
     if audit is None:
         raise ConfigError(

@@ -21,7 +21,7 @@ Row = TypeVar("Row")
 
 
 @with_config(_OPEN)
-class ModuleRow(TypedDict):
+class RecordedModule(TypedDict):
     """A module in precision.json: its formats, and its matmuls' FLOPs."""
 
     fqn: str
@@ -35,7 +35,7 @@ class ModuleRow(TypedDict):
 
 
 @with_config(_OPEN)
-class KernelRow(TypedDict):
+class RecordedKernel(TypedDict):
     """An operation and case in machine.json; a case is a device, a dtype and perhaps a kind."""
 
     op: str
@@ -45,7 +45,7 @@ class KernelRow(TypedDict):
 
 
 @with_config(_OPEN)
-class SampleRow(TypedDict):
+class RecordedSample(TypedDict):
     """A text of samples.jsonl."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
@@ -56,16 +56,16 @@ class SampleRow(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))  # strict, it would want rows that are `AuditRow` already
-class Audit(TypedDict):
+class RecordedAudit(TypedDict):
     """audit.json: what each matmul executed, up to a step."""
 
     step: _Count
     rows: list[AuditRow]
 
 
-MODULES, KERNELS = TypeAdapter(list[ModuleRow]), TypeAdapter(list[KernelRow])
-AUDIT = TypeAdapter(Audit)
-MODULE, KERNEL, SAMPLE = TypeAdapter(ModuleRow), TypeAdapter(KernelRow), TypeAdapter(SampleRow)
+MODULES, KERNELS = TypeAdapter(list[RecordedModule]), TypeAdapter(list[RecordedKernel])
+AUDIT = TypeAdapter(RecordedAudit)
+MODULE, KERNEL, SAMPLE = TypeAdapter(RecordedModule), TypeAdapter(RecordedKernel), TypeAdapter(RecordedSample)
 
 
 def read(path: Path) -> Any:
