@@ -35,8 +35,8 @@ from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
-_CHAT_FORMAT = 3  # of entries of conversations
-_FORMAT = 4  # of the cache entries; a change makes old entries unused
+_CHAT_FORMAT = 4  # of entries of conversations
+_FORMAT = 5  # of the cache entries; a change makes old entries unused
 
 
 def prepare(
@@ -50,6 +50,7 @@ def prepare(
     domains: tuple[str, ...] = (),
     max_bytes: int = 24_000_000,
     holdout: float = 0.02,
+    validation: str = "",
     seq_len: int = 512,
     vocab_size: int = 8192,
     tokenizer: str = "",
@@ -72,7 +73,8 @@ def prepare(
         task: causal_lm, masked_lm or image_classification.
         domains: keep only these; empty: all.
         max_bytes: most text to use, shared over the domains; 0: no limit. Not read for images.
-        holdout: share held out for evaluation, by clusters of near-copies.
+        holdout: share held out for evaluation, by clusters of near-copies. 0: nothing, or the validation text.
+        validation: a path to text of the same format that is held out as a whole, where `holdout` is 0.
         seq_len: positions in a row.
         vocab_size: of the tokenizer trained on the data. Not read where `tokenizer` is given.
         tokenizer: a tokenizer.json or a folder with one; empty: train one.
@@ -115,6 +117,7 @@ def prepare(
         found = several_sources(sources, field, domains)
     else:
         found = installed_source() if source == INSTALLED else user_source(source, field, domains)
+    own = user_source(validation, field) if validation and not holdout else None
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
     settings = {
@@ -125,15 +128,17 @@ def prepare(
         "seed": seed,
     }
     # The content of a given tokenizer counts, not where it is: runs of one model share what their text becomes.
-    key = _key("text", found.key, _FORMAT, tokenizers.__version__, _tokenizer_digest(tokenizer), **settings)
+    keys = [found.key, *([own.key] if own else [])]
+    key = _key("text", *keys, _FORMAT, tokenizers.__version__, _tokenizer_digest(tokenizer), **settings)
     settings |= {"vocab_size": vocab_size, "tokenizer": tokenizer}
+    both = settings | {"validation": own}
     if format != "text":
         template, _ = template_source(chat_template, model_folder or tokenizer)
         pairs = format == "preferences"
         chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
         stops = declared_stops(Path(model_folder or tokenizer).expanduser()) if model_folder or tokenizer else ()
         key = _key(format, key, template, _CHAT_FORMAT, stops)
-        encoded = cached(root, key, _builder(seconds, build_chat, found, **settings, **chat), before)
+        encoded = cached(root, key, _builder(seconds, build_chat, found, **both, **chat), before)
         rows_key = _key("rows", key, seq_len=seq_len)
         rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)
         return _timed(PreparedChat(encoded, rows, pairs), seconds)
@@ -144,7 +149,7 @@ def prepare(
         corpus = cached(root, key, _builder(seconds, build_entry, build, found, unfinished, processes), before) / TOKENS
         shutil.rmtree(unfinished, ignore_errors=True)
     else:
-        corpus = cached(root, key, _builder(seconds, build_corpus, found, **settings), before)
+        corpus = cached(root, key, _builder(seconds, build_corpus, found, **both), before)
     rows_key = _key("rows", key, task=task, seq_len=seq_len)
     packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len), before)
     return _timed(PreparedData(corpus, packed), seconds)

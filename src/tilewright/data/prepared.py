@@ -28,8 +28,9 @@ class PreparedData:
     """Prepared text.
 
     `fingerprint` names the content: equal fingerprints mean equal rows, on any machine. `domains` are in the order of
-    the mixture; `num_rows` gives each domain's training rows. `summary` is plain JSON: docs, bytes, tokens,
-    duplicates, what was read and refused by reason (`Account.summary`), rows and utilisation, by domain too.
+    the mixture, `eval_domains` those that have held-out rows; `num_rows` gives each domain's training rows. `summary`
+    is plain JSON: docs, bytes, tokens, duplicates, what was read and refused by reason (`Account.summary`), rows and
+    utilisation, by domain too.
     """
 
     def __init__(self, corpus: Path, packed: Path):
@@ -44,6 +45,7 @@ class PreparedData:
         self._ranges: dict[str, dict[str, list[int]]] = meta["rows"]  # split -> domain -> [first row, last row + 1]
         self._rows = {split: self._open(split) for split in SPLITS}
         self.domains: tuple[str, ...] = tuple(self._ranges["train"])
+        self.eval_domains: tuple[str, ...] = tuple(d for d, (a, b) in self._ranges["holdout"].items() if b > a)
         self.num_rows: Mapping[str, int] = {d: b - a for d, (a, b) in self._ranges["train"].items()}
         self._first_row = np.array([a for a, _ in self._ranges["train"].values()], np.int64)
 
@@ -106,7 +108,7 @@ class PreparedData:
 
     def compressors(self, domain: str) -> dict[str, float]:
         """Bits per byte that general compressors need for the held-out text of a domain, see `corpus.compressors`."""
-        return self.summary["domains"][domain]["compressors"]
+        return self.summary["domains"][domain].get("compressors", {})
 
     def _eval_rows(self, domain: str, num: int) -> np.ndarray:
         """At most `num` held-out rows of one domain, the same on every call."""

@@ -38,7 +38,7 @@ class PreparedImages:
 
     tokenizer = None
     task = "image_classification"
-    domains = (DOMAIN,)
+    domains = eval_domains = (DOMAIN,)
 
     def __init__(self, folder: Path, images: BuiltImages, summary: dict[str, Any]):
         self.folder = folder

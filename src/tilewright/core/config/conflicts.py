@@ -15,7 +15,6 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
     checks = (
         *MODEL_CHECKS,
         _data,
-        _images_of_several,
         _preferences,
         _distill,
         _integers,
@@ -60,17 +59,6 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
             ", ".join(strangers),
             f"domains among {', '.join(known)}",
             f"add them to data.{'domains' if data.domains else 'sources'} or take their weights away",
-        )
-
-
-def _images_of_several(recipe: Recipe) -> Iterator[Conflict]:
-    if recipe.model.task == "image_classification" and recipe.data.sources:
-        yield Conflict(
-            ("model.task", "data.sources"),
-            "Images come from one folder",
-            f"data.sources = {recipe.data.sources}",
-            "data.source = a folder with one sub-folder of images a class",
-            "--data.source FOLDER, without data.sources",
         )
 
 

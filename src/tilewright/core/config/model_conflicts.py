@@ -168,4 +168,28 @@ def _multiple(value: int, of: int) -> int:
     return max(1, round(value / of)) * of
 
 
-MODEL_CHECKS = (_model, _decoder_shape, _mla, _experts, _export)
+def _images_of_several(recipe: Recipe) -> Iterator[Conflict]:
+    if recipe.model.task == "image_classification" and recipe.data.sources:
+        yield Conflict(
+            ("model.task", "data.sources"),
+            "Images come from one folder",
+            f"data.sources = {recipe.data.sources}",
+            "data.source = a folder with one sub-folder of images a class",
+            "--data.source FOLDER, without data.sources",
+        )
+
+
+def _nothing_held_out(recipe: Recipe) -> Iterator[Conflict]:
+    """The text of this installation and images are divided by shares; the user's own text may be held out by files."""
+    data, images = recipe.data, recipe.model.task == "image_classification"
+    if data.holdout == 0 and (images or (data.source == "installed" and not data.sources)):
+        yield Conflict(
+            ("data.holdout", "data.source", "data.sources"),
+            "Images and the installed text need a held-out part",
+            "data.holdout = 0",
+            "a share above 0",
+            "data.holdout = 0.02, or data.source = your own text or conversations",
+        )
+
+
+MODEL_CHECKS = (_images_of_several, _nothing_held_out, _model, _decoder_shape, _mla, _experts, _export)

@@ -67,11 +67,13 @@ class DataSection(Section):
     """Mixture weights by domain. Empty: in proportion to tokens."""
     max_bytes: Bytes = 24_000_000
     """Use at most this much text, shared over the domains. 0: no limit."""
-    holdout: float = Field(default=0.02, gt=0, lt=0.5)
-    """Share held out for evaluation, by clusters of near-copies."""
+    holdout: float = Field(default=0.02, ge=0, lt=0.5)
+    """Share held out for evaluation, by clusters of near-copies. 0: nothing of your own text or conversations; a path
+    in `eval_source` is then what is held out."""
     eval_source: str = ""
-    """Other text, `installed` or a path as in `source`, that is evaluated beside the held-out part and never trained
-    on: what a fine-tune forgets. Empty: none."""
+    """`installed` or a path as in `source`, evaluated and never trained on. With `holdout = 0` a path is your own
+    validation data, in the same `format`: all of it is the held-out part. Else it is other text or conversations,
+    evaluated beside the held-out part: what a fine-tune forgets. Empty: none."""
     seq_len: Count = Field(default=512, ge=8)
     """Tokens in one packed row."""
     vocab_size: Count = Field(default=8192, ge=300)

@@ -53,7 +53,8 @@ def build_rows(
         summary["domains"] = {name: counts for name, counts in summary["domains"].items() if name in only}
     summary["utilisation"] = round(utilisation, 5)
     for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
-        for domain, (first, stop) in ranges[split].items():
+        for domain in summary["domains"]:
+            first, stop = ranges[split].get(domain, (0, 0))
             summary["domains"][domain][name] = stop - first
     meta = {
         "fingerprint": digest.hexdigest(),
@@ -79,6 +80,8 @@ def _pack_domains(
         packings.append(pack(starts[here], lengths[here] - shifted, seq_len))
         ranges[domain] = [row, row + packings[-1].num_rows]
         row += packings[-1].num_rows
+    if not packings:
+        return pack(np.zeros(0, np.int64), np.zeros(0, np.int64), seq_len), ranges
     counts = np.concatenate([np.diff(p.first_R) for p in packings])
     first = np.append(0, np.cumsum(counts))
     starts_P = np.concatenate([p.starts_P for p in packings])

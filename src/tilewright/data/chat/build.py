@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError
@@ -27,11 +28,14 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord
 from tilewright.data.corpus.build import SPLITS
+from tilewright.data.corpus.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.holdout import Split, choose_holdout
 from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
+from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.sources.documents import Document, Reject, Source
+from tilewright.data.sources.files import user_source
 
 _EXAMPLE_CHARS = 4000
 _NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
@@ -85,9 +89,11 @@ def build_chat(
     max_bytes: int,
     holdout: float,
     seed: int,
+    validation: Source | None = None,
     progress: ProgressBar,
 ) -> None:
-    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `pairs` for preferences.
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `pairs` for preferences; `validation` is
+    what is held out instead.
 
     Raises:
         DataError: nothing usable in the source, or a tokenizer or template that cannot be read.
@@ -98,17 +104,26 @@ def build_chat(
     spool = collect(
         source, spool_path, domains=domains, max_bytes=max_bytes, seed=seed, progress=progress, convert=recognise
     )
+    own = None
+    if validation is not None:
+        own_path = folder / "validation.bin"
+        own = add_validation(spool, validation, own_path, seed=seed, progress=progress, convert=recognise)
     data = spool.data()
     said, offsets, lengths = _said(spool, data)
     progress.phase("finding near-copies", len(said))
     cluster_of = near_copy_clusters(said, offsets, lengths, progress.advance)
+    share = largest_share(holdout or LARGEST_SHARE)
+    divided = divide_clusters(said, offsets, lengths, cluster_of, spool.domain_of, share)
     given = load_tokenizer(tokenizer) if tokenizer else _trained(said, offsets, lengths, vocab_size)
     chat = ChatTemplate.load(model_folder or tokenizer, given, chat_template)
     progress.phase("rendering and encoding", len(data))
-    encoded = _encode(spool, data, chat, pairs, progress)
+    encoded = _encode(spool, data, chat, pairs, own, progress)
     kept = np.unique(np.array(encoded.documents, np.int64))
-    split = _hold_out(source, spool, cluster_of, kept, holdout, seed)
-    table = _write_streams(folder, spool, split, encoded, given, cluster_of)
+    split = _hold_out(source, spool, divided, kept, holdout, seed, own)
+    if own is not None:
+        texts = (said[a : a + n].tobytes() for a, n in zip(offsets.tolist(), lengths.tolist(), strict=True))
+        split.notes.append(own.note(divided.cluster_of, [xxhash.xxh3_128_digest(text) for text in texts]))
+    table = _write_streams(folder, spool, split, encoded, given, divided.cluster_of)
     pq.write_table(table, folder / "documents.parquet")
     chat.tokenizer.save(folder / "tokenizer")
     chat.save(folder / "tokenizer")
@@ -118,7 +133,26 @@ def build_chat(
         file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
     summary = _summary(source, spool, split, cluster_of[kept], table, given)
     summary["chat"] = _facts(recognise, encoded, chat)
+    if own is not None:
+        summary["validation"] = own.summary()
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def holds_conversations(source: str) -> bool:
+    """Whether the first row of a path that can be read is a conversation.
+
+    Raises:
+        DataError: the path does not exist.
+    """
+    for part in user_source(source, None).parts:
+        for item in part.read():
+            if isinstance(item, Document):
+                try:
+                    read_row(json.loads(item.text), pairs=False)
+                except (ChatError, ValueError, RecursionError):
+                    return False
+                return True
+    return False
 
 
 def _reject(record: PartRecord, name: str, error: ChatError, size: int) -> Reject:
@@ -146,7 +180,9 @@ def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_s
     return train_tokenizer(texts, vocab_size)
 
 
-def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, progress: ProgressBar) -> _Encoded:
+def _encode(
+    spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, own: Validation | None, progress: ProgressBar
+) -> _Encoded:
     encoded = _Encoded()
     for i in range(len(spool)):
         text = spool.text(data, i)
@@ -157,7 +193,8 @@ def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, pro
             rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
         except ChatError as error:
             record = spool.records[i]
-            spool.account.take_back(record, _reject(record, spool.names[i], error, size))
+            account = spool.account if own is None or i < own.first else own.account
+            account.take_back(record, _reject(record, spool.names[i], error, size))
         else:
             found = rendered.samples
             encoded.left_out.update(rendered.left_out)
@@ -184,7 +221,15 @@ def _pair(chat: ChatTemplate, row: Row, given: TemplateArguments) -> Rendered:
     return Rendered(found, list(dict.fromkeys(left)))
 
 
-def _hold_out(source: Source, spool: Spool, cluster_of: np.ndarray, kept: np.ndarray, share: float, seed: int) -> Split:
+def _hold_out(
+    source: Source,
+    spool: Spool,
+    divided: Divided,
+    kept: np.ndarray,
+    share: float,
+    seed: int,
+    own: Validation | None,
+) -> Split:
     """The split of all documents, by those that are kept; the others are in no part.
 
     Raises:
@@ -199,18 +244,31 @@ def _hold_out(source: Source, spool: Spool, cluster_of: np.ndarray, kept: np.nda
             need="rows with an answer that the chat template can render",
             try_="data.chat_template = the template that fits the rows, or other rows",
         )
+    held = np.zeros(len(spool), bool)
+    if own is not None:
+        held[own.first :] = True
+        split = Split(held)
+        usable = kept < own.first
+        got = f"{int(usable.sum())} of {source.label}, {int((~usable).sum())} of {own.label}"
+        if usable.all() or not usable.any():
+            need = "usable conversations in both"
+            raise DataError(
+                "No usable conversation in one of two sources", where="data.eval_source", got=got, need=need
+            )
+        return split
     mine = Spool(spool.path, spool.domains, domain_of=spool.domain_of[kept], lengths=spool.lengths[kept])
     mine.names = [spool.names[i] for i in kept.tolist()]
-    clusters = cluster_of[kept]
+    clusters = divided.cluster_of[kept]
     split = choose_holdout(mine, clusters, share, seed, may_cut=False)
+    split.notes += divided.notes(spool.domains) if share else []
     if split.dropped:  # all of a domain is one cluster: its conversations are held out one by one
         alike = split.dropped
-        single = np.where(np.isin(mine.domain_of, alike), len(cluster_of) + np.arange(len(kept)), clusters)
-        split = choose_holdout(mine, single, share, seed, may_cut=False)
+        single = np.where(np.isin(mine.domain_of, alike), len(spool) + np.arange(len(kept)), clusters)
+        notes, split = split.notes, choose_holdout(mine, single, share, seed, may_cut=False)
+        split.notes += notes
         for domain in sorted(set(alike) - set(split.dropped)):
             name = spool.domains[domain]
             split.notes.append(f"{name}: all of it are near-copies, so what is held out is not independent")
-    held = np.zeros(len(spool), bool)
     held[kept] = split.held
     usable = np.isin(np.unique(mine.domain_of), split.dropped, invert=True)
     if not usable.any() or held[kept].all():
@@ -219,6 +277,7 @@ def _hold_out(source: Source, spool: Spool, cluster_of: np.ndarray, kept: np.nda
             where=source.label,
             got=f"{len(kept)} usable conversations",
             need="two different ones",
+            try_="data.holdout = 0, which holds nothing out",
         )
     return Split(held, {}, split.dropped, split.notes)
 
@@ -244,9 +303,9 @@ def _write_streams(
                 trained.append(sample.trained_T)
         which = document[order]
         columns: dict[str, Any] = {
-            "split": pa.array([name] * len(mine)),
-            "domain": pa.array([spool.domains[d] for d in domain[order]]),
-            "name": pa.array([spool.names[i] for i in which.tolist()]),
+            "split": pa.array([name] * len(mine), pa.string()),
+            "domain": pa.array([spool.domains[d] for d in domain[order]], pa.string()),
+            "name": pa.array([spool.names[i] for i in which.tolist()], pa.string()),
             "document": pa.array(which),
             "bytes": pa.array(spool.lengths[which]),
             "length": pa.array([len(sample.ids_T) for sample in mine], pa.int64()),

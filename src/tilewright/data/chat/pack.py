@@ -71,8 +71,10 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
             where="data.seq_len",
         )
     for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
-        ranges[split] = {domain: ranges[split].get(domain, [0, 0]) for domain in trained}
-        for domain, (first, stop) in ranges[split].items():
+        if split == "train":
+            ranges[split] = {domain: ranges[split][domain] for domain in trained}
+        for domain in summary["domains"]:
+            first, stop = ranges[split].get(domain, (0, 0))
             summary["domains"][domain][name] = stop - first
     summary["chat"] = facts
     meta = {

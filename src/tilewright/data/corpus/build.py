@@ -20,11 +20,13 @@ from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.compressors import compressor_bits
+from tilewright.data.corpus.divide import LARGEST_SHARE, divide_clusters, largest_share
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.holdout import Split, choose_holdout
 from tilewright.data.corpus.long_words import short_words
 from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
+from tilewright.data.corpus.validation import add_validation
 from tilewright.data.sources.documents import Source
 
 SPLITS = ("train", "holdout")
@@ -45,9 +47,10 @@ def build_corpus(
     vocab_size: int,
     tokenizer: str,
     seed: int,
+    validation: Source | None = None,
     progress: ProgressBar,
 ) -> None:
-    """Fill `folder` with the files of the entry. Arguments as in `prepare`.
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `validation` is what is held out instead.
 
     Raises:
         DataError: nothing usable in the source, or a tokenizer that cannot be read.
@@ -55,12 +58,22 @@ def build_corpus(
     given = load_tokenizer(tokenizer) if tokenizer else None
     spool_path = folder / "spool.bin"
     spool = collect(source, spool_path, domains=domains, max_bytes=max_bytes, seed=seed, progress=progress)
+    own = None
+    if validation is not None:
+        own = add_validation(spool, validation, folder / "validation.bin", seed=seed, progress=progress)
     data = spool.data()
     progress.phase("finding near-copies", len(data))
-    cluster_of = near_copy_clusters(data, spool.offsets, spool.lengths, progress.advance)
-    split = choose_holdout(spool, cluster_of, holdout, seed)
+    where = data, spool.offsets, spool.lengths
+    cluster_of = near_copy_clusters(*where, progress.advance)
+    divided = divide_clusters(*where, cluster_of, spool.domain_of, largest_share(holdout or LARGEST_SHARE))
+    if own is not None:
+        split = Split(np.arange(len(spool)) >= own.first)
+        split.notes.append(own.note(divided.cluster_of, [spool.digest(i) for i in range(len(spool))]))
+    else:
+        split = choose_holdout(spool, divided.cluster_of, holdout, seed)
+        split.notes += divided.notes(spool.domains) if holdout else []
     texts = _texts(spool, split)
-    if not texts["train"] or not texts["holdout"]:
+    if not texts["train"] or (not texts["holdout"] and holdout):
         raise _too_little(source, spool)
 
     def read(text: Text) -> str:
@@ -76,7 +89,7 @@ def build_corpus(
     for name in SPLITS:
         sizes = folder / TOKEN_BYTES if name == "holdout" else None
         lengths = encode_stream(folder / f"{name}.npy", texts[name], read, given, progress.advance, sizes=sizes)
-        tables.append(_table(name, spool, split, texts[name], lengths, cluster_of))
+        tables.append(_table(name, spool, split, texts[name], lengths, divided.cluster_of))
     progress.phase("compressing what is held out")
     compressed = _compressed(spool, texts["holdout"], read)
     spool_path.unlink()
@@ -86,6 +99,8 @@ def build_corpus(
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
     summary = _summary(source, spool, split, cluster_of, table, given)
+    if own is not None:
+        summary["validation"] = own.summary()
     for domain, bits in compressed.items():
         summary["domains"][domain]["compressors"] = bits
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -136,9 +151,11 @@ def _table(
     index = np.array([t.document for t in texts], np.int64)
     return pa.table(
         {
-            "split": pa.array([name] * len(texts)),
-            "domain": pa.array([spool.domains[d] for d in spool.domain_of[index]]),
-            "name": pa.array([spool.names[i] + (" (cut)" if i in split.cut else "") for i in index.tolist()]),
+            "split": pa.array([name] * len(texts), pa.string()),
+            "domain": pa.array([spool.domains[d] for d in spool.domain_of[index]], pa.string()),
+            "name": pa.array(
+                [spool.names[i] + (" (cut)" if i in split.cut else "") for i in index.tolist()], pa.string()
+            ),
             "bytes": pa.array([t.stop - t.start for t in texts], pa.int64()),
             "length": pa.array(lengths),
             "cluster": pa.array(cluster_of[index]),

@@ -14,6 +14,8 @@ import numpy as np
 from tilewright.data.common.hashing import hash64
 
 _COARSE = 5  # a cluster above this many times the share is too big to be a domain's whole holdout
+GROUP = 8
+"""Documents from which near-copies of each other may be a task of their own."""
 _MIN_DOCUMENT_BYTES = 256  # shorter documents are not cut
 _MIN_TAIL_BYTES = 64
 
@@ -81,7 +83,18 @@ def choose_holdout(
         if not chosen:
             split.dropped.append(domain)
     split.held = table.held_C[cluster_of]
+    _note_groups(split, spool, cluster_of)
     return split
+
+
+def _note_groups(split: Split, spool: HoldoutDocuments, cluster_of: np.ndarray) -> None:
+    """Say where a group of near-copies that may be a task of its own is not trained on at all."""
+    sizes = np.bincount(cluster_of[split.held], minlength=1)
+    for cluster in np.flatnonzero(sizes >= GROUP).tolist():
+        name = spool.domains[int(spool.domain_of[np.flatnonzero(cluster_of == cluster)[0]])]
+        split.notes.append(
+            f"{name}: {sizes[cluster]:,} near-copies of each other are held out, none of them is trained"
+        )
 
 
 class _Clusters:

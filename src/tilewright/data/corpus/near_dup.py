@@ -51,7 +51,7 @@ def near_copy_clusters(
         sketches.append(sketches_of(*shingle_hashes(data[begin:end], offsets[first:stop] - begin)))
         advance(end - begin)
         first = stop
-    return _components(np.concatenate(sketches))
+    return near_copies(np.concatenate(sketches))
 
 
 def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +138,7 @@ def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.array(matrix.to_rows(), np.uint32)
 
 
-def _components(sketches: np.ndarray) -> np.ndarray:
+def near_copies(sketches: np.ndarray) -> np.ndarray:
     """Connected components of the pairs that share a band and pass the threshold; smallest index names one."""
     parent = np.arange(len(sketches))
 

@@ -58,6 +58,10 @@ class Spool:
         start = int(self.offsets[index])
         return bytes(self.data()[start : start + int(self.lengths[index])])
 
+    def digest(self, index: int) -> bytes:
+        """A hash of document `index`."""
+        return xxhash.xxh3_128_digest(self.data_of(index))
+
     def text(self, data: np.ndarray, index: int) -> str:
         """Document `index` out of `data()`."""
         start = self.offsets[index]

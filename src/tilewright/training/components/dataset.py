@@ -9,6 +9,7 @@ import torch
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.data.batches.stream import Stream
+from tilewright.data.chat.build import holds_conversations
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.data.corpus.account import account_line
@@ -47,6 +48,7 @@ def prepare_data(recipe: Recipe) -> Prepared:
         domains=data.domains,
         max_bytes=data.max_bytes,
         holdout=data.holdout,
+        validation=_validation(data),
         seq_len=data.seq_len,
         vocab_size=data.vocab_size,
         tokenizer=tokenizer_path(recipe.model, data),
@@ -62,6 +64,10 @@ def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]
     conversations what they look like and what of them is trained."""
     summary = prepared.summary
     yield "data", account_line(summary), {"read": summary["read"], "refused": summary["refused"]}
+    if own := summary.get("validation"):
+        yield "data", f"held out: {account_line(own)}", {"read": own["read"], "refused": own["refused"]}
+    for note in summary.get("notes", ()):
+        yield "data", note, {}
     if isinstance(prepared, PreparedChat):
         for line in prepared.preview():
             yield "chat", line, {}
@@ -95,21 +101,27 @@ def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> Held
     """Held-out rows, at most `num` batches of each domain (None: the recipe's number); the same on every call."""
     size = _rows_per_batch(recipe), num or recipe.train.eval_batches
     return HeldOut(
-        {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains},
-        {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains},
+        {domain: prepared.eval_batches(domain, *size) for domain in prepared.eval_domains},
+        {domain: prepared.eval_bytes(domain, *size) for domain in prepared.eval_domains},
     )
 
 
 def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
-    """`data.eval_source` in the ids of the run's tokenizer: a sample of it, by domain; empty where there is none.
+    """`data.eval_source` in the ids of the run's tokenizer: a sample of it, by domain; empty where there is none, and
+    where it is what is held out. In a run on conversations a source of conversations is read as such.
 
     Raises:
         DataError: nothing usable in it.
     """
-    if not recipe.data.eval_source or not isinstance(prepared, PreparedData) or prepared.task != "causal_lm":
+    source = recipe.data.eval_source
+    if not source or _validation(recipe.data) or not isinstance(prepared, PreparedData) or prepared.task != "causal_lm":
         return HeldOut({}, {})
+    talks = recipe.data.format == "chat" and source != "installed" and holds_conversations(source)
     text = prepare(
-        recipe.data.eval_source,
+        source,
+        format="chat" if talks else "text",
+        chat_template=recipe.data.chat_template if talks else "",
+        model_folder=local_folder(recipe.model.path) if talks else "",
         max_bytes=_OTHER_BYTES,
         holdout=_OTHER_SHARE,
         seq_len=recipe.data.seq_len,
@@ -121,9 +133,14 @@ def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
     assert isinstance(text, PreparedData)
     one_by_one = 1, _OTHER_ROWS
     return HeldOut(
-        {domain: text.eval_batches(domain, *one_by_one) for domain in text.domains},
-        {domain: text.eval_bytes(domain, *one_by_one) for domain in text.domains},
+        {domain: text.eval_batches(domain, *one_by_one) for domain in text.eval_domains},
+        {domain: text.eval_bytes(domain, *one_by_one) for domain in text.eval_domains},
     )
+
+
+def _validation(data: DataSection) -> str:
+    """The path of the user's own validation data; "" where a share is held out, or nothing."""
+    return data.eval_source if not data.holdout and data.eval_source != "installed" else ""
 
 
 def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
