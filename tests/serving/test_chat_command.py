@@ -1,6 +1,7 @@
 """`tilewright chat` and `serve` as commands: pipes, single answers, runs, adapters, and what is refused."""
 
 import io
+import json
 import os
 import signal
 import socket
@@ -179,3 +180,15 @@ def test_the_server_takes_the_next_port_and_ends_cleanly(model, number):
         assert "server ended" in out
         assert f"port {port} is in use" in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("chain", [1, 2], ids=["of itself", "of one that is of it"])
+def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path, chain, capsys):
+    folders = [tmp_path / f"adapter{i}" for i in range(chain)]
+    for folder, base in zip(folders, folders[1:] + folders[:1], strict=True):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 4}))
+    assert run(["chat", str(folders[0]), "--message", "hi"]) == 2
+    said = capsys.readouterr().err
+    assert "Adapter on an adapter" in said
+    assert all(f"  {part}" in said for part in ("where", "got", "need", "try"))
