@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.cli.tuned import arguments, make_model, make_talks
 from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run
-from tilewright.cli.load_run import open_to_export
+from tilewright.cli.load_run import open_to_export, reopen
 from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.export_run import export_run, vocabulary_size
 from tilewright.compress.exports_file import read_exports, write_exports
@@ -22,6 +23,7 @@ from tilewright.compress.prove.held_out import ask_held_out
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import CheckpointError, NumericsError
+from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import write_report
 from tilewright.training.loop import train
 
@@ -265,3 +267,15 @@ def test_rows_of_an_earlier_export_keep_what_they_were_measured_on(finished, cap
     assert "hf: kept from an earlier export, measured on another CPU" in shown
     assert "2020-01-01" in shown
     assert "gguf-f16: kept" not in shown
+
+
+def test_a_prompt_of_a_run_is_that_of_its_merged_folder_in_transformers(trained, tmp_path):
+    assert run(["merge", str(trained), "--out", str(tmp_path / "merged")]) == 0
+    tokenizer = reopen(trained, "cpu").tokenizer
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    for text in ("alpha beta", "<|eos|> naïve 🦊<|bos|>", " \n"):
+        ids = tokenizer.prompt_ids(text)
+        assert ids == theirs(text)["input_ids"]
+        assert ids[0] == tokenizer.bos_id
+        assert tokenizer.encode(text) == load_tokenizer(trained / "tokenizer.json").encode(text)
+    assert load_tokenizer(tmp_path / "merged").prompt_ids("a<|eos|>") == tokenizer.prompt_ids("a<|eos|>")

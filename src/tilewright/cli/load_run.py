@@ -24,6 +24,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.components.tokenizer_files import surrounding
 from tilewright.training.components.weights.lora_model import build_adapted
 from tilewright.training.components.weights.trained_weights import load_newest
 
@@ -53,7 +54,7 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened
     recipe = load_recipe(run / "run.toml", environ={}).recipe
     machine = detect_machine(device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    tokenizer = load_tokenizer(run / "tokenizer.json")
+    tokenizer = surrounding(load_tokenizer(run / "tokenizer.json"), recipe)
     if recipe.model.weights == "load":  # a run that is older than its generation_config.json
         tokenizer = tokenizer.stopping_at(declared_stops(Path(local_folder(recipe.model.path)).expanduser()))
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's

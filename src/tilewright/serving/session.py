@@ -87,13 +87,13 @@ class Session:
         return self.chat
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of the beginning of a document.
+        """The ids of a text that is continued; see `Tokenizer.prompt_ids`.
 
         Raises:
             DataError: the text is no Unicode.
         """
         check_text(text, "prompt")
-        return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
+        return self.tokenizer.prompt_ids(text)
 
     @property
     def stop_ids(self) -> Sequence[int]:

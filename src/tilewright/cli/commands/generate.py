@@ -48,7 +48,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
             try_="tilewright eval, for its loss",
             where=str(run / "run.toml"),
         )
-    ids = torch.tensor([[opened.tokenizer.bos_id, *opened.tokenizer.encode(prompt)]], device=opened.device)
+    ids = torch.tensor([opened.tokenizer.prompt_ids(prompt)], device=opened.device)
     written = extend(
         opened.model,
         ids,

@@ -8,13 +8,21 @@ encoded as plain text, so that no document can end another one.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
-from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER, declared_stops, declared_tokens, write_stops
+from tilewright.data.common.tokenizer_folder import (
+    CONFIG,
+    TOKENIZER,
+    declared_stops,
+    declared_tokens,
+    special_names,
+    write_stops,
+)
 
 BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
 
@@ -48,10 +56,34 @@ class Tokenizer:
     stop_ids: tuple[int, ...] = ()
     """Ids that end what a model of this tokenizer writes: `eos_id`, and those that its folder declares
     (`tokenizer_folder.declared_stops`)."""
+    names: tuple[str, ...] = ()
+    """Of tokens that its folder calls special, beside those that `backend` does."""
+    reads_names: bool = True
+    """Whether names of special tokens in a prompt are these tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without begin and end."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of a text that a model continues, as transformers' `AutoTokenizer` makes them: names of special tokens
+        are these tokens, and around the text is what the tokenizer's post-processor puts there. An empty text is the
+        beginning of a document.
+
+        Example:
+            >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
+            >>> tok.prompt_ids("<|eos|>"), tok.prompt_ids("")
+            ([1], [0])
+        """
+        return self._reader.encode(text, add_special_tokens=True).ids or [self.bos_id]
+
+    @cached_property
+    def _reader(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        known = [name for name in self.names if backend.token_to_id(name) is not None]
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in known])
+        backend.encode_special_tokens = not self.reads_names
+        return backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
@@ -172,7 +204,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    return _wrap(backend, declared_tokens(file.parent), str(file)).stopping_at(declared_stops(file.parent))
+    found = _wrap(backend, declared_tokens(file.parent), str(file)).stopping_at(declared_stops(file.parent))
+    names, reads = special_names(file.parent)
+    return replace(found, names=names, reads_names=reads)
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | int) -> int | None:

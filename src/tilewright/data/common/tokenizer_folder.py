@@ -57,6 +57,22 @@ def declared_stops(folder: Path) -> tuple[int, ...]:
     return _stops_in(values) or (_stops_in(inner) if isinstance(inner, dict) else ())
 
 
+def special_names(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """Names of tokens that transformers reads in a text as these tokens, and whether it reads any.
+
+    They are named in tokenizer_config.json, beside those of tokenizer.json; `split_special_tokens` makes text of all.
+
+    Raises:
+        DataError: the file is not a JSON object.
+    """
+    values = _read(folder / CONFIG)
+    lists = [values.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    given = [value for key, value in values.items() if key.endswith("_token")]
+    given += [value for more in lists for value in (more.values() if isinstance(more, dict) else more or ())]
+    names = (_text(value) for value in given)
+    return tuple(dict.fromkeys(name for name in names if name)), values.get("split_special_tokens") is not True
+
+
 def write_stops(folder: Path, ids: Sequence[int], defaults: Mapping[str, Any] | None = None) -> None:
     """Say in the generation_config.json of a folder which ids end a text; its other keys stay.
 

@@ -8,8 +8,8 @@ loaded bring these along from their folder; a model that was trained here begins
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,7 @@ class TextRules:
             DataError: files beside the loaded weights that cannot be read.
         """
         config = _config_of(recipe)
-        if recipe.model.weights == "random":
-            begin: tuple[int, ...] = (tokenizer.bos_id,)
-            end = (tokenizer.eos_id,) if recipe.model.task == "masked_lm" else ()
-        else:
-            begin, end = surround(tokenizer, config)
+        begin, end = surround(tokenizer, config) if recipe.model.weights == "load" else _of_documents(recipe, tokenizer)
         folder = template_folder(recipe, run)
         if folder is None:
             return cls(begin, end, None, config, stops_of(tokenizer, None).ids)
@@ -155,7 +151,7 @@ def write_tokenizer(recipe: Recipe, run: Path, rules: TextRules, positions: int 
     """
     backend = tokenizers.Tokenizer.from_file(str(run / TOKENIZER))
     if _around(backend) != (rules.begin, rules.end):
-        backend.post_processor = _processor(backend, rules)
+        backend.post_processor = _processor(backend, rules.begin, rules.end)
         (target / TOKENIZER).write_text(backend.to_str(pretty=True), encoding="utf-8")
     else:
         shutil.copyfile(run / TOKENIZER, target / TOKENIZER)
@@ -172,9 +168,24 @@ def write_tokenizer(recipe: Recipe, run: Path, rules: TextRules, positions: int 
         (target / TEMPLATE).write_text(rules.template, encoding="utf-8")
 
 
-def _processor(backend: tokenizers.Tokenizer, rules: TextRules) -> Any:
-    before = [str(backend.id_to_token(i)) for i in rules.begin]
-    after = [str(backend.id_to_token(i)) for i in rules.end]
+def _of_documents(recipe: Recipe, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (tokenizer.bos_id,), (tokenizer.eos_id,) if recipe.model.task == "masked_lm" else ()
+
+
+def surrounding(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
+    """The tokenizer of a run, which puts around a prompt what it has in the run's artefacts."""
+    if recipe.model.weights == "load":  # as it came with the weights
+        return tokenizer
+    begin, end = _of_documents(recipe, tokenizer)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.encode_special_tokens = tokenizer.backend.encode_special_tokens
+    backend.post_processor = _processor(backend, begin, end)
+    return replace(tokenizer, backend=backend)
+
+
+def _processor(backend: tokenizers.Tokenizer, begin: Sequence[int], end: Sequence[int]) -> Any:
+    before = [str(backend.id_to_token(i)) for i in begin]
+    after = [str(backend.id_to_token(i)) for i in end]
     ids = [(token, int(backend.token_to_id(token))) for token in dict.fromkeys([*before, *after])]
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],
