@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.errors import DataError
-from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.rows import fields_not_read, read_row
 from tilewright.data.chat.template import ChatTemplate
@@ -37,6 +37,8 @@ from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.sources.documents import Document, Reject, Source
 from tilewright.data.sources.files import user_source
 
+_MAX_HEAVY = 3
+"""Rows whose rendering takes more time or memory than it gets and that are set aside."""
 _EXAMPLE_CHARS = 4000
 _NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
 
@@ -155,9 +157,9 @@ def holds_conversations(source: str) -> bool:
     return False
 
 
-def _reject(record: PartRecord, name: str, error: ChatError, size: int) -> Reject:
+def _reject(record: PartRecord, name: str, error: DataError, size: int) -> Reject:
     got = error.problems[0].got
-    return Reject(record.file, error.reason, example=f"{name}: {got}" if got else name, num_bytes=size)
+    return Reject(record.file, error.problems[0].what, example=f"{name}: {got}" if got else name, num_bytes=size)
 
 
 def _messages(row: Row) -> list[Row]:
@@ -183,7 +185,7 @@ def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_s
 def _encode(
     spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, own: Validation | None, progress: ProgressBar
 ) -> _Encoded:
-    encoded = _Encoded()
+    encoded, heavy = _Encoded(), 0
     for i in range(len(spool)):
         text = spool.text(data, i)
         size = int(spool.lengths[i])
@@ -191,7 +193,10 @@ def _encode(
             row = json.loads(text)
             given = TemplateArguments(row.get("tools", ()), row.get("variables", {}))
             rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
-        except ChatError as error:
+        except (ChatError, TemplateTooMuchError) as error:
+            heavy += isinstance(error, TemplateTooMuchError)
+            if heavy > _MAX_HEAVY:  # it is the template and not the row
+                raise
             record = spool.records[i]
             account = spool.account if own is None or i < own.first else own.account
             account.take_back(record, _reject(record, spool.names[i], error, size))

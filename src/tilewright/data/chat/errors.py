@@ -3,6 +3,10 @@
 from tilewright.core.errors import DataError
 
 
+class TemplateTooMuchError(DataError):
+    """A template that takes more time or memory than it gets."""
+
+
 class ChatError(DataError):
     """A row that is no conversation, one that a template cannot render, or whose answers cannot be found in what it
     renders."""

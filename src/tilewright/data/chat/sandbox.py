@@ -1,12 +1,17 @@
-"""Chat templates are programs from model folders: they run in jinja2's sandbox, which gives them no way out.
+"""Chat templates are programs from model folders: they run in jinja2's sandbox, which gives them no way out, in a
+process of their own under limits of time and memory (`common.limited_process`).
 
 The environment has what transformers gives a template (filters, functions, trimming), so that both render the same
 text. Where asked, `{% generation %}` blocks come out between two marks, which `split_marks` takes away again.
 """
 
+import hashlib
 import json
+import os
 import re
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -14,12 +19,98 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tilewright.data.common.limited_process import Kept, KilledError, LimitedProcess, serve
+
 GENERATION_BEGIN, GENERATION_END = "\ue0f0", "\ue0f1"
 """Around what `{% generation %}` encloses; characters of the private use area."""
 TEXT_BEGIN, TEXT_END = "\ue0f2", "\ue0f3"
 """Around the name of a control token that is in a message and not written by the template."""
 _MARKED = "__marked__"
 _ANY_MARK = re.compile(f"[{GENERATION_BEGIN}{GENERATION_END}{TEXT_BEGIN}{TEXT_END}]")
+
+
+_CPU_S = 5.0
+"""Processor seconds to compile a template, or to render a conversation: usual ones take a millisecond. A conversation
+gets a second more for each of its megabytes."""
+_MEMORY_BYTES = 1 << 30
+"""Address space of the process, and more for long conversations: 40 times their text."""
+_MAX_CHARS = 1 << 20
+"""Of a template; published ones have up to 30,000."""
+_KEPT = 32  # compiled templates in the process
+
+
+class TemplateError(Exception):
+    """A template that raises, or is none."""
+
+
+class TemplateLimitError(Exception):
+    """A template that takes more time or memory than it gets."""
+
+
+class LimitedTemplate:
+    """A template that is compiled and rendered in the process of templates.
+
+    Args:
+        source: the jinja text.
+
+    Raises:
+        TemplateError: it is not a template.
+        TemplateLimitError: it is too long, or takes too much to compile.
+
+    Example:
+        >>> LimitedTemplate("{{ a | tojson }} {{ a.__class__ }}").render({"a": ["é"]})
+        '["é"] '
+    """
+
+    def __init__(self, source: str):
+        if len(source) > _MAX_CHARS:
+            raise TemplateLimitError(f"a template of {len(source)} characters, of {_MAX_CHARS} at most")
+        self._source = source
+        self._key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+        self._call(_CPU_S, _MEMORY_BYTES, variables=None, mark=False)
+
+    def render(self, variables: Mapping[str, Any], mark_generation: bool = False) -> str:
+        """The text, or with marks around `{% generation %}` blocks.
+
+        Args:
+            variables: what the template gets; what JSON can hold.
+            mark_generation: see `split_marks`.
+
+        Raises:
+            TemplateError: it raises.
+            TemplateLimitError: it takes too much.
+        """
+        size = _size(variables)
+        limits = (_CPU_S + size / 1e6, _MEMORY_BYTES + 40 * size)
+        return self._call(*limits, variables=variables, mark=mark_generation)["text"]
+
+    def _call(self, cpu_s: float, memory_bytes: int, **request: Any) -> dict[str, Any]:
+        process = template_process(os.getpid())
+        try:
+            found = process.call(cpu_s, memory_bytes, self._key, lambda: {"source": self._source}, **request)
+        except KilledError as error:
+            limits = f"more than {cpu_s:.3g} processor seconds or {memory_bytes / 2**20:.0f} MiB"
+            raise TemplateLimitError(f"{limits}; its process ended with signal {error.signal}") from None
+        if found.get("error") == "MemoryError":
+            raise TemplateLimitError(f"more than {memory_bytes / 2**20:.0f} MiB")
+        if "error" in found:
+            raise TemplateError(f"{found['error']}: {found['said']}")
+        return found
+
+
+@lru_cache(maxsize=1)
+def template_process(pid: int) -> LimitedProcess:
+    """The process of templates of the process `pid`, which must be the caller's (see `readers.worker`)."""
+    assert pid == os.getpid()
+    return LimitedProcess(__name__)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _size(item) for key, item in value.items())
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 8
 
 
 class _Generation(Extension):
@@ -47,14 +138,11 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def compile_template(source: str, mark_generation: bool = False) -> jinja2.Template:
-    """A template that renders as transformers renders it, or with marks around its `{% generation %}` blocks.
+    """A template that renders as transformers renders it, or with marks around its `{% generation %}` blocks. Only for
+    the process of templates: nothing limits it here.
 
     Raises:
         jinja2.TemplateError: it is not a template.
-
-    Example:
-        >>> compile_template("{{ a | tojson }} {{ a.__class__ }}").render(a=["é"])
-        '["é"] '
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -115,3 +203,26 @@ def without_marks(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_marks(item) for item in value]
     return value
+
+
+def _answers() -> Any:
+    """What the process does with a request; it keeps the templates that it has compiled."""
+    kept = Kept(lambda given: [compile_template(given["source"], mark) for mark in (False, True)], _KEPT)
+
+    def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            both, variables = kept.of(request), request["variables"]
+            if both is None:
+                yield kept.unknown()
+            else:
+                yield {"text": "" if variables is None else both[request["mark"]].render(variables)}
+        except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
+            said = str(error).splitlines() or [""]
+            yield {"error": type(error).__name__, "said": said[0][:200]}
+
+    return answer
+
+
+if __name__ == "__main__":
+    compile_template("{{ '' }}").render()  # what the first template takes is not taken from its time
+    serve(_answers())

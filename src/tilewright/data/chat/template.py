@@ -14,17 +14,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 
 from tilewright.core.errors import DataError
-from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.load import named_tokens, template_source
-from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
+from tilewright.data.chat.sandbox import (
+    TEXT_BEGIN,
+    TEXT_END,
+    LimitedTemplate,
+    TemplateError,
+    TemplateLimitError,
+    split_marks,
+    without_marks,
+)
 from tilewright.data.chat.stops import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
+from tilewright.data.readers.damage import failure
 
 Message = Mapping[str, Any]
 
@@ -55,8 +63,10 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None, where: str = ""):
         self.source, self.tokenizer, self.tokens, self.where = source, tokenizer, dict(tokens or {}), where
         try:
-            self._template, self._marking = compile_template(source), compile_template(source, mark_generation=True)
-        except (jinja2.TemplateError, RecursionError) as error:
+            self._template = LimitedTemplate(source)
+        except TemplateLimitError as error:
+            raise _too_much(error, where) from error
+        except TemplateError as error:
             raise DataError(
                 "Chat template is not valid jinja",
                 where=where or "data.chat_template",
@@ -275,12 +285,23 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return (self._marking if answers else self._template).render(**self.tokens | {**given.variables} | named)
-        except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
-            said = str(error).splitlines() or [""]
-            raise ChatError(
-                "template raises", got=f"{type(error).__name__}: {said[0][:200]}", where=self.where
-            ) from None
+            return self._template.render(self.tokens | {**given.variables} | named, answers)
+        except TemplateLimitError as error:
+            raise _too_much(error, self.where) from None
+        except TemplateError as error:
+            raise ChatError("template raises", got=str(error), where=self.where) from None
+        except (ValueError, TypeError, RecursionError) as error:  # of JSON, in which it goes to the process
+            raise ChatError("conversation that JSON cannot hold", got=failure(error), where=self.where) from None
+
+
+def _too_much(error: TemplateLimitError, where: str) -> TemplateTooMuchError:
+    return TemplateTooMuchError(
+        "Chat template takes too much time or memory",
+        where=where or "data.chat_template",
+        got=str(error),
+        need="a template that writes a conversation in a few milliseconds, as published ones do",
+        try_="data.chat_template = another .jinja file",
+    )
 
 
 def stops_of(tokenizer: Tokenizer, chat: ChatTemplate | None) -> Stops:

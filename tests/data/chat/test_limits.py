@@ -1,0 +1,145 @@
+"""Templates that take all the time or memory there is end within their limits, and take nothing else with them."""
+
+import os
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.chat.families import FAMILIES
+from tilewright.core.errors import DataError
+from tilewright.data.chat import sandbox
+from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
+from tilewright.data.chat.load import CHATML
+from tilewright.data.chat.sandbox import LimitedTemplate, TemplateError, TemplateLimitError, compile_template
+from tilewright.data.chat.template import ChatTemplate
+from tilewright.data.common.tokenizer import train_tokenizer
+
+TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
+WAIT_S = 30
+"""Most seconds of the clock for one: the limit of the tests is 0.5 s of the processor, on a machine with other work."""
+
+LONG_STRINGS = [
+    "'a'.ljust(4000000000)",
+    "'a'.center(4000000000)",
+    "'%4000000000d' % 1",
+    "'{:4000000000}'.format('a')",
+    "'a' * 4000000000",
+    "['a'] * 1000000000",
+    "('a' * 1000000) | replace('a', 'b' * 1000000)",
+    "'ab'.zfill(4000000000)",
+    "'\\t'.expandtabs(4000000000)",
+    "10 ** 1000000",
+    "10 ** 10 ** 9",
+    "(9 ** 9 ** 8) % 7",
+    "'a' | indent(4000000000, true)",
+    "lipsum(n=100000000)",
+]
+LOOPS = [
+    "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% set ns = namespace(x='a') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% macro m(n) %}{{ m(n - 1) if n else '' }}{{ m(n - 1) if n else '' }}{% endmacro %}{{ m(60) }}",
+    "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "{{ range(99999) | map('string') | list | sort | join('x') | batch(1) | list | string | length }}" * 40,
+]
+SYNTAX = [
+    "{{ " + "(" * 100_000 + "}}",
+    "{% if 1 %}" * 3000,
+    "{{ " + "-" * 50_000 + "1 }}",
+    "{{ '" + "a" * (50 << 20) + "' }}",
+]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """A limit that a test can wait for."""
+    monkeypatch.setattr(sandbox, "_CPU_S", 0.5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["hello you " * 9], 300)
+
+
+def ends(source, tokenizer):
+    """It is compiled and rendered, or refused in words; within the time, and others go on."""
+    start = time.perf_counter()
+    try:
+        text = ChatTemplate(source, tokenizer).render(TALK)
+    except ChatError:
+        text = "a row is refused"
+    except DataError as error:
+        text = str(error)
+    assert time.perf_counter() - start < WAIT_S
+    assert len(text) < 1 << 28
+    assert ChatTemplate(CHATML, tokenizer).render(TALK).startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize("expression", LONG_STRINGS)
+def test_a_template_that_asks_for_gigabytes_ends(expression, tokenizer):
+    ends("{{ (" + expression + ") | string | length }}", tokenizer)
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_a_template_that_loops_ends(source, tokenizer):
+    ends(source, tokenizer)
+
+
+@pytest.mark.parametrize("source", SYNTAX, ids=["brackets", "blocks", "signs", "50 MB"])
+def test_a_template_that_cannot_be_compiled_ends(source, tokenizer):
+    ends(source, tokenizer)
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["'a'", "messages", "9", "range(99999)", "messages[0].content", "cycler('a', 'b')"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, inner, st.sampled_from(["+", "*", "~", "**", "%", "<"])).map(
+                lambda t: f"({t[0]} {t[2]} {t[1]})"
+            ),
+            st.tuples(inner, st.sampled_from([".ljust(99999999)", ".center(9**9)", " | list", " | join('ab')"])).map(
+                lambda t: f"({t[0]}){t[1]}"
+            ),
+            inner.map(lambda e: f"({e} | string) * 99999"),
+            inner.map(lambda e: f"'{{:>9999999}}'.format({e})"),
+        ),
+        max_leaves=6,
+    )
+)
+@settings(max_examples=12, deadline=None)
+def test_generated_templates_end(tokenizer, expression):
+    ends("{% for m in messages %}{{ (" + expression + ") | string | length }}{% endfor %}", tokenizer)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_published_template_renders_the_same_inside_and_outside_of_the_process(name):
+    source = FAMILIES[name].template
+    given = {"messages": TALK, "tools": None, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "é\ud83e"}
+    for mark in (False, True):
+        expected = compile_template(source, mark).render(**given)
+        assert LimitedTemplate(source).render(given, mark) == expected
+
+
+def test_more_templates_than_are_kept_and_a_process_that_ends_are_told_again():
+    templates = [LimitedTemplate(f"{i} {{{{ x }}}}") for i in range(2 * sandbox._KEPT)]
+    assert [t.render({"x": "é"}) for t in templates] == [f"{i} é" for i in range(len(templates))]
+    with pytest.raises(TemplateLimitError, match=r"0\.5 processor seconds"):
+        LimitedTemplate(LOOPS[0]).render({})
+    assert templates[0].render({"x": 1}) == "0 1"
+    with pytest.raises(TemplateError, match="TemplateSyntaxError"):
+        LimitedTemplate("{% if %}")
+    sandbox.template_process(os.getpid())._child.kill()
+    assert templates[1].render({"x": 1}) == "1 1"
+
+
+def test_a_template_that_takes_too_much_says_so_in_four_parts(tokenizer):
+    with pytest.raises(TemplateTooMuchError) as caught:
+        ChatTemplate(LOOPS[0], tokenizer, where="model/chat_template.jinja").render(TALK)
+    problem = caught.value.problems[0]
+    assert "0.5 processor seconds" in problem.got
+    assert problem.where == "model/chat_template.jinja"
+    assert problem.need
+    assert problem.try_
