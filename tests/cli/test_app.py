@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tilewright.cli import app
+from tilewright.core.config.schema import fields
 from tilewright.core.errors import FitError, HardwareError, NumericsError
 
 
@@ -89,3 +90,10 @@ def test_a_closed_pipe_is_silent(tmp_path):
 def test_no_colour_without_a_terminal(capsys):
     assert app.run(["trian"]) == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("join", ["_", "-"])
+@pytest.mark.parametrize("field", ["lora.rank", *(field.path for field in list(fields())[::9])])
+def test_a_setting_with_other_signs_for_its_dots_is_suggested(field, join, capsys):
+    assert app.run(["train", f"--{field.replace('.', join)}", "1"]) != 0
+    assert f"--{field}" in capsys.readouterr().err

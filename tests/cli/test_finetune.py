@@ -1,5 +1,7 @@
 """`finetune` and `merge` end to end, on small models of an architecture that is ours to run and one that is not."""
 
+import shlex
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,3 +161,18 @@ def test_what_is_wrong_is_told_before_anything_is_trained(model, talks, tmp_path
     assert (
         run(["finetune", str(bare), str(talks), *settings, "--data.chat_template", "chatml", "--train.steps", "1"]) == 0
     )
+
+
+@pytest.mark.parametrize("how", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_preferences_are_told_the_command_that_learns_them(how, tmp_path, capsys):
+    """Which is accepted when it is pasted."""
+    file = tmp_path / "my pairs.jsonl"
+    file.write_text("".join(f'{{"prompt": "hello {i}", "chosen": "yes", "rejected": "no {i}"}}\n' for i in range(40)))
+    model = make_model(tmp_path / "model", "llama")
+    settings = arguments(tmp_path, train__steps=2, data__seq_len=64)
+    assert run(["finetune", str(model), str(file), "--how", how, *settings]) != 0
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.replace("\n         ", " ").splitlines() if "tilewright train dpo" in line]
+    command = shlex.split(line[line.index("tilewright train") :])
+    assert command[1:5] == ["train", "dpo", "--model.path", str(model)]
+    assert run(command[1:]) == 0

@@ -53,8 +53,9 @@ class RecipeCommand(click.Command):
             max(item.opts, key=len).lstrip("-") for item in self.get_params(ctx) if isinstance(item, click.Option)
         ]
         near = difflib.get_close_matches(error.option_name.lstrip("-"), options, n=1)
-        setting = schema.suggest(error.option_name.lstrip("-"))
-        if not near and "." in setting:
+        name = error.option_name.lstrip("-")
+        setting = schema.suggest(name)
+        if "." in setting and (not near or schema.spelled(name)):
             near = [setting]
         hint = f"Did you mean --{near[0]}?" if near else "Settings are written --section.field value."
         return click.UsageError(f"No such option {error.option_name!r}. {hint}", error.ctx)

@@ -114,10 +114,15 @@ class PreparedChat(PreparedData):
             f"longest: {longest} tokens; {facts['truncated']:,} cut at data.seq_len = {facts['seq_len']}, "
             f"{facts['truncated_tokens']:,} tokens lost",
         ]
+        for reason, numbers in facts["lost"].items():
+            rows = f"{numbers['rows']:,} of the renderings of {numbers['documents']:,} conversations"
+            lines.append(f"{rows} are not trained ({reason}); of {numbers['refused']:,} of them nothing is left")
         if facts["rendered_again"]:
             lines.append(
                 f"{facts['rendered_again']:,} answers are rows of their own: the template rewrites earlier turns"
             )
+        if facts["saved_tokens"]:
+            lines.append(f"answers of one conversation share its tokens: {facts['saved_tokens']:,} are not repeated")
         if facts["not_read"]:
             names = [f"{name} ({count:,})" for name, count in facts["not_read"].items()]
             others = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""

@@ -300,3 +300,36 @@ def test_an_answer_of_weight_0_has_no_label(model, tmp_path):
         for n in range(20)
     )
     assert plain.summary["trained_tokens"] - some.summary["trained_tokens"] == first
+
+
+def test_pairs_that_are_equal_in_a_row_are_set_aside(model, tmp_path):
+    same = "you are a system " * 40
+    rows = [{"prompt": f"hello {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(20)]
+    alike = [{"prompt": f"Paris {i}", "chosen": same + "yes", "rejected": same + "no"} for i in range(5)]
+    late = [{"prompt": "weather " * 200, "chosen": "yes", "rejected": "no"}]
+    path = write(tmp_path / "a.jsonl", rows + alike + late)
+    equal, behind = "chosen and rejected are equal up to data.seq_len", "answer begins behind data.seq_len"
+    for seq_len, refused in ((64, {equal: 5, behind: 1}), (1024, {})):
+        prepared = chat(path, model, tmp_path, format="preferences", seq_len=seq_len)
+        found = {reason: entry["documents"] for reason, entry in prepared.summary["refused"].items()}
+        assert found == refused
+        assert prepared.num_pairs == 26 - sum(refused.values())
+        for batch in prepared.all_pairs():
+            one, other = (batch["input_ids"][0, i].tolist() + batch["labels"][0, i].tolist() for i in range(2))
+            assert one != other
+
+
+def test_conversations_and_their_renderings_are_counted_apart(tmp_path):
+    """Sixty conversations of two answers under a template that renders each apart; of thirty the second one is late."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    rows = []
+    for i in range(60):
+        second = ("you are a system " * 60) if i < 30 else "hello"
+        turns = [("user", f"hello {i}"), ("assistant", f"yes {i}"), ("user", second), ("assistant", f"no {i}")]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    rows.append({"messages": [{"role": "user", "content": "Paris " * 300}, {"role": "assistant", "content": "yes"}]})
+    prepared = chat(write(tmp_path / "a.jsonl", rows), folder, tmp_path, seq_len=128)
+    assert prepared.summary["read"]["documents"] == {"found": 61, "used": 60, "refused": 1}
+    lost = prepared.summary["chat"]["lost"]["answer begins behind data.seq_len"]
+    assert lost == {"rows": 31, "documents": 31, "refused": 1}
+    assert any("31 of the renderings of 31 conversations are not trained" in line for line in prepared.preview())

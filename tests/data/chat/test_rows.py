@@ -313,3 +313,46 @@ def test_variables_of_a_row_reach_the_template(tmp_path):
     read = read_row(row, pairs=False)[1]
     [sample] = render_answers(chat, read["messages"], given=TemplateArguments((), read["variables"])).samples
     assert sample.text == "on hiyes<|im_end|>", "a layout without an end is followed by that of a text"
+
+
+TURNS = [{"role": role, "content": f"{role} {i}"} for i in range(4) for role in ("user", "assistant")]
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "because"}
+LOOP = [
+    USER,
+    *(
+        message
+        for i in range(3)
+        for message in (
+            {**THOUGHT, "tool_calls": [{"function": {"name": f"f{i}", "arguments": {}}}]},
+            {"role": "tool", "content": f"result {i}"},
+        )
+    ),
+    {**ANSWER, "reasoning_content": "so"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "talk", "rows"),
+    [("phi3", TURNS, 1), ("llama31", TURNS, 1), ("qwen3", TURNS, 4), ("qwen3", LOOP, 1), ("gemma", TURNS, 1)],
+)
+def test_a_conversation_is_trained_once_where_its_beginnings_agree(tmp_path, name, talk, rows):
+    """Ids and masks are those of rows of their own, one for each answer; what that saves is a number."""
+    folder = make_folder(tmp_path, name)
+    chat = ChatTemplate.load(str(folder), load_tokenizer(folder))
+    answers = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+    apart = []
+    for i in answers:
+        only = [{**m, "weight": 0} if m["role"] == "assistant" and n != i else m for n, m in enumerate(talk[: i + 1])]
+        [sample] = render_answers(chat, only).samples
+        last = int(np.flatnonzero(sample.trained_T)[-1]) + 1
+        apart.append((sample.ids_T[:last].tolist(), sample.trained_T[:last]))
+    together = render_answers(chat, talk).samples
+    assert len(together) == rows
+    for sample in together:
+        union = np.zeros(len(sample.ids_T), bool)
+        for ids, trained in [one for one in apart if sample.ids_T[: len(one[0])].tolist() == one[0]]:
+            union[: len(ids)] |= trained
+        assert (union == sample.trained_T).all()
+    assert sum(int(trained.sum()) for _, trained in apart) == sum(int(s.trained_T.sum()) for s in together)
+    ends = [int(np.flatnonzero(s.trained_T)[-1]) + 1 for s in together]
+    assert sum(s.saved for s in together) == sum(len(ids) for ids, _ in apart) - sum(ends)

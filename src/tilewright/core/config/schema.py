@@ -3,6 +3,7 @@ given, as the data build's. Nothing here reads files; `core.config.load` does.
 """
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -132,18 +133,33 @@ def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
     return found
 
 
+def spelled(path: str, root: type[BaseModel] = Recipe) -> str:
+    """The setting that a name means which has underscores or hyphens for dots, or an empty text.
+
+    Example:
+        >>> spelled("precision_controller_enabled"), spelled("rank")
+        ('precision.controller.enabled', '')
+    """
+    wanted = re.sub(r"[.\-]", "_", path[:_COMPARED])
+    return next((field.path for field in fields(root) if field.path.replace(".", "_") == wanted), "")
+
+
 def suggest(path: str, root: type[BaseModel] = Recipe) -> str:
     """The nearest known name to a mistyped `section.field` (or bare `field`), or an empty text.
 
-    A field of the same name in another section comes first, then near spellings in the same section,
-    then near spellings anywhere.
+    The same name with other signs between its words comes first, then a field of the same name in another section, then
+    near spellings in the same section, then near spellings anywhere.
 
     Example:
         >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("train.lrr"), suggest("xyz.abc")
         ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
+        >>> suggest("lora_rank"), suggest("train-global-batch-size")
+        ('lora.rank', 'train.global_batch_size')
     """
     path = path[:_COMPARED]
     known = [field.path for field in fields(root)]
+    if same := spelled(path, root):
+        return same
     section, _, name = path.rpartition(".")
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     if same_name:

@@ -140,8 +140,8 @@ def build_chat(
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def holds_conversations(source: str) -> bool:
-    """Whether the first row of a path that can be read is a conversation.
+def first_shape(source: str) -> str:
+    """The shape of the first row of a path that can be read (see `rows.read_row`), "" where it is none of them.
 
     Raises:
         DataError: the path does not exist.
@@ -150,11 +150,11 @@ def holds_conversations(source: str) -> bool:
         for item in part.read():
             if isinstance(item, Document):
                 try:
-                    read_row(json.loads(item.text), pairs=False)
-                except (ChatError, ValueError, RecursionError):
-                    return False
-                return True
-    return False
+                    row = json.loads(item.text)
+                    return read_row(row, pairs="chosen" in row or "rejected" in row)[0]
+                except (ChatError, ValueError, RecursionError, TypeError):
+                    return ""
+    return ""
 
 
 def _reject(record: PartRecord, name: str, error: DataError, size: int) -> Reject:
@@ -369,6 +369,7 @@ def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dic
         "template": chat.where,
         "not_read": dict((recognise.not_read + encoded.left_out).most_common()),
         "rendered_again": 0 if recognise.pairs else len(encoded.documents) - len(set(encoded.documents)),
+        "saved_tokens": sum(sample.saved for sample in encoded.samples),
         "example": {
             "text": example.text[:_EXAMPLE_CHARS],
             "spans": [[a, min(b, _EXAMPLE_CHARS)] for a, b in example.spans if a < _EXAMPLE_CHARS],

@@ -1,7 +1,9 @@
 """Rows of one length from encoded conversations: packed without cutting one in two. The second cache entry.
 
-A conversation longer than a row loses its end, which is counted; one whose answers begin behind the row's end is set
-aside. Several conversations share a row where they fit, best fit first; of preferences a row is one pair.
+A rendering longer than a row loses its end, which is counted; one whose answers begin behind the row's end is set
+aside, and a pair whose answers are then equal. Of a conversation with several renderings others may be left: those that
+are lost are counted as renderings, and the conversation as refused where all are. Several renderings share a row where
+they fit, best fit first; of preferences a row is one pair.
 """
 
 import json
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
@@ -20,6 +23,7 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
 
 BEHIND = "answer begins behind data.seq_len"
+EQUAL = "chosen and rejected are equal up to data.seq_len"
 _NUM_LONGEST = 5
 
 
@@ -35,20 +39,24 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
     digest = xxhash.xxh3_128(f"chat\0{pairs}\0{seq_len}".encode())
     ranges: dict[str, dict[str, list[int]]] = {}
     facts = summary["chat"] | {"seq_len": seq_len, "truncated": 0, "truncated_tokens": 0}
-    lost = []
+    facts["lost"] = {}
     for split in SPLITS:
         here = table.filter(pc.equal(table["split"], split))
         column = {name: here[name].to_numpy() for name in ("length", "first", "document")}
         starts = np.cumsum(column["length"]) - column["length"]
-        fits = column["first"] <= seq_len
+        reason = np.where(column["first"] <= seq_len, "", BEHIND)
         if pairs:
-            fits = np.repeat(fits.reshape(-1, 2).all(1), 2)
+            behind = np.repeat((reason != "").reshape(-1, 2).any(1), 2)
+            equal = np.repeat(_equal(np.load(corpus / f"{split}.npy", mmap_mode="r"), column["length"], seq_len), 2)
+            reason = np.where(behind, BEHIND, np.where(equal, EQUAL, ""))
+        fits = reason == ""
         domain_of = np.array(here["domain"].to_pylist())
         packing, ranges[split] = _pack_domains(starts, column["length"] - 1, domain_of, fits, seq_len, pairs)
         cut = fits & (column["length"] - 1 > seq_len)
         facts["truncated"] += int(cut.sum())
         facts["truncated_tokens"] += int((column["length"][cut] - 1 - seq_len).sum())
-        lost.append(here.filter(~fits))
+        own = split == "holdout" and "validation" in summary  # which has an account of its own
+        _set_aside(summary["validation"] if own else summary, here, reason, facts["lost"])
         for part in (f"{split}.npy", f"{split}.trained.npy"):
             digest.update(file_digest(corpus / part).encode())
         digest.update(json.dumps(ranges[split]).encode())
@@ -60,14 +68,13 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
             order = np.argsort(-column["length"], kind="stable")[:_NUM_LONGEST].tolist()
             rows = here.take(order)
             facts["longest"] = rows.select(["name", "length", "trained"]).to_pylist()
-    _set_aside(summary, lost)
     trained = [domain for domain, (first, stop) in ranges["train"].items() if stop > first]
     if not trained:
         raise DataError(
             "No conversation fits into a row",
-            got=f"data.seq_len = {seq_len}; all answers begin later",
+            got=f"data.seq_len = {seq_len}; all answers begin later, or differ later",
             need="rows that reach into the answers",
-            try_=f"data.seq_len = {int(table['first'].to_numpy().min()) * 2}",
+            try_=f"data.seq_len = {max(seq_len, int(table['first'].to_numpy().min())) * 2}",
             where="data.seq_len",
         )
     for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
@@ -114,18 +121,40 @@ def _pack_domains(
     ), ranges
 
 
-def _set_aside(summary: dict[str, Any], lost: list[Any]) -> None:
-    """Move conversations from used to refused in the account of a summary."""
-    names: dict[int, tuple[str, int]] = {}
-    for table in lost:
-        for row in table.select(["document", "name", "bytes"]).to_pylist():
-            names[row["document"]] = (row["name"], row["bytes"])
-    if not names:
-        return
-    size = sum(num_bytes for _, num_bytes in names.values())
-    for what, amount in (("documents", len(names)), ("text_bytes", size)):
-        summary["read"][what]["used"] -= amount
-        summary["read"][what]["refused"] += amount
-    examples = ", ".join(name for name, _ in list(names.values())[:3])
-    entry = {"files": 0, "file_bytes": 0, "documents": len(names), "text_bytes": size, "examples": examples}
-    summary["refused"][BEHIND] = entry
+def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:
+    """Of each pair whether its two pieces, one behind the other in `ids`, are equal in what a row keeps of them."""
+    starts = np.cumsum(length_N) - length_N
+    kept = np.minimum(length_N, seq_len + 1)  # the target of the last position too
+    pieces = [ids[start : start + num] for start, num in zip(starts.tolist(), kept.tolist(), strict=True)]
+    return np.array([np.array_equal(*pieces[at : at + 2]) for at in range(0, len(pieces), 2)], bool)
+
+
+def _set_aside(account: dict[str, Any], table: pa.Table, reason: np.ndarray, lost: dict[str, dict[str, int]]) -> None:
+    """Move conversations of which no rendering is left from used to refused.
+
+    Args:
+        account: what `Account.summary` gives; changed.
+        table: one row for each rendering.
+        reason: why it is lost, or "".
+        lost: gets how many renderings are lost by reason, of how many conversations, and of how many nothing is left.
+    """
+    document, gone = table["document"].to_numpy(), reason != ""
+    left = np.unique(document[~gone])
+    for name in np.unique(reason[gone]).tolist():
+        here = reason == name
+        whole = np.flatnonzero(here & ~np.isin(document, left))
+        at = whole[np.unique(document[whole], return_index=True)[1]]
+        rows = table.select(["name", "bytes"]).take(at).to_pylist()
+        numbers = {"rows": int(here.sum()), "documents": len(np.unique(document[here])), "refused": len(rows)}
+        lost[name] = {key: lost.get(name, {}).get(key, 0) + number for key, number in numbers.items()}
+        if not rows:
+            continue
+        size = sum(row["bytes"] for row in rows)
+        for what, amount in (("documents", len(rows)), ("text_bytes", size)):
+            account["read"][what]["used"] -= amount
+            account["read"][what]["refused"] += amount
+        examples = ", ".join(row["name"] for row in rows[:3])
+        entry = {"files": 0, "file_bytes": 0, "documents": 0, "text_bytes": 0, "examples": examples}
+        entry = account["refused"].setdefault(name, entry)
+        entry["documents"] += len(rows)
+        entry["text_bytes"] += size

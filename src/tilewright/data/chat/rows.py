@@ -17,6 +17,8 @@ from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.tools import read_tools
 
+PREFERENCES = "preferences"
+"""The shape of pairs."""
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("completion", "response", "output")
 _SYSTEM = ("system", "system_prompt")
@@ -43,7 +45,7 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
     if "chosen" in row or "rejected" in row:
         if not pairs:
             raise ChatError("row of preferences", try_='data.format = "preferences"')
-        shape, found = "preferences", _pair(row)
+        shape, found = PREFERENCES, _pair(row)
     else:
         shape, messages = _conversation(row)
         if pairs:

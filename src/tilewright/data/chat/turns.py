@@ -37,12 +37,14 @@ class ChatSample:
         ids: int64 [T].
         trained_T: bool [T].
         spans: character ranges in `text` of what is trained.
+        saved: tokens that its earlier answers would take in renderings of their own.
     """
 
     text: str
     ids_T: np.ndarray
     trained_T: np.ndarray
     spans: tuple[tuple[int, int], ...]
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def render_answers(
     while open_:
         here = [answer for answer in open_ if rendering.has(answer)]
         if here:
-            found.append(_sample(rendering, [span for answer in here for span in rendering.spans(chat, answer)]))
+            found.append(_sample(rendering, [rendering.spans(chat, answer) for answer in here]))
             open_ = [answer for answer in open_ if answer not in here]
         else:
             assert whole, "the last one open is always found"
@@ -153,12 +155,15 @@ class _Rendering:
         return self.text[: self.written] == answer.text or not any(first < end < last for first, last in self.ranges)
 
 
-def _sample(rendering: _Rendering, spans: Sequence[tuple[int, int]]) -> ChatSample:
+def _sample(rendering: _Rendering, answers: Sequence[Sequence[tuple[int, int]]]) -> ChatSample:
+    """A rendering in which answers, by the ranges of each, are trained."""
+    spans = [span for answer in answers for span in answer]
     first_T, last_T = np.array(rendering.ranges, np.int64).reshape(-1, 2).T
     trained_T = np.zeros(len(rendering.ids), bool)
     for begin, end in spans:
         trained_T |= (first_T < end) & (last_T > begin) & (first_T < last_T)
-    return ChatSample(rendering.text, np.array(rendering.ids, np.int64), trained_T, tuple(sorted(spans)))
+    saved = sum(int((last_T <= answer[-1][1]).sum()) for answer in answers[:-1])
+    return ChatSample(rendering.text, np.array(rendering.ids, np.int64), trained_T, tuple(sorted(spans)), saved)
 
 
 def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: TemplateArguments) -> _Answer:

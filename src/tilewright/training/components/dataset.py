@@ -9,7 +9,8 @@ import torch
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.data.batches.stream import Stream
-from tilewright.data.chat.build import holds_conversations
+from tilewright.data.chat.build import first_shape
+from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.data.corpus.account import account_line
@@ -116,7 +117,7 @@ def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
     source = recipe.data.eval_source
     if not source or _validation(recipe.data) or not isinstance(prepared, PreparedData) or prepared.task != "causal_lm":
         return HeldOut({}, {})
-    talks = recipe.data.format == "chat" and source != "installed" and holds_conversations(source)
+    talks = recipe.data.format == "chat" and source != "installed" and first_shape(source) not in ("", PREFERENCES)
     text = prepare(
         source,
         format="chat" if talks else "text",

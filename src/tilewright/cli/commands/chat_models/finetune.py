@@ -58,10 +58,11 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
             where="DATA",
         )
     with gc_paused():
-        from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe, with_passes
+        from tilewright.cli.commands.chat_models.tuned_recipe import check_shapes, tuned_recipe, with_passes
         from tilewright.data.prepared import PreparedData
         from tilewright.training.components.dataset import prepare_data
 
+    check_shapes(model, data, how, overrides(ctx))
     loaded, _ = tuned_recipe(model, data, how, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")

@@ -6,12 +6,16 @@ Whatever the user types as `--section.field` comes last. Run folders keep the re
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import CLI, Loaded, load_recipe
+from tilewright.core.errors import ConfigError
+from tilewright.data.chat.build import first_shape
+from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.prepared import PreparedData
 from tilewright.models.build import kind_of
 from tilewright.models.folder.resolve import local_folder, split_name
@@ -43,6 +47,31 @@ def tuned_recipe(
     recipe = pinned(loaded, Path(loaded.recipe.run.dir) / loaded.recipe.run.name, weights=weights).recipe
     settings += [f"--model.path={recipe.model.path}", f"--model.kind={kind_of(local_folder(recipe.model.path))}"]
     return load_recipe(f"sft_{how}", [*settings, *typed]), settings
+
+
+def check_shapes(model: str, data: Sequence[str], how: str, typed: Sequence[str]) -> None:
+    """See that data are conversations. Pairs of preferences are learned by another recipe, whose command is named.
+
+    Args:
+        model, data, how, typed: as in `tuned_recipe`.
+
+    Raises:
+        ConfigError: the first row of a file is a pair.
+        DataError: a path does not exist.
+    """
+    pairs = next((path for path in data if first_shape(path) == PREFERENCES), None)
+    if pairs is None or any(setting.startswith("--data.format") for setting in typed):
+        return
+    whole = ["--lora.rank", "0", "--optim.lr", "2e-6"] if how == "full" else []
+    named = [part for setting in _sources(data) for part in setting.split("=", 1)]
+    command = ["tilewright", "train", "dpo", "--model.path", model, *named, *whole, *typed]
+    raise ConfigError(
+        "Data are preferences, which fine-tuning on conversations does not learn",
+        got=f"rows with chosen and rejected in {pairs}",
+        need="conversations; preferences are learned by direct preference optimization",
+        try_=shlex.join(command),
+        where="DATA",
+    )
 
 
 def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
