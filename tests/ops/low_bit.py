@@ -5,11 +5,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from tests.ops.follow import awkward
 from tilewright.formats.quadratic_map import scale_shape
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 
-KINDS = ("fp32", "bf16", "split24")
+HALF = {"of_bf16": torch.bfloat16, "of_fp16": torch.float16}
+KINDS = ("fp32", "bf16", "split24", *HALF)
+"""Of targets: the last two are FP32 masters of weights of these dtypes, some of which were written."""
 SIZES = (1, 127, 128, 129, 300, 128 * 64 + 5)
 ROWS = ((300, 1), (70, 3), (9, 127), (5, 256), (7, 300), (0, 300))
 """Numbers of rows, and their lengths."""
@@ -28,8 +31,12 @@ class LowBitCase:
         """Fresh tensors, with an empty gradient."""
         target = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed))
         scales = scale_shape((self.rows, self.size // max(1, self.rows)))
+        weight = None
+        if self.kind in HALF:
+            chosen = torch.rand(self.size, generator=torch.Generator().manual_seed(self.seed + 2)) < 0.1
+            weight = torch.where(chosen, -0.7 * target, target).to(HALF[self.kind])
         return LowBitTensors(
-            target=target if self.kind == "fp32" else target.bfloat16(),
+            target=target.bfloat16() if self.kind in ("bf16", "split24") else target,
             low=torch.zeros(self.size, dtype=torch.int8) if self.kind == "split24" else None,
             grad=torch.empty(0),
             exp_avg=torch.zeros(self.size, dtype=torch.int8),
@@ -37,6 +44,7 @@ class LowBitCase:
             exp_avg_sq=torch.zeros(self.size, dtype=torch.uint8),
             exp_avg_sq_scale=torch.zeros(scales),
             number=5,
+            weight=weight,
         )
 
     def grads(self, steps: int) -> list[Tensor]:
@@ -69,6 +77,21 @@ def written_pairs(low: int) -> LowBitTensors:
     weights = weights[(weights & 0x7F) % 63 < 2].to(torch.int16).view(torch.bfloat16)
     tensors = LowBitCase("split24", len(weights)).tensors()
     return replace(tensors, target=weights, low=torch.full_like(tensors.low, low), grad=torch.zeros(len(weights)))
+
+
+def written_masters(kind: str, every: int = 1) -> LowBitTensors:
+    """Masters of all exponents beside all 16-bit weights, or every so many of the pairs; moments and gradients are
+    zero."""
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(HALF[kind])
+    some = awkward()
+    masters = torch.cat([weights.float().roll(1), weights.float(), some, some[:63].repeat(2**10), weights.float()])
+    near = masters[-(2**16) :].view(torch.int32)
+    near += torch.arange(2**16, dtype=torch.int32) % 9 * 2**11 - 2**13  # about the halves between them, and on them
+    near[(weights.float().isnan() | weights.float().isinf())] = 0
+    beside = torch.cat([weights, weights, some.to(HALF[kind]), weights[: 63 * 2**10], weights])
+    masters, beside = masters[::every].clone(), beside[::every].clone()
+    tensors = LowBitCase(kind, len(masters)).tensors()
+    return replace(tensors, target=masters, weight=beside, grad=torch.zeros(len(masters)))
 
 
 def hyper(step: int, lr: float = 1e-3) -> AdamHyper:

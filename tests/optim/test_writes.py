@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.optim.shard_cases import BF16, FORMATS, FP16, FP32, HYPER, kernels_with, mesh_of, normal, sharded
 from tests.optim.write_ways import WAYS, awkward, clamp, held, local_part, swapped_data
 from tests.ranks import on_ranks
+from tilewright.core.hardware import detect_machine
 from tilewright.formats.rounding import join24
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon import Muon
@@ -38,9 +39,15 @@ def module_of(shape, dtype, mesh):
     return module
 
 
-def optimizer_of(cls, param, format):
-    plain = format[1:] == ("fp32", "fp32")
-    options = {"moments": format[1], "master": format[2], "kernels": kernels_with(None if plain else "ref")}
+def updates_of(format):
+    """Implementations of AdamW: a reference in FP32 has the same one, and so the same roundings."""
+    if format[1:] != ("fp32", "fp32"):
+        return ("ref",)
+    return ("native", "cpu") if format[0] != FP32 and detect_machine("cpu").cxx_compiler else ("native",)
+
+
+def optimizer_of(cls, param, format, update):
+    options = {"moments": format[1], "master": format[2], "kernels": kernels_with(update)}
     groups = [{"params": [param], "muon": True, "stacks": param.ndim == 3}] if cls is Muon else [param]
     return cls(groups, **HYPER, **options)
 
@@ -76,9 +83,15 @@ def tolerance(format, before, written):
 
 def difference(way, kind, format, mesh):
     """What is wrong with a step after a write, in words; None if nothing is."""
+    found = [difference_by(update, way, kind, format, mesh) for update in updates_of(format)]
+    return next((words for words in found if words), None)
+
+
+def difference_by(update, way, kind, format, mesh):
+    """With this implementation of AdamW."""
     cls, shape, cut = kind
     module = module_of(shape, format[0], mesh if cut else None)
-    optimizer = optimizer_of(cls, module.weight, format)
+    optimizer = optimizer_of(cls, module.weight, format, update)
     step(optimizer, module.weight, 0, format[0])
     before = held(module).clone()
     with torch.no_grad():
@@ -86,7 +99,7 @@ def difference(way, kind, format, mesh):
     written = held(module).clone()
     plain = nn.Module()
     plain.weight = nn.Parameter(module.weight.detach().to(FP32, copy=True))
-    reference = optimizer_of(cls, plain.weight, (FP32, format[1], "fp32"))
+    reference = optimizer_of(cls, plain.weight, (FP32, format[1], "fp32"), update)
     kept = {name: value for name, value in optimizer.state[module.weight].items() if name not in ("master", "low")}
     reference.state[plain.weight] = copy.deepcopy(kept)
     step(optimizer, module.weight, 1, format[0])
@@ -102,8 +115,8 @@ def difference(way, kind, format, mesh):
         return None
     worst = torch.where(same, -1.0, off.nan_to_num(nan=torch.inf)).flatten().argmax()
     return (
-        f"{way.__name__}, {cls.__name__}, {shape}, {'sharded' if cut else 'whole'}, {format}: {int((~same).sum())} of "
-        f"{same.numel()}; at {int(worst)}: {got.flatten()[worst]}, want {want.flatten()[worst]}; "
+        f"{update}, {way.__name__}, {cls.__name__}, {shape}, {'sharded' if cut else 'whole'}, {format}: "
+        f"{int((~same).sum())} of {same.numel()}; at {int(worst)}: {got.flatten()[worst]}, want {want.flatten()[worst]}; "
         f"stored before {before.flatten()[worst]}, written {written.flatten()[worst]}"
     )
 

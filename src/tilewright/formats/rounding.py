@@ -2,7 +2,8 @@
 
 The two parts are the BF16 number nearest to the 24-bit one, and 8 bits of correction. They are stored apart: layers
 multiply with the BF16 weight as it is, and the optimizer reads both. As integers, the FP32 pattern of the number is
-(BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. A zero, an infinity or NaN has none.
+(BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. That of a zero, an infinity or NaN does not
+count, whatever it is.
 
 Where someone else writes the weight, the correction beside it is another number's, and a pair does not tell: all its 24
 bits are bits of a number. It makes the weight half a BF16 step wrong at most, about as much as its own rounding to BF16
@@ -53,8 +54,9 @@ def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     bits = x.view(torch.int32)
     finite = (bits & _EXPONENT) != _EXPONENT
     rounded = (bits + noise) & -256
-    high = torch.where(finite, (rounded + 0x8000) >> 16, _not_finite(bits))
-    low = torch.where(_has_correction(high << 16), (rounded - (high << 16)) >> 8, 0)
+    nearest = (rounded + 0x8000) >> 16
+    high = torch.where(finite, nearest, _not_finite(bits))
+    low = (rounded - (nearest << 16)) >> 8
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int8)
 
 

@@ -9,13 +9,15 @@ BF16 targets (states or parameters) are written with stochastic rounding: the ex
 stored is the FP32 value, so updates below half a BF16 step are not lost. The random bits are a hash of
 (seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
 tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and each element
-gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored.
+gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored. With `weights`,
+16-bit ones of which the targets are the masters, each master follows its weight before (see below) and is stored as it
+after.
 
 low_bit_adam: of one tensor, with both moments in 8 bits. The same formulas. Between steps the first moment m and the
 root of the second moment v are in square codes (`formats.quadratic_map`), 2.06 bytes per parameter. The root, because
 that is what the update divides by: v alone would lose its small values. The target is one of
 
-    FP32       a parameter, or the master of one
+    FP32       a parameter, or the master of one (`weight`, with which the same is done as in adam)
     BF16       rounded stochastically
     24 bits    BF16 and 8 bits of correction (`formats.rounding`)
 
@@ -31,6 +33,8 @@ trace. The case's dtype is the weight's.
 
     follow_writes(master, weight): both of one shape; writes to `master` alone.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,14 +67,25 @@ def _cpu(tensors: low_bit.LowBitTensors, hyper: ref.AdamHyper) -> None:
     low_bit_adam.low_bit_adam(tensors, hyper)
 
 
-ADAM = Op(
-    "adam",
-    (
-        Candidate("native", native.fused, _needs_wide),
-        Candidate("compiled", native.compiled, needs_compiler),
-        Candidate("ref", ref.adam, always),
-    ),
-)
+def _cpu_adam(*args: Any) -> None:
+    from tilewright.ops.backends.cpu import low_bit_adam
+
+    low_bit_adam.adam(*args)
+
+
+def _why_not_cpu(machine: Machine, case: Case) -> str | None:
+    if case.dtype not in (torch.float32, torch.bfloat16):
+        return "it updates in FP32, what is stored in FP32 or BF16"
+    return LIBRARY.why_not(machine, case)
+
+
+_NATIVE = Candidate("native", native.fused, _needs_wide)
+_COMPILED = Candidate("compiled", native.compiled, needs_compiler)
+_CPU = Candidate("cpu", _cpu_adam, _why_not_cpu)
+_REF = Candidate("ref", ref.adam, always)
+ADAM = Op("adam", (_NATIVE, _COMPILED, _CPU, _REF))
+MASTER_ADAM = Op("master_adam", (_CPU, _NATIVE, _COMPILED, _REF), setting="adam")
+"""adam with `weights`: the C++ goes through memory once."""
 LOW_BIT_ADAM = Op(
     "low_bit_adam",
     (

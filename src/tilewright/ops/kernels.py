@@ -20,7 +20,7 @@ from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
 from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.ref import math as ref
@@ -38,7 +38,8 @@ from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM, FOLLOW_WRITES, NEWTON_SCHULZ, INT8_LINEAR),
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
+    *(ADAM, MASTER_ADAM, LOW_BIT_ADAM, FOLLOW_WRITES),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -183,9 +184,9 @@ class Kernels:
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
         return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes)
 
-    def adam(self, device_type: str, dtype: torch.dtype):
-        """The AdamW update for parameters of this device and dtype. See `ops.adam`."""
-        return self._find("adam", device_type, dtype)
+    def adam(self, device_type: str, dtype: torch.dtype, *, masters: bool = False) -> Callable[..., None]:
+        """The AdamW update for parameters of this device and dtype, or for masters with weights. See `ops.adam`."""
+        return self._find("master_adam" if masters else "adam", device_type, dtype)
 
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
         """See `ops.adam`."""

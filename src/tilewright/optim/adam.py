@@ -7,7 +7,7 @@ Named after the optimizer that the articles ask for; BF16 moments are what DeepS
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -279,19 +279,18 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _wide(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Updates with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""
         for alike, pairs in self._batches(params, grads).items():
-            update = self.kernels.adam(alike.device_type, alike.narrowest)
+            update = self.kernels.adam(alike.device_type, alike.narrowest, masters=alike.in_pass)
             hyper = self._hyper(alike.group, alike.step)
-            # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor. A master is
-            # read three times: on a CPU while the cache has it.
-            together = update is fused and not (alike.masters and alike.device_type == "cpu")
+            # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor. Gradients of
+            # masters may be 16-bit: one at a time is made FP32.
+            together = update is fused and not alike.in_pass
             for part in [pairs] if together else [[pair] for pair in pairs]:
-                batch = self._tensors(part)
-                update(
-                    batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper, batch.firsts
-                )
-                for (param, _), target in zip(part, batch.targets, strict=True):
-                    if alike.masters:
-                        local(param).copy_(target)
+                rows = [self._row(param, grad, alike) for param, grad in part]
+                *tensors, numbers, firsts, weights = (list(column) for column in zip(*rows, strict=True))
+                update(*tensors, numbers, hyper, firsts, weights if alike.in_pass else ())
+                for target, weight in zip(tensors[0], weights, strict=True):
+                    if alike.masters and not alike.in_pass:
+                        weight.copy_(target)
                 yield [param for param, _ in part]
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -306,8 +305,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
         """Contiguous tensors are updated in place, others by way of a copy."""
-        place, state = self._place(param), self._held_state(param)
-        written = {"target": state.get("master", local(param.data)), "low": state.get("low")}
+        place, state, weight = self._place(param), self._held_state(param), local(param.data)
+        written = {"target": state.get("master", weight), "low": state.get("low")}
+        written["weight"] = weight if "master" in state else None
         written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
         grad = local(grad, like=param)
@@ -317,12 +317,14 @@ class DeepSeekAdam(torch.optim.Optimizer):
         for name, tensor in written.items():
             if tensor is not None and flat[name] is not tensor:
                 tensor.copy_(flat[name])
-        if "master" in state:
-            local(param).copy_(state["master"])
 
     def _held_state(self, param: Tensor) -> dict[str, Tensor]:
-        """What this rank holds of a parameter's states, with what was written to the parameter since they were made."""
-        state = {name: local(value) for name, value in self.state[param].items()}
+        """What this rank holds of a parameter's states."""
+        return {name: local(value) for name, value in self.state[param].items()}
+
+    def _followed_state(self, param: Tensor) -> dict[str, Tensor]:
+        """The same, with what was written to the parameter since they were made."""
+        state = self._held_state(param)
         if "master" in state:
             self.kernels.follow_writes(state["master"], local(param.data))
         return state
@@ -341,23 +343,19 @@ class DeepSeekAdam(torch.optim.Optimizer):
             batches.setdefault(alike, []).append((param, grad))
         return batches
 
-    def _tensors(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "_Batch":
-        """What an update takes of parameters and their gradients."""
-        batch = _Batch()
-        for param, grad in pairs:
-            state = self._held_state(param)
-            # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
-            target = state.get("master", local(param.data))
-            batch.numbers.append(self._place(param).number)
-            batch.firsts.append(first_element(param))
-            batch.targets.append(target)
-            # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
-            wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
-            grad = local(grad, like=param)
-            batch.grads.append(grad.to(target.dtype) if wide else grad)
-            batch.exp_avgs.append(state["exp_avg"])
-            batch.exp_avg_sqs.append(state["exp_avg_sq"])
-        return batch
+    def _row(self, param: Tensor, grad: Tensor, alike: "_Alike") -> tuple[Any, ...]:
+        """What an update takes of a parameter: what is updated, gradient, moments, number, first element, weight."""
+        state = self._held_state(param) if alike.in_pass else self._followed_state(param)
+        # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
+        weight = local(param.data)
+        target = state.get("master", weight)
+        # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is, and what updates
+        # masters with their weights any.
+        wide = target.dtype == torch.promote_types(target.dtype, torch.float32) and not alike.in_pass
+        grad = local(grad, like=param)
+        grad = grad.to(target.dtype) if wide else grad
+        number, first = self._place(param).number, first_element(param)
+        return target, grad, state["exp_avg"], state["exp_avg_sq"], number, first, weight
 
 
 @dataclass(frozen=True)
@@ -386,15 +384,8 @@ class _Alike:
     narrowest: torch.dtype
     masters: bool
 
-
-@dataclass
-class _Batch:
-    """Tensors that one call updates, of shards what this rank holds: numbers of the parameters and their first
-    elements, what is updated, gradients, moments."""
-
-    numbers: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    @property
+    def in_pass(self) -> bool:
+        """The update itself compares masters with their weights and stores them. On GPUs a kernel does before: torch's
+        own takes all parameters in a few launches."""
+        return self.masters and self.device_type == "cpu"

@@ -161,7 +161,7 @@ class Muon(DeepSeekAdam):
         return list(params)
 
     def _matrix_update(self, param: Tensor) -> MatrixUpdate:
-        place, state = self._place(param), self._held_state(param)
+        place, state = self._place(param), self._followed_state(param)
         group = self.param_groups[place.group]
         hyper = MuonHyper(
             float(group["lr"]),

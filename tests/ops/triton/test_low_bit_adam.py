@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper, written_pairs
+from tests.ops.low_bit import HALF, KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper, written_masters, written_pairs
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam as law
 from tilewright.ops.backends.triton import launch
 from tilewright.ops.backends.triton.low_bit_adam import low_bit_adam
@@ -48,6 +48,14 @@ def test_numbers_that_are_awkward(kind):
 @pytest.mark.parametrize("low", [-128, 0, 127])
 def test_weights_that_were_written(low):
     ours, want = written_pairs(low), written_pairs(low)
+    low_bit_adam(ours, hyper(1, lr=0.0))
+    law(want, hyper(1, lr=0.0))
+    assert_same(ours, want)
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_masters_whose_weights_were_written(kind):
+    ours, want = written_masters(kind, every=11), written_masters(kind, every=11)
     low_bit_adam(ours, hyper(1, lr=0.0))
     law(want, hyper(1, lr=0.0))
     assert_same(ours, want)

@@ -25,6 +25,7 @@ FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 NewtonSchulzBackend = Literal["auto", "wide", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
+AdamBackend = Literal["auto", "compiled", "native", "cpu", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
 Tier = Literal["device", "host", "disk"]
 """Where bytes are kept while nothing reads them."""
@@ -310,7 +311,7 @@ class OpsSection(Section):
     """RMSNorm."""
     cross_entropy: Backend = "auto"
     """Output head and loss together."""
-    adam: Backend = "auto"
+    adam: AdamBackend = "auto"
     """AdamW update, with moments in FP32 or BF16."""
     low_bit_adam: QuantizeBackend = "auto"
     """AdamW update with moments in 8 bits."""

@@ -1,23 +1,92 @@
-"""AdamW with moments in 8 bits on CPUs by a library in C++: the bits of `ops.backends.ref.low_bit_adam` in one pass."""
+"""AdamW on CPUs by a library in C++, in one pass, which also compares a master with its weight and stores it there.
+
+With moments in 8 bits the bits are those of `ops.backends.ref.low_bit_adam`, in FP32 or BF16 those of
+`ops.backends.ref.adam`.
+"""
+
+import functools
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tilewright.ops.backends.cpu.build import LOW_BIT_ADAM
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors, factors
 
-_FP32, _BF16, _SPLIT24 = range(3)
+_FP32, _BF16, _SPLIT24, _OF_BF16, _OF_FP16 = range(5)
 """What the library calls the kinds of target."""
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     """See `ops.adam`."""
-    target, low, grad = tensors.target, tensors.low, tensors.grad
-    kind = _FP32 if target.dtype == torch.float32 else _BF16 if low is None else _SPLIT24
+    target, low, weight, grad = tensors.target, tensors.low, tensors.weight, tensors.grad
+    if weight is not None:
+        kind = _OF_BF16 if weight.dtype == torch.bfloat16 else _OF_FP16
+    else:
+        kind = _FP32 if target.dtype == torch.float32 else _BF16 if low is None else _SPLIT24
     qdata = (tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale)
     num_rows, length = tensors.rows
     LOW_BIT_ADAM.functions.tw_low_bit_adam(
-        kind, grad.dtype == torch.float32, target.data_ptr(), None if low is None else low.data_ptr(), grad.data_ptr(),
+        kind, grad.dtype == torch.float32, target.data_ptr(), _address(low), _address(weight), grad.data_ptr(),
         *(tensor.data_ptr() for tensor in qdata), num_rows, length, *factors(hyper), tensors.stream(hyper),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    numbers: Sequence[int],
+    hyper: AdamHyper,
+    firsts: Sequence[int] = (),
+    weights: Sequence[Tensor] = (),
+) -> None:
+    """See `ops.adam`: parameters and moments of FP32 or BF16."""
+    floats = _floats(hyper)
+    firsts = firsts or [0] * len(params)
+    rows = zip(params, grads, exp_avgs, exp_avg_sqs, weights or [None] * len(params), strict=True)
+    for number, first, row in zip(numbers, firsts, rows, strict=True):
+        flat = [None if tensor is None else tensor.contiguous() for tensor in row]
+        rounds = torch.bfloat16 in (flat[0].dtype, flat[2].dtype)  # the stream is for nothing else
+        streams = [hyper.stream(number, target, first) if rounds else 0 for target in range(3)]
+        _update(*flat, floats, streams)
+        for tensor, copy in zip(row, flat, strict=True):
+            if copy is not tensor and tensor is not row[1]:
+                tensor.copy_(copy)
+
+
+@functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
+def _floats(hyper: AdamHyper) -> list[float]:
+    """What the formulas need, each an FP32 number."""
+    coefficients = hyper.coefficients()
+    decay, rate1, beta2, *rest = coefficients.tolist()
+    return [decay, rate1, beta2, float(1 - coefficients[2]), *rest]
+
+
+def _update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None,
+    floats: Sequence[float],
+    streams: Sequence[int],
+) -> None:
+    if weight is not None:
+        kind = _OF_BF16 if weight.dtype == torch.bfloat16 else _OF_FP16
+    else:
+        kind = _FP32 if param.dtype == torch.float32 else _BF16
+    if grad.dtype not in (torch.float32, torch.bfloat16):
+        grad = grad.to(torch.float32)
+    LOW_BIT_ADAM.functions.tw_adam(
+        kind, exp_avg.dtype == torch.bfloat16, grad.dtype == torch.float32, param.data_ptr(), _address(weight),
+        grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), param.numel(), *floats, *streams,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """AdamW by torch's fused kernel, and by torch.compile of the reference where states or weights are BF16."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from tilewright.ops.backends.ref.adam import AdamHyper, Update, update, update_all
+from tilewright.ops.backends.ref.follow_writes import PIECE, Follower
 from tilewright.ops.base.compile import compile_options
 
 
@@ -20,6 +21,7 @@ def fused(
     numbers: Sequence[int],
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
+    weights: Sequence[Tensor] = (),
 ) -> None:
     """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` and
     `firsts` are not read.
@@ -27,24 +29,50 @@ def fused(
     The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
     On CPUs it takes the elements after the last whole vector one by one, with other last bits, so these take copies
     too: an element's bits do not depend on how much of its tensor is here.
+
+    Masters go by pieces, so that a piece of a master is compared with its weight, updated and stored as it while the
+    cache has it. All memory is taken before anything is written.
     """
-    given = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+    if weights:
+        grads = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
+    given: list[Row] = list(zip(params, grads, exp_avgs, exp_avg_sqs, *([weights] if weights else []), strict=True))
     alike = [_alike(row) for row in given]
     ends = {place: _end(row) for place, row in enumerate(alike) if row[0].device.type == "cpu" and _rest(row[0])}
     rows = [_beginning(row) if place in ends else row for place, row in enumerate(alike)]
     rows += [copies for _, copies in ends.values()]
+    if weights:
+        rows = [piece for row in rows for piece in _pieces(row)]
     counted = float(hyper.step - 1)  # the kernel counts up itself
     counts = {
         device: torch.full((len(rows),), counted, device=device).unbind() for device in {p.device for p in params}
     }
     steps = [counts[row[0].device][place] for place, row in enumerate(rows)]
+    if weights:
+        follow = Follower([(row[0], row[_WEIGHT]) for row in rows])
+        for row, step in zip(rows, steps, strict=True):
+            master, weight = row[0], row[_WEIGHT]
+            follow(master, weight)
+            _update([row], [step], hyper)
+            weight.copy_(master)
+    else:
+        _update(rows, steps, hyper)
+    for end, copies in ends.values():
+        for place in _written(end):
+            end[place].copy_(copies[place][: len(end[place])])
+    for tensors, row in zip(given, alike, strict=True):
+        if row is not tensors:
+            for place in _written(row):
+                tensors[place].copy_(row[place])
+
+
+def _update(rows: Sequence["Row"], steps: Sequence[Tensor], hyper: AdamHyper) -> None:
     adamw(
         [row[0] for row in rows],
         [row[1] for row in rows],
         [row[2] for row in rows],
         [row[3] for row in rows],
         [],
-        steps,
+        list(steps),
         fused=True,
         amsgrad=False,
         beta1=hyper.beta1,
@@ -54,21 +82,19 @@ def fused(
         eps=hyper.eps,
         maximize=False,
     )
-    for end, copies in ends.values():
-        for place in _WRITTEN:
-            end[place].copy_(copies[place][: len(end[place])])
-    for tensors, row in zip(given, alike, strict=True):
-        if row is not tensors:
-            for place in _WRITTEN:
-                tensors[place].copy_(row[place])
 
 
 _VECTOR = 16
 """Elements: a multiple of what any CPU takes at a time."""
-_WRITTEN = (0, 2, 3)
-"""Places in a row."""
-Row = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Parameter, gradient and moments."""
+_WEIGHT = 4
+"""Place of a master's weight in a row."""
+Row = tuple[Tensor, ...]
+"""Parameter, gradient and moments, and of a master its weight."""
+
+
+def _written(row: Row) -> tuple[int, ...]:
+    """Places of what is written."""
+    return (0, 2, 3, _WEIGHT)[: len(row) - 1]
 
 
 def _alike(row: Row) -> Row:
@@ -77,8 +103,7 @@ def _alike(row: Row) -> Row:
         return row
     if len({tensor.stride() for tensor in row}) == 1 and _is_dense(row[0]):
         return row
-    param, grad, exp_avg, exp_avg_sq = (tensor.contiguous() for tensor in row)
-    return param, grad, exp_avg, exp_avg_sq
+    return tuple(tensor.contiguous() for tensor in row)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -93,16 +118,19 @@ def _rest(tensor: Tensor) -> int:
 
 def _beginning(row: Row) -> Row:
     """Whole vectors of tensors without gaps, as they lie in memory."""
-    param, grad, exp_avg, exp_avg_sq = (_in_memory(tensor)[: tensor.numel() - _rest(tensor)] for tensor in row)
-    return param, grad, exp_avg, exp_avg_sq
+    return tuple(_in_memory(tensor)[: tensor.numel() - _rest(tensor)] for tensor in row)
 
 
 def _end(row: Row) -> tuple[Row, Row]:
     """What comes after those, and copies of it that are filled up to one vector."""
-    param, grad, exp_avg, exp_avg_sq = (_in_memory(tensor)[tensor.numel() - _rest(tensor) :] for tensor in row)
-    end = (param, grad, exp_avg, exp_avg_sq)
-    param, grad, exp_avg, exp_avg_sq = (F.pad(part, (0, _VECTOR - len(part))) for part in end)
-    return end, (param, grad, exp_avg, exp_avg_sq)
+    end = tuple(_in_memory(tensor)[tensor.numel() - _rest(tensor) :] for tensor in row)
+    return end, tuple(F.pad(part, (0, _VECTOR - len(part))) for part in end)
+
+
+def _pieces(row: Row) -> Iterator[Row]:
+    """Tensors without gaps, cut as they lie in memory."""
+    size = PIECE * torch.get_num_threads()
+    return zip(*(_in_memory(tensor).split(size) for tensor in row), strict=True)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
@@ -122,6 +150,7 @@ def compiled(
     numbers: Sequence[int],
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
+    weights: Sequence[Tensor] = (),
 ) -> None:
     """The reference's update, fused into one loop over each tensor."""
-    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts)
+    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights)

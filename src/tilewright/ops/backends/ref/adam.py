@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops.backends.ref.follow_writes import followed
+
 
 @dataclass(frozen=True)
 class AdamHyper:
@@ -44,7 +46,7 @@ class AdamHyper:
 
 _ELEMENT = -1640531527
 
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
@@ -82,16 +84,27 @@ def _as_stored(value: Tensor, target: Tensor, stream: Tensor) -> Tensor:
     return stochastic_round_bf16(value, stream) if target.dtype == torch.bfloat16 else value
 
 
-def update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor, streams: Tensor):
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coefficients: Tensor,
+    streams: Tensor,
+    weight: Tensor | None = None,
+) -> None:
     """One AdamW update, in place, of flat tensors of one length. Nothing changes before all memory is there."""
     decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
     high = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(high)
     m = exp_avg.to(high) + rate1 * (g - exp_avg.to(high))
     v = exp_avg_sq.to(high) * beta2 + (1 - beta2) * g * g
-    p = param.to(high) * decay - size * m / (v.sqrt() / root_correction2 + eps)
+    held = param.to(high) if weight is None else followed(param, weight)
+    p = held * decay - size * m / (v.sqrt() / root_correction2 + eps)
     targets = (param, exp_avg, exp_avg_sq)
     values = [_as_stored(*pair, stream) for *pair, stream in zip((p, m, v), targets, streams.unbind(), strict=True)]
+    if weight is not None:
+        targets, values = (*targets, weight), [*values, p.to(weight.dtype)]
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 
@@ -105,16 +118,18 @@ def update_all(
     numbers: Sequence[int],
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
+    weights: Sequence[Tensor] = (),
 ) -> None:
     """`update_one` over lists of contiguous tensors."""
     coefficients = hyper.coefficients()
     firsts = firsts or [0] * len(params)
-    for number, first, *tensors in zip(numbers, firsts, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+    lists = (params, grads, exp_avgs, exp_avg_sqs, *([weights] if weights else []))
+    for number, first, *tensors in zip(numbers, firsts, *lists, strict=True):
         if not tensors[0].numel():  # a rank without rows, and no reason to compile
             continue
         device = tensors[0].device
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
-        update_one(*flat, coefficients.to(device), hyper.streams(number, first).to(device))
+        update_one(*flat[:4], coefficients.to(device), hyper.streams(number, first).to(device), *flat[4:])
         for tensor, copy in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))
@@ -128,6 +143,7 @@ def adam(
     numbers: Sequence[int],
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
+    weights: Sequence[Tensor] = (),
 ) -> None:
     """See `ops.adam`."""
-    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts)
+    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights)

@@ -4,6 +4,8 @@ On a CPU a weight that nobody wrote costs what it takes to read it and its maste
 the cache holds. On other devices nothing is asked for that the host would wait for.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,10 +31,38 @@ def follow_writes(master: Tensor, weight: Tensor) -> None:
             _take_over(some_master, some_weight)
 
 
-def _take_over(master: Tensor, weight: Tensor) -> None:
+class Follower:
+    """Follows writes on a CPU, a piece after the other, in memory that is taken once: no call allocates.
+
+    Args:
+        pairs: masters and their weights, flat tensors of one dtype each: what calls will be given.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        longest = max((len(master) for master, _ in pairs), default=0)
+        dtypes = (pairs[0][1].dtype, torch.bool, pairs[0][0].dtype) if pairs else ()
+        self._rounded, self._as_stored, self._wide = (torch.empty(longest, dtype=dtype) for dtype in dtypes)
+
+    def __call__(self, master_N: Tensor, weight_N: Tensor) -> None:
+        """See `ops.adam`."""
+        rounded_N = self._rounded[: len(master_N)].copy_(master_N)
+        if not _differ(rounded_N, weight_N):
+            return
+        bits = _BITS[weight_N.itemsize]
+        as_stored_N = torch.eq(rounded_N.view(bits), weight_N.view(bits), out=self._as_stored[: len(master_N)])
+        wide_N = self._wide[: len(master_N)].copy_(weight_N)
+        torch.where(as_stored_N, master_N, wide_N, out=master_N)
+
+
+def followed(master: Tensor, weight: Tensor) -> Tensor:
+    """What the master becomes; nothing is written."""
     bits = _BITS[weight.itemsize]
     as_stored = master.to(weight.dtype).view(bits) == weight.view(bits)
-    master.copy_(torch.where(as_stored, master, weight.to(master.dtype)))
+    return torch.where(as_stored, master, weight.to(master.dtype))
+
+
+def _take_over(master: Tensor, weight: Tensor) -> None:
+    master.copy_(followed(master, weight))
 
 
 def _differ(rounded: Tensor, weight: Tensor) -> bool:
@@ -40,6 +70,5 @@ def _differ(rounded: Tensor, weight: Tensor) -> bool:
     together = weight.is_contiguous() and not any((x.numel() | x.storage_offset()) % 4 for x in (rounded, weight))
     if not together:
         bits = _BITS[weight.itemsize]
-        return bool((rounded.view(bits) != weight.view(bits)).any())
-    wide, stored = rounded.view(-1).view(torch.int64), weight.view(-1).view(torch.int64)
-    return bool((wide != stored).any())
+        return not torch.equal(rounded.view(bits), weight.view(bits))
+    return not torch.equal(rounded.view(-1).view(torch.int64), weight.view(-1).view(torch.int64))

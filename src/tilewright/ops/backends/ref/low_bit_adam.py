@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24, round_bf16, split24
 from tilewright.ops.backends.ref.adam import AdamHyper, hash32
+from tilewright.ops.backends.ref.follow_writes import followed
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class LowBitTensors:
         exp_avg_sq_scale: FP32 [R, B].
         number: of the tensor, for the random stream.
         first: elements of the whole tensor before these, which are a shard of it.
+        weight: BF16 or FP16, where the target is its master: what was written there since becomes the master (see
+            `follow_writes`), and it gets the new one, rounded to nearest.
     """
 
     target: Tensor
@@ -39,6 +42,7 @@ class LowBitTensors:
     exp_avg_sq_scale: Tensor
     number: int
     first: int = 0
+    weight: Tensor | None = None
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -88,6 +92,8 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
 
 def _value(tensors: LowBitTensors) -> Tensor:
     target_N = tensors.target.view(-1)
+    if tensors.weight is not None:
+        return followed(target_N, tensors.weight.view(-1))
     return target_N.to(torch.float32) if tensors.low is None else join24(target_N, tensors.low.view(-1))
 
 
@@ -99,4 +105,6 @@ def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[
         return [(target_N, weight), (tensors.low.view(-1), low)]
     if target_N.dtype == torch.bfloat16:
         return [(target_N, round_bf16(p_N, bits_N & 0xFFFF))]
+    if tensors.weight is not None:
+        return [(target_N, p_N), (tensors.weight.view(-1), p_N.to(tensors.weight.dtype))]
     return [(target_N, p_N)]

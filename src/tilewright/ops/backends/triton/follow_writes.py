@@ -25,18 +25,31 @@ def follow_writes(master: Tensor, weight: Tensor) -> None:
 
 
 @triton.jit
+def to_nearest(x, BF16: tl.constexpr):
+    """Patterns (int16) of FP32 numbers rounded to nearest; of NaN in BF16 any."""
+    if BF16:  # as integers: the interpreter's own conversion is not exact
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where((bits & MAGNITUDE) > INF_BITS, 0x7FC0, nearest).to(tl.int16)
+    else:
+        return x.to(tl.float16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def followed(master, stored, BF16: tl.constexpr):
+    """What a master becomes where its weight has these patterns."""
+    if BF16:
+        value = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = stored.to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.where(to_nearest(master, BF16) != stored, value, master)
+
+
+@triton.jit
 def _kernel(master_ptr, weight_ptr, count, BF16: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     master = tl.load(master_ptr + at, mask=inside, other=0.0)
-    stored = tl.load(weight_ptr + at, mask=inside, other=0)
-    if BF16:  # as integers: the interpreter's own conversion is not exact
-        bits = master.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-        value = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        differs = (rounded != stored) | ((bits & MAGNITUDE) > INF_BITS)
-    else:
-        rounded = master.to(tl.float16).to(tl.int16, bitcast=True)
-        value = stored.to(tl.float16, bitcast=True).to(tl.float32)
-        differs = rounded != stored
+    value = followed(master, tl.load(weight_ptr + at, mask=inside, other=0), BF16)
+    differs = master.to(tl.int32, bitcast=True) != value.to(tl.int32, bitcast=True)
     tl.store(master_ptr + at, value, mask=inside & differs)

@@ -14,19 +14,24 @@ from tilewright.formats import quadratic_map
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors, factors
 from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE, to_fp32
+from tilewright.ops.backends.triton.follow_writes import followed, to_nearest
 from tilewright.ops.backends.triton.launch import raw
 
 _ROWS = 8
-FP32, BF16, SPLIT24 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Kinds of target: FP32, BF16 rounded stochastically, BF16 with 8 bits more in `low`."""
+FP32, BF16, SPLIT24, OF_BF16, OF_FP16 = (tl.constexpr(kind) for kind in range(5))
+"""Kinds of target: FP32, BF16 rounded stochastically, BF16 with 8 bits more in `low`, FP32 master of a BF16 or FP16
+weight."""
 BLOCK, LEAST = tl.constexpr(quadratic_map.BLOCK), tl.constexpr(quadratic_map.LEAST)
 TINY_BITS = tl.constexpr(int(torch.tensor(quadratic_map.TINY).view(torch.int32)))
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     """See `ops.adam`."""
-    target, low = tensors.target, tensors.low
-    kind = (FP32 if target.dtype == torch.float32 else BF16 if low is None else SPLIT24).value
+    target, low, weight = tensors.target, tensors.low, tensors.weight
+    if weight is not None:
+        kind, beside = (OF_BF16 if weight.dtype == torch.bfloat16 else OF_FP16), weight.view(torch.int16)
+    else:
+        kind, beside = (FP32 if target.dtype == torch.float32 else BF16 if low is None else SPLIT24), low
     target = target if target.dtype == torch.float32 else target.view(torch.int16)
     num_rows, length = tensors.rows
     per_row = quadratic_map.num_blocks(length)
@@ -36,10 +41,10 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     # Launched as it is, for no graph has it: torch's `wrap_triton`, outside of an operation, makes an autotuner of
     # `num_warps` and an entry in a table that nobody empties, at each call, and does not know `enable_fp_fusion`.
     _kernel[(triton.cdiv(num_blocks, _ROWS),)](
-        target, target if low is None else low, raw(tensors.grad),
+        target, target if beside is None else beside, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
         num_blocks, per_row, length, *factors(hyper), tensors.stream(hyper),
-        KIND=kind, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+        KIND=kind.value, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -96,9 +101,28 @@ def _encode(x, noise, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND: tl.constexpr):
+def _load_target(target_ptr, beside_ptr, offsets, inside, KIND: tl.constexpr):
+    if KIND == FP32:
+        return tl.load(target_ptr + offsets, mask=inside, other=0)
+    elif KIND >= OF_BF16:
+        master = tl.load(target_ptr + offsets, mask=inside, other=0)
+        stored = tl.load(beside_ptr + offsets, mask=inside, other=0)
+        return followed(master, stored, KIND == OF_BF16)
+    else:
+        bits = tl.load(target_ptr + offsets, mask=inside, other=0).to(tl.int32) << 16
+        if KIND == SPLIT24:
+            low = tl.load(beside_ptr + offsets, mask=inside, other=0).to(tl.int32) << 8
+            bits += tl.where(_has_correction(bits), low, 0)
+        return _as_float(bits)
+
+
+@triton.jit
+def _store_target(target_ptr, beside_ptr, offsets, inside, p, random, KIND: tl.constexpr):
     if KIND == FP32:
         tl.store(target_ptr + offsets, p, mask=inside)
+    elif KIND >= OF_BF16:
+        tl.store(target_ptr + offsets, p, mask=inside)
+        tl.store(beside_ptr + offsets, to_nearest(p, KIND == OF_BF16), mask=inside)
     else:
         bits = _as_bits(p)
         finite = (bits & INF_BITS) != INF_BITS
@@ -107,15 +131,15 @@ def _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND: tl.cons
             high = (bits + (random & 0xFFFF)) >> 16
         else:
             rounded = (bits + (random & 0xFF)) & -256
-            high = tl.where(finite, (rounded + 0x8000) >> 16, not_finite)
-            low = tl.where(_has_correction(high << 16), (rounded - (high << 16)) >> 8, 0)
-            tl.store(low_ptr + offsets, low.to(tl.int8), mask=inside)
+            high = (rounded + 0x8000) >> 16
+            low = (rounded - (high << 16)) >> 8
+            tl.store(beside_ptr + offsets, low.to(tl.int8), mask=inside)
         tl.store(target_ptr + offsets, tl.where(finite, high, not_finite).to(tl.int16), mask=inside)
 
 
 @triton.jit(do_not_specialize=["stream"])
 def _kernel(
-    target_ptr, low_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, num_blocks, per_row, length,
+    target_ptr, beside_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, num_blocks, per_row, length,
     decay, rate1, beta2, rate2, size, inv_root, eps, stream, KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,14 +148,7 @@ def _kernel(
     offsets = (rows // per_row).to(tl.int64) * length + places
     inside = is_block & (places < length)
     random = _random_bits(offsets, stream)
-    if KIND == FP32:
-        p = tl.load(target_ptr + offsets, mask=inside, other=0)
-    else:
-        bits = tl.load(target_ptr + offsets, mask=inside, other=0).to(tl.int32) << 16
-        if KIND == SPLIT24:
-            low = tl.load(low_ptr + offsets, mask=inside, other=0).to(tl.int32) << 8
-            bits += tl.where(_has_correction(bits), low, 0)
-        p = _as_float(bits)
+    p = _load_target(target_ptr, beside_ptr, offsets, inside, KIND)
     grad = to_fp32(tl.load(grad_ptr + offsets, mask=inside, other=0))
     m = _decode(tl.load(m_ptr + offsets, mask=inside, other=0), tl.load(m_scale_ptr + rows, mask=is_block, other=0))
     root = _decode(
@@ -140,7 +157,7 @@ def _kernel(
     m = m + rate1 * (grad - m)
     root = tl.sqrt_rn(beta2 * (root * root) + rate2 * grad * grad)
     p = decay * p - tl.div_rn(size * m, root * inv_root + eps)
-    _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND)
+    _store_target(target_ptr, beside_ptr, offsets, inside, p, random, KIND)
     code, scale = _encode(m, (random >> 16) & 0xFF, 127)
     tl.store(m_ptr + offsets, code.to(tl.int8), mask=inside)
     tl.store(m_scale_ptr + rows, scale, mask=is_block)
