@@ -116,7 +116,8 @@ def difference_by(update, way, kind, format, mesh):
     worst = torch.where(same, -1.0, off.nan_to_num(nan=torch.inf)).flatten().argmax()
     return (
         f"{update}, {way.__name__}, {cls.__name__}, {shape}, {'sharded' if cut else 'whole'}, {format}: "
-        f"{int((~same).sum())} of {same.numel()}; at {int(worst)}: {got.flatten()[worst]}, want {want.flatten()[worst]}; "
+        f"{int((~same).sum())} of {same.numel()}; at {int(worst)}: {got.flatten()[worst]}, "
+        f"want {want.flatten()[worst]}; "
         f"stored before {before.flatten()[worst]}, written {written.flatten()[worst]}"
     )
 

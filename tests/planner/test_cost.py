@@ -14,6 +14,7 @@ from tilewright.core.config.edit import changed
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import build_model, init_weights
+from tilewright.ops.base.codes import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.param_groups import decay_groups
@@ -102,7 +103,7 @@ def test_adapters_alone_have_gradients_and_states():
     built = build_adapted(recipe, 512, Kernels(MACHINE), "cpu", fresh=True)
     convert(built, Policy.from_section(recipe.precision, "cpu").in_mode("fp8_tile"), kernels=Kernels(MACHINE))
     trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
-    qdata = sum(b.nbytes for name, b in built.named_buffers() if name.endswith(("weight", "weight_scale_inv")))
+    qdata = sum(b.nbytes for name, b in named_constants(built).items() if name.endswith(("weight", "weight_scale_inv")))
     update = plan_of(recipe).phases["update"]
     assert 0 < trained < sum(p.numel() for p in built.parameters())
     assert update["parameters"] == owner_bytes(built, None, "cpu")["parameters"] + qdata

@@ -75,8 +75,6 @@ AVERAGES = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_average_is_that_of_the_weights(kind, average, use_buffers):
     """Against the same average of plain tensors; codes and integers stay what they are."""
-    if use_buffers and kind in ("lora_fp8", "lora_fp8_converted", "int8"):
-        pytest.skip("codes are buffers, which torch averages as numbers")
     model = MODELS[kind](net())
     averaged = AveragedModel(model, use_buffers=use_buffers, **AVERAGES[average])
     plain = nn.Module()

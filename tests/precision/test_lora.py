@@ -20,6 +20,7 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
 from tilewright.models.hf.load import load_hf
+from tilewright.ops.base.codes import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8
@@ -96,7 +97,8 @@ def test_the_base_is_frozen_and_takes_a_byte_a_weight():
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained == {"0.lora_A", "0.lora_B"}
     assert all((param.grad is not None) == (name in trained) for name, param in model.named_parameters())
-    buffers = dict(model.named_buffers())
+    assert not dict(model.named_buffers()), "what averages take for numbers"
+    buffers = named_constants(model)
     assert buffers.keys() == {"0.weight", "0.weight_scale_inv"}
     assert sum(b.nbytes for b in buffers.values()) == 300 * 576 + 4 * 3 * 5
     saved = []
@@ -167,7 +169,7 @@ def test_fine_tuning_loses_loss(mode):
     if mode is not None:
         convert(model, mode, kernels=KERNELS)
     model.activation_checkpoint = "full"
-    qdata = {name: b.clone() for name, b in model.named_buffers() if b.dtype == torch.float8_e4m3fn}
+    qdata = {name: b.clone() for name, b in named_constants(model).items() if b.dtype == torch.float8_e4m3fn}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     batch, losses = make_batch(rows=4), []
     for _ in range(12):
@@ -178,7 +180,7 @@ def test_fine_tuning_loses_loss(mode):
         losses.append((out.loss_sum / out.count).item())
     assert losses[-1] < 0.8 * losses[0], losses
     for name, want in qdata.items():
-        assert torch.equal(model.get_buffer(name).view(torch.uint8), want.view(torch.uint8)), name
+        assert torch.equal(named_constants(model)[name].view(torch.uint8), want.view(torch.uint8)), name
 
 
 # ---- with precision policies ----
@@ -280,9 +282,9 @@ def test_a_hugging_face_model_trains_converted():
 
 def test_casting_the_model_leaves_the_codes():
     model = with_adapter(make_linear())
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    before = {name: b.clone() for name, b in named_constants(model).items()}
     model.bfloat16().float().double()
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_constants(model).items():
         assert buffer.dtype == before[name].dtype
         assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8)), name
 
@@ -391,7 +393,7 @@ def test_a_hugging_face_model_gets_the_folders_codes(tmp_path):
     assert load_fp8_weights(model, tmp_path) == names
     stored = load_file(tmp_path / "model.safetensors")
     for name in names:
-        assert torch.equal(model.get_buffer(f"{name}.weight_scale_inv"), stored[f"{name}.weight_scale_inv"])
+        assert torch.equal(named_constants(model)[f"{name}.weight_scale_inv"], stored[f"{name}.weight_scale_inv"])
     model(input_ids=make_batch()["input_ids"]).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 

@@ -12,6 +12,7 @@ from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.base.codes import named_constants
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
@@ -105,7 +106,7 @@ def test_adapters_train_with_the_executor_and_resume_from_a_checkpoint(published
     store = CheckpointStore(tmp_path / "checkpoints")
     store.save(6, TrainState(model, optimizer, {}).tensors(), TrainState(model, optimizer, {}).meta(), now=True)
     again, other, resumed = make()
-    for buffer in again.buffers():
+    for buffer in named_constants(again).values():
         buffer.view(torch.uint8).zero_()
     path, _ = store.newest_sound()
     TrainState(again, other, {}).restore(path)

@@ -8,6 +8,7 @@ from tests.training.tiny import save_tokenizer, tiny
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.base.codes import named_constants
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.weights import lora_model
@@ -54,8 +55,8 @@ def test_the_model_is_the_one_loaded_whole(stored, base, mode, master, data, tmp
     monkeypatch.setattr("tilewright.training.components.weights.lora_model.can_fill", lambda *_: False)
     whole = build(setup, fresh=True)
     mine, theirs = (dict(parts.model.state_dict(keep_vars=True)) for parts in (lazy, whole))
-    mine |= dict(lazy.model.named_buffers())
-    theirs |= dict(whole.model.named_buffers())
+    mine |= named_constants(lazy.model)
+    theirs |= named_constants(whole.model)
     assert set(mine) == set(theirs)
     for name, tensor in theirs.items():
         assert mine[name].dtype == tensor.dtype, name

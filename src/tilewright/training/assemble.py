@@ -28,6 +28,7 @@ from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.tracker import FreeHeap, MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.ops.base.codes import named_constants
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -227,13 +228,13 @@ class Components:
     def sound(self) -> bool:
         """Whether every parameter and buffer is finite."""
         if self.sliced is None or not self.sliced.is_offloaded:
-            return all_finite(self.model.named_parameters()) and all_finite(self.model.named_buffers())
+            return all_finite(self.model.named_parameters()) and all_finite(named_constants(self.model).items())
         with SummonedParams(self.model, None, self.sliced.layer_groups, self.sliced.home) as visit:
             for part in self.sliced.layer_groups:
                 visit.open(part)
                 if not all_finite((part.name, param) for param in part.params):
                     return False
-        return all_finite(self.model.named_buffers())
+        return all_finite(named_constants(self.model).items())
 
 
 def _in_silence(what: str) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from tilewright.memory.offload.layout import placeholder
 from tilewright.models.base.protocols import InitialValues
+from tilewright.ops.base.codes import codes_of, named_constants
 
 
 @torch.no_grad()
 def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
-    """Give meta parameters a shape, dtype and device, but one value and no memory; buffers get memory, unfilled.
+    """Give meta parameters a shape, dtype and device, but one value and no memory; buffers and codes get it, unfilled.
 
     The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
     tied. What is not on the meta device is left alone.
@@ -36,14 +37,14 @@ def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
                 made[param] = nn.Parameter(placeholder(param.shape, param.dtype, device), param.requires_grad)
                 made[param].__dict__.update(param.__dict__)
             module._parameters[name] = made[param]
-        for name, buffer in module._buffers.items():
+        for name, buffer in (module._buffers | codes_of(module)).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def fill_buffers(model: nn.Module, values: InitialValues) -> None:
-    """Give all buffers their initial values: they are small, and always on the device."""
-    values(dict(model.named_buffers()))
+    """Give all buffers and codes their initial values: they are always on the device."""
+    values(named_constants(model))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from tilewright.models.base.source import called, called_by_functions, methods
+from tilewright.ops.base.codes import own_tensors
 
 PRODUCTS = frozenset(
     {
@@ -33,15 +34,15 @@ _VIEWS = frozenset(
 
 
 def held_weight(module: nn.Module) -> Tensor | None:
-    """The weight that a layer holds, also as a buffer; None where each forward computes it, as weight norms and torch's
-    parametrizations do: reading that attribute would compute it, and may change what it is computed from.
+    """The weight that a layer holds, also as a buffer or codes; None where each forward computes it, as weight norms
+    and torch's parametrizations do: reading that attribute would compute it, and may change what it is computed from.
 
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> held_weight(layer) is layer.weight, held_weight(nn.utils.parametrizations.weight_norm(layer))
         (True, None)
     """
-    return module._parameters.get("weight", module._buffers.get("weight"))
+    return own_tensors(module).get("weight")
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from tilewright.models.base.source import called, called_by_functions, recorded_as
+from tilewright.ops.base.codes import own_tensors
 
 CHOOSING = frozenset({"topk", "argmax", "argsort", "multinomial"})
 """A mixture that calls one of these chooses."""
@@ -112,8 +113,7 @@ def _matrices(module: nn.Module) -> list[Tensor]:
     """The weights that a module multiplies by; look-up tables apart."""
     if isinstance(module, nn.Embedding):
         return []
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))  # a frozen FP8 weight is a buffer
-    return [tensor for tensor in tensors if tensor.ndim == 2 and tensor.is_floating_point()]
+    return [tensor for tensor in own_tensors(module).values() if tensor.ndim == 2 and tensor.is_floating_point()]
 
 
 def _rows(owner: nn.Module) -> set[int]:

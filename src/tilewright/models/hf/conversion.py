@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.folder.row_wise import Recorded, read_rows
 from tilewright.models.folder.safetensors import StoredTensor
+from tilewright.ops.base.codes import named_constants
 
 _BLOCK_BYTES = 64 * 2**20
 """Of a parameter's FP32 values read at a time, or one row."""
@@ -28,7 +29,9 @@ def converted_values(net: Any, stored: Mapping[str, StoredTensor], copy_stored: 
         copy_stored: copies stored tensors under their own names into FP32 ones.
     """
     made = _follow(net, stored)
-    own = dict(net.named_parameters()) | {name: b for name, b in net.named_buffers() if name in net.state_dict()}
+    own = dict(net.named_parameters()) | {
+        name: held for name, held in named_constants(net).items() if name in net.state_dict()
+    }
     if any(name not in made or made[name].shape != tensor.shape for name, tensor in own.items()):
         return None
 

@@ -26,6 +26,7 @@ from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
 from tilewright.models.hf.conversion import converted_values
 from tilewright.models.hf.load import draw_module, load_hf, weight_owners
 from tilewright.models.hf.model import HFModel
+from tilewright.ops.base.codes import named_constants
 
 _NET = "net."
 """What is before the names of a Hugging Face model in ours."""
@@ -91,7 +92,7 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
         CheckpointError: the folder is not whole.
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.net.named_parameters()}
-    own |= {name: tuple(tensor.shape) for name, tensor in _persistent_buffers(model.net).items()}
+    own |= {name: tuple(tensor.shape) for name, tensor in _persistent(model.net).items()}
     if not _has_safetensors(folder):
         return None
     stored = scan_folder(folder)
@@ -101,9 +102,10 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
     return functools.partial(_copy_stored, model.net, _kept_names(model.net), values)
 
 
-def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
+def _persistent(net: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved, and codes."""
     kept = net.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in net.named_buffers() if name in kept}
+    return {name: held for name, held in named_constants(net).items() if name in kept}
 
 
 @torch.no_grad()

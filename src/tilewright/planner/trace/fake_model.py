@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.packing import forward_arguments
 from tilewright.models.hf.probe import REFUSALS, Documents, has_window
+from tilewright.ops.base.codes import codes_of
 
 KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit matmuls in a trace: operations that need no unit and no library, whatever the machine has."""
@@ -36,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 
 def to_fake(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters and buffers by fake ones on `device`, ties kept."""
+    """Replace meta parameters, buffers and codes by fake ones on `device`, ties kept."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Any:
@@ -52,6 +53,8 @@ def to_fake(model: nn.Module, device: torch.device) -> None:
             for name, tensor in group.items():
                 if tensor is not None:
                     group[name] = fake(tensor)
+        for name, codes in codes_of(module).items():
+            setattr(module, name, fake(codes))
 
 
 def document_styles(model: HFModel) -> tuple[Documents, ...]:

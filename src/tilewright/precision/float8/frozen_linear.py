@@ -9,6 +9,7 @@ Legend: N tokens  K input features  M output features.
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3, SPECS
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.base.codes import HoldsCodes
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
@@ -28,12 +30,15 @@ from tilewright.precision.mixed.cast import Cast, CastLinear
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 
 
-class FrozenFloat8Linear(Cast, nn.Linear):
+class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
     """x W^T + b with a frozen FP8 weight. x [..., K] any float dtype -> [..., M] `output_dtype`, or x's dtype.
 
-    Buffers `weight` (float8_e4m3fn [M, K]) and `weight_scale_inv` (FP32, a scale a 128x128 block), as in folders of
-    DeepSeek-V3. Made from a linear layer by `freeze_in_fp8`, in place.
+    Holds `weight` (float8_e4m3fn [M, K]) and `weight_scale_inv` (FP32, a scale a 128x128 block), as folders of
+    DeepSeek-V3 do: entries of `state_dict`, neither parameters nor buffers. Made from a linear layer by
+    `freeze_in_fp8`, in place.
     """
+
+    code_attributes = MappingProxyType({"weight": "weight", "weight_scale_inv": "weight_scale_inv"})
 
     output_dtype: torch.dtype | None = None
     fprop: str = "fp8_tile"
@@ -137,12 +142,11 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels, coded: tuple[Tensor, Tens
     if isinstance(module, Float8Linear):
         module.keep_weight(False)
     del module.weight
-    module.register_buffer("weight", qdata)
-    module.register_buffer("weight_scale_inv", scale_inv)
     if module.bias is not None:
         module.bias.requires_grad_(False)
     plain, module.__class__ = type(module), FrozenFloat8Linear
     module.plain_class, module.kernels = plain, kernels
+    module.weight, module.weight_scale_inv = qdata, scale_inv
 
 
 @torch.no_grad()

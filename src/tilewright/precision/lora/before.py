@@ -8,12 +8,14 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from tilewright.ops.base.codes import own_tensors
+
 _FROZEN = "frozen_before_lora"
 """Attribute of a module: which of its own parameters were frozen already."""
 
 
 def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Parameters and buffers that several modules of a model own, with the modules' names.
+    """Parameters, buffers and codes that several modules of a model own, with the modules' names.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -23,8 +25,7 @@ def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
     """
     owners: dict[Tensor, list[str]] = {}
     for name, module in model.named_modules():
-        held = (*module._parameters.values(), *module._buffers.values())
-        for tensor in dict.fromkeys(tensor for tensor in held if tensor is not None):
+        for tensor in dict.fromkeys(own_tensors(module).values()):
             owners.setdefault(tensor, []).append(name)
     return {tensor: names for tensor, names in owners.items() if len(names) > 1}
 

@@ -16,6 +16,7 @@ from torch import nn
 from tilewright.models.folder.safetensors import INDEX, SINGLE
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.lazy_init import direct_values
+from tilewright.ops.base.codes import codes_of
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.lora.lora import init_lora
 
@@ -60,7 +61,7 @@ def fill_adapted(model: HFModel, folder: Path | str, device: torch.device | str,
     for prefix, module in model.named_modules():
         if _frozen(module):
             _allocate(module, device)
-            values({f"{prefix}.{name}": module._buffers[name] for name in ("weight", "weight_scale_inv")})
+            values({f"{prefix}.{name}": codes for name, codes in codes_of(module).items()})
         for name, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue
@@ -84,7 +85,7 @@ def _frozen(module: nn.Module) -> bool:
 
 
 def _allocate(module: nn.Module, device: torch.device | str) -> None:
-    """Memory for a module's own buffers."""
-    for name, buffer in module._buffers.items():
+    """Memory for a module's own buffers and codes."""
+    for name, buffer in (module._buffers | codes_of(module)).items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            setattr(module, name, torch.empty_like(buffer, device=device))

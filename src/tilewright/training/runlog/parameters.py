@@ -3,6 +3,7 @@
 from torch import nn
 
 from tilewright.core.units import format_count
+from tilewright.ops.base.codes import named_codes
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
@@ -15,7 +16,7 @@ def num_parameters(model: nn.Module) -> tuple[int, int]:
         (2, 8)
     """
     sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
-    codes = sum(buffer.numel() for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "weight")
+    codes = sum(codes.numel() for name, codes in named_codes(model) if name.rpartition(".")[2] == "weight")
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes) + codes
 
 
