@@ -94,10 +94,8 @@ def test_gradients_against_float64():
 def test_the_base_is_frozen_and_takes_a_byte_a_weight():
     model = with_adapter(make_linear(bias=True))
     model(torch.randn(5, 300)).sum().backward()
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert trained == {"0.lora_A", "0.lora_B"}
-    assert all((param.grad is not None) == (name in trained) for name, param in model.named_parameters())
-    assert not dict(model.named_buffers()), "what averages take for numbers"
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {"0.lora_A", "0.lora_B"}
+    assert all((param.grad is not None) == param.requires_grad for param in model.parameters())
     buffers = named_constants(model)
     assert buffers.keys() == {"0.weight", "0.weight_scale_inv"}
     assert sum(b.nbytes for b in buffers.values()) == 300 * 576 + 4 * 3 * 5

@@ -220,8 +220,7 @@ class Components:
 
     def passing(self) -> AbstractContextManager[None]:
         """Forward passes of the model are possible inside, wherever its slices are stored."""
-        sliced = self.sliced
-        if sliced is None or not sliced.is_offloaded:
+        if (sliced := self.sliced) is None or not sliced.is_offloaded:
             return nullcontext()
         return passing(self.model, sliced.view, sliced.layer_groups, sliced.home)
 
