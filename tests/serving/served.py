@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 from tests.cli.tuned import make_model
@@ -23,7 +24,9 @@ NAME = "tiny"
 
 def make_session(folder: Path, kind: str = "llama") -> Session:
     """A model with the ChatML template and 256 positions."""
+    threads = torch.get_num_threads()
     opened = open_model(str(make_model(folder, kind)), device="cpu")
+    torch.set_num_threads(threads)  # not those of the machine: tests of small models run beside others
     return Session(opened.model, opened.tokenizer, opened.chat, opened.device, opened.max_positions)
 
 

@@ -1,10 +1,12 @@
 """Rows that are continued side by side: each begins and ends when it likes, and all take their next token together.
 
 Decoding reads all weights for each pass, so a pass of eight rows takes about as long as a pass of one. A prompt is run
-in chunks, so that rows which are being drawn wait for one chunk and not for a prompt. A row's logits do not depend on
-the others: chunks have one size, passes one width, and attention is each row's own. Where the machine's matmuls give
-equal rows equal bits, which torch's do on a CPU for one shape, they are the same bits as alone; not for layers whose
-work depends on what all rows hold together, such as a mixture of experts.
+in chunks, so that rows which are being drawn wait for one chunk and not for a prompt.
+
+A row's logits do not depend on the others but for their last bits: matmuls of another number of rows add up in another
+order. Where these matter, passes are filled up to one width. Then, since chunks have one size and attention is each
+row's own, they are the same bits as alone where the machine's matmuls give equal rows equal bits, which torch's do on a
+CPU for one shape; not for layers whose work depends on what all rows hold together, such as a mixture of experts.
 
 Legend: B rows  S positions  V vocabulary.
 """
@@ -43,7 +45,7 @@ class RowBatch:
     Args:
         model: a causal language model.
         device: of the model.
-        width: most rows of a pass; passes of fewer are filled up.
+        width: rows of passes that are filled up.
         chunk: tokens of a prompt in one pass.
 
     Example:
@@ -82,16 +84,24 @@ class RowBatch:
         row.num_run = len(row.ids) if whole else row.num_run + len(chunk)
         return None if row.in_prompt else logits_BV[0].cpu()
 
-    def step(self, rows: Sequence[Row], tokens: Sequence[int]) -> Tensor:
-        """Append a token to each row, whose prompts have run. FP32 logits [B, V] on the CPU of what follows."""
+    def step(self, rows: Sequence[Row], tokens: Sequence[int], *, filled: bool = True) -> Tensor:
+        """Append a token to each row, whose prompts have run. FP32 logits [B, V] on the CPU of what follows.
+
+        Args:
+            rows: at least one.
+            tokens: of them.
+            filled: run a pass of the full width. A pass of one row takes half the time on a CPU, where it is a
+                product with a vector.
+        """
+        width = self.width if filled else len(rows)
         for row, token in zip(rows, tokens, strict=True):
             row.ids.append(token)
-        joined = rows[0].cache and rows[0].cache.joined([row.cache for row in rows[1:]], self.width)
+        joined = rows[0].cache and rows[0].cache.joined([row.cache for row in rows[1:]], width)
         if joined is None:
             logits = [self._alone(row) for row in rows]
             return torch.stack(logits)
         ids = [[token] for token in tokens]
-        ids += ids[:1] * (self.width - len(ids))
+        ids += ids[:1] * (width - len(ids))
         with inference(self._model):
             logits_BV = self._model.next_token_logits(self._ids(ids), joined)
         for row in rows:

@@ -54,6 +54,7 @@ class AnswerStream:
         self._rows, self._text, self._stop, self._stop_ids = rows, text, StopFilter(stop), frozenset(stop_ids)
         self._drawer = Drawer(settings, constraint)
         self.ids, self.max_tokens = list(ids), max_tokens
+        self.has_seed = settings.seed is not None
         self.num_tokens = 0
         """Drawn so far, without the one that ends a turn."""
         self.last = -1

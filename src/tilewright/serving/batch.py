@@ -2,6 +2,9 @@
 
 Memory of their key/value caches is reserved when an answer begins, for its prompt and the most that it may become, out
 of a budget: what is reserved is never more. Prompts of new answers run at most a chunk between two passes.
+
+An answer with a seed is the same alone and beside others: passes that it is in are filled up to one width
+(`models.rows`).
 """
 
 from collections.abc import Sequence
@@ -88,9 +91,9 @@ class Batch:
 
     def _draw(self, answers: Sequence[AnswerStream]) -> list[Outcome]:
         try:
-            logits_BV = self._rows.step(
-                [self._begun[answer] for answer in answers], [answer.last for answer in answers]
-            )
+            rows = [self._begun[answer] for answer in answers]
+            filled = any(answer.has_seed for answer in answers)
+            logits_BV = self._rows.step(rows, [answer.last for answer in answers], filled=filled)
         except Exception as error:  # noqa: BLE001  handed to those who wait for the answers
             return [(answer, error) for answer in answers]
         return [(answer, _taken(answer, logits_V)) for answer, logits_V in zip(answers, logits_BV, strict=True)]
