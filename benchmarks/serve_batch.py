@@ -52,11 +52,7 @@ def main() -> None:
         which = 0 if unit == "tokens_per_s" else 1
         for kind in ("eight", "one_seeded"):
             ratios = [other[which] / one[which] for other, one in zip(rates[kind], rates["one"], strict=True)]
-            found[f"{kind}_{unit}_of_one"] = {
-                "median": statistics.median(ratios),
-                "least": min(ratios),
-                "most": max(ratios),
-            }
+            found[f"{kind}_{unit}_of_one"] = spread(ratios)
     found |= {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()}
     found |= {"tokens": TOKENS, "prompt": PROMPT, "rounds": ROUNDS, "chunk": CHUNK}
     write_result("serve_batch", "8 clients of the server get at least 3 times the tokens of one", found)
