@@ -43,7 +43,7 @@ _WRONG: list[Any] = [
     _RIGHT | {"messages": []},
     _RIGHT | {"messages": [{"role": "wizard", "content": "x"}]},
     _RIGHT | {"model": "other"},
-    _RIGHT | {"n": 3},
+    _RIGHT | {"n": 999},
     _RIGHT | {"max_tokens": "many"},
     _RIGHT | {"messages": [{"role": "user", "content": "hello " * 20000}]},
     b" " * 2_000_000,

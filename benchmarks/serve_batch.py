@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import machine_kind, spread, write_result
 from tilewright.data.common.tokenizer import train_tokenizer
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
@@ -55,7 +55,9 @@ def main() -> None:
             found[f"{kind}_{unit}_of_one"] = spread(ratios)
     found |= {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()}
     found |= {"tokens": TOKENS, "prompt": PROMPT, "rounds": ROUNDS, "chunk": CHUNK}
-    write_result("serve_batch", "8 clients of the server get at least 3 times the tokens of one", found)
+    write_result(
+        f"serve_batch_{machine_kind()}", "8 clients of the server get at least 3 times the tokens of one", found
+    )
     print(found)
 
 

@@ -27,7 +27,8 @@ TINY = {
 }  # fmt: skip
 IMPORT_ALL = """
 import importlib, pkgutil, tilewright
-of_extras = ("tilewright.integrations", *(f"tilewright.serving.{name}" for name in ("app", "connections", "run")))
+serving = ("api.reply", "app", "connections", "run")
+of_extras = ("tilewright.integrations", *(f"tilewright.serving.{name}" for name in serving))
 for module in pkgutil.walk_packages(tilewright.__path__, "tilewright."):
     if not module.name.startswith((*of_extras, "tilewright.ops.backends.triton", "tilewright.__main__")):
         importlib.import_module(module.name)

@@ -3,13 +3,14 @@
 import json
 import math
 
-import openai
 import pytest
 
 from tests.serving.served import NAME, make_session, post, serving
 from tilewright.models.sampling import Sampling
 from tilewright.serving.app import Limits
 from tilewright.serving.draw import AnswerSettings
+
+openai = pytest.importorskip("openai")
 
 TALK = [{"role": "user", "content": "hello Paris"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

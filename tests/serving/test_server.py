@@ -5,7 +5,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from tests.serving.served import NAME, make_batch, make_session, post, serving
@@ -13,6 +12,8 @@ from tilewright.models.sampling import Sampling
 from tilewright.serving.answer import AnswerPiece
 from tilewright.serving.app import Limits
 from tilewright.serving.draw import AnswerSettings
+
+openai = pytest.importorskip("openai")
 
 TALK = [{"role": "user", "content": "hello Paris"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -65,8 +65,9 @@ class Sampling:
         num_kept = min(self.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
         kept = logits_BV.topk(num_kept, dim=-1)  # sorted
         probs_BK = self._probs(kept.values)
-        before_BK = probs_BK.cumsum(-1) - probs_BK  # the most likely one has nothing before it, so it always stays
-        probs_BK = probs_BK.masked_fill(before_BK >= self.top_p, 0.0)
+        left_out_BK = probs_BK.cumsum(-1) - probs_BK >= self.top_p
+        left_out_BK[:, 0] = False  # the most likely one stays: FP32 takes a small top_p for 0
+        probs_BK = probs_BK.masked_fill(left_out_BK, 0.0)
         return kept.indices.gather(1, torch.multinomial(probs_BK, 1, generator=generator))[:, 0]
 
     def _probs(self, logits: Tensor) -> Tensor:

@@ -102,12 +102,16 @@ class Grammars:
 
     def _around(self, kind: Kind) -> tuple[str, str, str]:
         if kind == "hermes":
-            return json.dumps("<tool_call>\n"), json.dumps("\n</tool_call>"), "arguments"
+            line = json.dumps("\n")
+            return f"{self._mark('<tool_call>')} {line}", f"{line} {self._mark('</tool_call>')}", "arguments"
         if kind == "mistral":
-            token = self._tokenizer.backend.token_to_id("[TOOL_CALLS]")
-            begin = json.dumps("[TOOL_CALLS]") if token is None else f"<[{token}]>"
-            return f"{begin} {json.dumps('[')}", json.dumps("]"), "arguments"
+            return f"{self._mark('[TOOL_CALLS]')} {json.dumps('[')}", json.dumps("]"), "arguments"
         return "", "", "parameters"
+
+    def _mark(self, text: str) -> str:
+        """A mark, as its token where the tokenizer has one: the library takes such tokens for no text."""
+        token = self._tokenizer.backend.token_to_id(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
     def _constraint(self, grammar: str) -> GrammarConstraint:
         message = self._library.LLMatcher.validate_grammar(grammar, self._ll_tokenizer)

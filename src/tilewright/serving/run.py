@@ -1,5 +1,6 @@
 """The server's process: a free port, uvicorn, and a clean end."""
 
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -14,6 +15,10 @@ from tilewright.serving.connections import TimedConnection
 
 _PORTS_TRIED = 50
 _GRACE_SECONDS = 5
+_MOST_FILES = 16384
+"""Open files of the process: enough for its connections, and few enough that each may wait."""
+_OTHER_FILES = 128
+"""Of them: those that are no connections."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +55,7 @@ def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> 
         bound: from `bind`; closed at the end.
         started: called when it listens.
     """
-    server = uvicorn.Server(server_config(app, _GRACE_SECONDS))
+    server = uvicorn.Server(server_config(app, _GRACE_SECONDS, connections=open_files() - _OTHER_FILES))
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.handle_exit(number, frame)
@@ -65,10 +70,28 @@ def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> 
             signal.signal(number, handler)
 
 
-def server_config(app: Starlette, grace_seconds: int) -> uvicorn.Config:
-    """uvicorn's settings: connections with limits, no line per request."""
+def open_files() -> int:
+    """Files that this process may have open, raised as far as the system lets it; each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(wanted, _MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES))
+
+
+def server_config(app: Starlette, grace_seconds: int, connections: int | None = None) -> uvicorn.Config:
+    """uvicorn's settings: connections with limits, no line per request.
+
+    Args:
+        app: the application.
+        grace_seconds: that answers get when the server ends.
+        connections: at most as many at the same time; None: as `TimedConnection` has it.
+    """
+    limited = TimedConnection
+    if connections is not None:
+        limited = type("LimitedConnection", (TimedConnection,), {"most": max(1, connections)})
     return uvicorn.Config(
-        app, http=TimedConnection, ws="none", log_level="error", access_log=False,
+        app, http=limited, ws="none", log_level="error", access_log=False,
         timeout_graceful_shutdown=grace_seconds,
     )  # fmt: skip
 

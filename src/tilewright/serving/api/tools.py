@@ -8,6 +8,7 @@ What looks like a call and is none stays text: nothing that the model said is lo
 """
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from typing import Any, Literal
 Kind = Literal["hermes", "mistral", "llama3"]
 _LETTERS = string.ascii_letters + string.digits
 _OPEN, _CLOSE, _MISTRAL, _ARGS = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"
+_OTHER = ("<arg_key>", "<function=")
+"""Marks of formats that are not JSON between the marks of hermes: GLM-4.5, Qwen3-Coder."""
 MISTRAL_TOKENS = (_MISTRAL, _ARGS)
 """Special tokens that are a part of calls, and that decoding leaves out."""
 
@@ -47,7 +50,7 @@ def format_of(template: str) -> Kind | None:
     Args:
         template: its source.
     """
-    if "tools" not in template:
+    if not re.search(r"\btools\b", template) or any(mark in template for mark in _OTHER):
         return None
     if _OPEN in template:
         return "hermes"

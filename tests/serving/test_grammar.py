@@ -1,0 +1,99 @@
+"""Answers in a given form: JSON that keeps to its schema, calls that must be made, and words where that cannot be."""
+
+import json
+import sys
+
+import pytest
+
+from tests.serving.served import NAME, make_session, post, serving
+from tests.serving.streams import events
+from tests.serving.test_tools import TALK, TOOLS, family, says  # noqa: F401  a fixture
+from tilewright.serving.app import Limits
+
+CHAT = "/v1/chat/completions"
+ASK = {"model": NAME, "messages": TALK, "max_tokens": 200, "seed": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "place": {"enum": ["Paris", "é"]},
+        "seen": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["count", "place", "seen"],
+    "additionalProperties": False,
+}
+
+
+def schema_format(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    return make_session(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def port(session):
+    with serving(session, Limits(concurrent=4)) as (port, _):
+        yield port
+
+
+def test_without_the_package_the_answer_says_which_one(session, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with serving(session) as (port, _):
+        for form in ({"type": "json_object"}, schema_format(SCHEMA)):
+            status, content, _ = post(port, CHAT, ASK | {"response_format": form})
+            assert (status, content["error"]["param"]) == (400, "response_format")
+            assert "llguidance" in content["error"]["message"]
+        assert post(port, CHAT, ASK | {"response_format": {"type": "text"}})[0] == 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_model_writes_what_the_schema_says(port, seed):
+    pytest.importorskip("llguidance")
+    jsonschema = pytest.importorskip("jsonschema")
+    body = ASK | {"seed": seed, "temperature": 1.5, "response_format": schema_format(SCHEMA, strict=True)}
+    status, content, _ = post(port, CHAT, body)
+    assert status == 200, content
+    (choice,) = content["choices"]
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert choice["finish_reason"] == "stop"
+    streamed = events(port, CHAT, body | {"stream": True})
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
+
+
+def test_any_object(port):
+    pytest.importorskip("llguidance")
+    body = ASK | {"response_format": {"type": "json_object"}, "n": 2, "max_tokens": 240}
+    for choice in post(port, CHAT, body)[1]["choices"]:
+        assert choice["message"]["content"].startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": 3}, {"properties": {"a": {"$ref": "#/nope"}}}, {"type": "string", "pattern": "("}, {"allOf": "x"}],
+)
+def test_a_schema_that_is_none_is_refused(port, schema):
+    pytest.importorskip("llguidance")
+    status, content, _ = post(port, CHAT, ASK | {"response_format": schema_format(schema)})
+    assert (status, content["error"]["param"]) == (400, "response_format"), content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_that_must_be_made(family, choice):  # noqa: F811
+    """Whatever the model would say, here text, its answer is a call."""
+    pytest.importorskip("llguidance")
+    with serving(says(family, "Yes, Paris!")) as (port, _):
+        body = ASK | {"tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 60}
+        status, content, _ = post(port, CHAT, body)
+        assert status == 200, content
+        (found,) = content["choices"]
+        if found["finish_reason"] == "length":  # a scripted model never closes its string
+            said = found["message"]["content"]
+            assert '"name": "' + ("f" if isinstance(choice, dict) else "") in said
+        else:
+            names = [call["function"]["name"] for call in found["message"]["tool_calls"]]
+            assert names == ["f"] if isinstance(choice, dict) else names[0] in ("weather", "f")

@@ -1,0 +1,223 @@
+"""Tools: calls in three formats however the text comes in pieces, over HTTP and in streams, and played back."""
+
+import itertools
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.chat import families
+from tests.serving.scripted import scripted
+from tests.serving.served import NAME, post, serving
+from tests.serving.streams import events
+from tilewright.data.chat.template import ChatTemplate
+from tilewright.data.chat.tools import TemplateArguments
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.serving.api.tools import CallParser, format_of
+
+CHAT = "/v1/chat/completions"
+NAMES = ("weather", "f")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "about Paris", "parameters": SCHEMA}}
+    for name in NAMES
+]
+TALK = [{"role": "user", "content": "weather in Paris?"}]
+
+_MISTRAL = """\
+{{- bos_token }}{% if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}{{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('Tool call IDs should be 9 characters') }}{% endif %}
+            {{- call.function | tojson }}
+        {%- endfor %}{{- ']' + eos_token }}
+    {%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}{{- message.content + eos_token }}{% endif %}
+{%- endfor %}"""
+_QWEN = "{% if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}" + families.FAMILIES["qwen3"].template
+FAMILIES = {
+    "hermes": (_QWEN, families.FAMILIES["qwen3"]),
+    "llama3": (families.FAMILIES["llama31"].template, families.FAMILIES["llama31"]),
+    "mistral": (_MISTRAL, families.FAMILIES["mistral"]),
+}
+
+
+def said(kind, calls):
+    """What a model writes for calls (name, arguments)."""
+    key = "parameters" if kind == "llama3" else "arguments"
+    objects = [json.dumps({"name": name, key: arguments}, ensure_ascii=False) for name, arguments in calls]
+    if kind == "hermes":
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+    return "; ".join(objects) if kind == "llama3" else f"[TOOL_CALLS][{', '.join(objects)}]"
+
+
+def parsed(kind, pieces):
+    parser, text, calls = CallParser(kind, NAMES), "", []
+    for found in [*map(parser.push, pieces), parser.flush()]:
+        text += found.text
+        calls += [(call.name, json.loads(call.arguments)) for call in found.calls]
+    return text, calls
+
+
+def in_pieces(text, cuts):
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('a<}]"[;é🦊\n', max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text("xy", min_size=1), VALUES)), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), CALLS, st.text("Yes <t[T", max_size=9), st.lists(st.integers(0, 400)))
+def test_calls_and_text_however_they_are_cut(kind, calls, before, cuts):
+    before = before if kind != "llama3" else ""
+    before = before.rstrip("<t[T ")  # else it is the beginning of a mark
+    whole = before + (said(kind, calls) if calls else "")
+    text, found = parsed(kind, in_pieces(whole, cuts))
+    assert found == calls
+    assert text.strip() == before.strip()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(st.sampled_from(
+        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "{", "}", '{"name": "weather"}', '{"name": "g"}',
+         "Yes", " ", "\n", ";", "[", "]", "<tool", '"', "1", "weather"]), max_size=8),
+    st.lists(st.integers(0, 99)),
+)  # fmt: skip
+def test_nothing_is_lost_of_what_is_no_call(kind, parts, cuts):
+    """All that is said comes out, as text or as a call with a name that there is."""
+    whole = "".join(parts)
+    text, calls = parsed(kind, in_pieces(whole, cuts))
+    assert (text, calls) == parsed(kind, [whole])
+    if not calls:
+        assert text == whole
+    assert all(name in NAMES for name, _ in calls)
+
+
+def test_a_call_that_is_cut_off_or_names_nothing_is_text():
+    for whole in ('<tool_call>{"name": "weather", "arg', '<tool_call>{"name": "g", "arguments": {}}</tool_call>'):
+        assert parsed("hermes", [whole]) == (whole, [])
+    assert parsed("mistral", ['[TOOL_CALLS]weather[ARGS]{"city": "Paris"}']) == ("", [("weather", {"city": "Paris"})])
+    assert parsed("llama3", ['<|python_tag|>{"name": "f", "parameters": {}}']) == ("", [("f", {})])
+    assert parsed("llama3", ["{}"]) == ("{}", [])
+
+
+def test_the_format_is_the_templates():
+    assert {kind: format_of(source) for kind, (source, _) in FAMILIES.items()} == {kind: kind for kind in FAMILIES}
+    assert format_of(families.FAMILIES["chatml"].template) is None
+    assert format_of(families.FAMILIES["deepseek"].template) is None
+    assert format_of("{{ tools }}<tool_call><function=x>") is None
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    """A format, its tokenizer and template."""
+    source, base = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    marks = ("[TOOL_CALLS]", "[TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[/TOOL_RESULTS]")
+    special = (*base.special, *(marks if request.param == "mistral" else ()))
+    with pytest.MonkeyPatch.context() as patch:
+        changed = families.Family(source, special, base.added, base.named)
+        patch.setitem(families.FAMILIES, "changed", changed)
+        families.make_folder(folder, "changed")
+    tokenizer = load_tokenizer(folder)
+    return request.param, tokenizer, ChatTemplate.load(str(folder), tokenizer)
+
+
+def says(family, text, messages=TALK, tools=TOOLS):
+    """A session whose model answers these messages with a text, its control tokens as tokens."""
+    _, tokenizer, template = family
+    prompt = template.encode(messages, True, TemplateArguments(tools))
+    parts = re.split(r"(\[TOOL_CALLS\])", text)
+    ids = [
+        i
+        for part in parts
+        for i in ([tokenizer.backend.token_to_id(part)] if part == "[TOOL_CALLS]" else tokenizer.encode(part))
+    ]
+    return scripted([*ids, tokenizer.eos_id], tokenizer, template, prompt=len(prompt))
+
+
+ASK = {"model": NAME, "messages": TALK, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+ONE = [("weather", {"city": "Paris"})]
+TWO = [*ONE, ("f", {"city": "é 42!"})]
+
+
+@pytest.mark.parametrize("calls", [ONE, TWO])
+def test_calls_over_http_streamed_or_not(family, calls):
+    kind = family[0]
+    with serving(says(family, said(kind, calls))) as (port, _):
+        status, content, _ = post(port, CHAT, ASK)
+        assert status == 200, content
+        (choice,) = content["choices"]
+        told = choice["message"]["tool_calls"]
+        assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in told] == calls
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert len({one["id"] for one in told}) == len(calls)
+        assert all(one["type"] == "function" for one in told)
+        streamed = [part["choices"][0] for part in events(port, CHAT, ASK | {"stream": True})]
+        deltas = [call for part in streamed for call in part["delta"].get("tool_calls", [])]
+        assert [delta["index"] for delta in deltas] == list(range(len(calls)))
+        found = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in deltas]
+        assert found == calls
+        assert streamed[-1]["finish_reason"] == "tool_calls"
+        assert not any(part["delta"].get("content", "").strip() for part in streamed)
+        first = post(port, CHAT, ASK | {"parallel_tool_calls": False})[1]["choices"][0]
+        assert len(first["message"]["tool_calls"]) == 1
+        assert first["finish_reason"] == "tool_calls"
+
+
+def test_a_call_and_its_result_are_played_back(family):
+    kind = family[0]
+    with serving(says(family, said(kind, ONE))) as (port, _):
+        message = post(port, CHAT, ASK)[1]["choices"][0]["message"]
+    dumped = message | {"annotations": None, "audio": None, "function_call": None, "refusal": None}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42!"}
+    played = [*TALK, dumped, result]
+    like = [
+        *TALK,
+        {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]},
+        {**result, "name": "weather"},
+    ]
+    with serving(says(family, "Yes, 42!", like)) as (port, _):
+        status, content, _ = post(port, CHAT, ASK | {"messages": played})
+        assert status == 200, content
+        assert content["choices"][0]["message"]["content"] == "Yes, 42!"
+        assert content["choices"][0]["finish_reason"] == "stop"
+    text = family[2].render(like, True, TemplateArguments(TOOLS))
+    assert '"city": "Paris"' in text
+
+
+def test_text_without_a_call_is_content(family):
+    with serving(says(family, "Yes, Paris!")) as (port, _):
+        choice = post(port, CHAT, ASK)[1]["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes, Paris!", "stop")
+        assert "tool_calls" not in choice["message"]
+        status, content, _ = post(port, CHAT, ASK | {"tool_choice": {"type": "function", "function": {"name": "g"}}})
+        assert (status, content["error"]["param"]) == (400, "tool_choice")
+
+
+def test_no_tools_are_shown_where_none_may_be_called(family):
+    kind = family[0]
+    with serving(says(family, said(kind, ONE), tools=())) as (port, _):
+        choice = post(port, CHAT, ASK | {"tool_choice": "none"})[1]["choices"][0]
+        assert "tool_calls" not in choice["message"]
+
+
+def test_a_template_without_tools_refuses_them(tmp_path):
+    folder = families.make_folder(tmp_path, "chatml")
+    tokenizer = load_tokenizer(folder)
+    session = scripted([tokenizer.eos_id], tokenizer, ChatTemplate.load(str(folder), tokenizer))
+    with serving(session) as (port, _):
+        status, content, _ = post(port, CHAT, ASK)
+        assert (status, content["error"]["param"]) == (400, "tools")
