@@ -5,6 +5,9 @@ code. The command line prints them without a traceback; library users catch the 
 Bugs of ours stay ordinary exceptions (`AssertionError`, `TypeError`) and keep their traceback.
 """
 
+import errno
+import mmap
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,3 +138,78 @@ class HardwareError(TilewrightError):
     """Something asked for that this machine cannot do."""
 
     exit_code = EXIT_HARDWARE
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FILES = (errno.EMFILE, errno.ENFILE)
+_MEMORY = (errno.ENOMEM, errno.EAGAIN)
+_UNREADABLE = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOENT, errno.EACCES, errno.EPERM)
+_LARGE_BYTES, _SMALL_BYTES = 1 << 30, 1 << 26
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether an error says what this machine lacks (disk, open files, memory), whatever was read or written.
+
+    A damaged file may ask for petabytes: a MemoryError is the machine's where a GiB of addresses cannot be had.
+
+    Example:
+        >>> [is_of_machine(error) for error in (OSError(errno.ENOSPC, "full"), OSError("bad data"), MemoryError())]
+        [True, False, False]
+    """
+    if isinstance(error, MemoryError):
+        return not _has_addresses(_LARGE_BYTES)
+    return isinstance(error, OSError) and error.errno in (*_FULL, *_FILES, *_MEMORY)
+
+
+def _has_addresses(num_bytes: int) -> bool:
+    try:
+        mmap.mmap(-1, num_bytes).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of a parser speaks of the bytes that it got: not of the machine, nor of a file that cannot be
+    read. Parsers raise OSErrors without a number, too; where there is no memory, nothing that they say is believed.
+
+    Example:
+        >>> is_damage(OSError("Invalid data stream")), is_damage(OSError(errno.EIO, "Input/output error"))
+        (True, False)
+    """
+    readable = getattr(error, "errno", None) not in _UNREADABLE
+    return readable and not is_of_machine(error) and _has_addresses(_SMALL_BYTES)
+
+
+def check_damage(error: BaseException) -> None:
+    """Return where an error of a parser `is_damage`.
+
+    Raises:
+        OSError, MemoryError: it is not.
+    """
+    if not is_damage(error):
+        raise error if isinstance(error, OSError | MemoryError) else MemoryError(str(error)) from error
+
+
+def machine_error(error: BaseException, where: str, *, disk: str = "free some space") -> TilewrightError:
+    """The error for a user about what this machine lacks.
+
+    Args:
+        error: one that `is_of_machine`, or another of the system.
+        where: the file or folder.
+        disk: what to do where the disk is full.
+    """
+    number, got = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error) or "MemoryError"
+    again = "and run the same command again: nothing that is finished is lost"
+    if number in _FILES:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        need = f"some more than the {most} open files that this process may have"
+        return HardwareError("Too many open files", got=got, need=need, try_=f"ulimit -n 4096, {again}", where=where)
+    if isinstance(error, MemoryError) or number in _MEMORY:
+        way = f"fewer processes at the same time, or a higher limit (ulimit -v), {again}"
+        return HardwareError("Not enough memory", got=got, need="memory for this process", try_=way, where=where)
+    if number in _FULL:
+        way = f"{disk}, {again}"
+        return DataError("No space left to write", got=got, need="room on the disk", try_=way, where=where)
+    way = f"one that this user can read and write, {again}"
+    return DataError("File or folder cannot be used", got=got, need="a disk without errors", try_=way, where=where)

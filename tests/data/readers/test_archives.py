@@ -12,6 +12,7 @@ import zipfile
 import pytest
 
 from tests.data.readers.made import COMPRESS, HTML, TEXT, image_bytes, pdf_bytes, read, refusal, tar_bytes, zip_bytes
+from tilewright.core.errors import DataError
 from tilewright.data.readers.limits import ReadLimits
 
 MAKE = {"zip": zip_bytes, "tar": tar_bytes}
@@ -189,6 +190,6 @@ def test_a_full_disk_is_no_bad_data(tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilewright.data.readers.unpack.tempfile.TemporaryDirectory", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    with pytest.raises(DataError, match="No space left"):
         read(path)

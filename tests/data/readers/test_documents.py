@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests.data.readers.made import HTML, TEXT, one, pdf_bytes, read, refusal, zip_bytes
+from tilewright.core.errors import HardwareError
 from tilewright.data.readers.limits import ReadLimits
 
 PAGE = """<!doctype html><html lang="fr"><head><title> A
@@ -133,9 +134,9 @@ def test_a_missing_package_names_itself(tmp_path, monkeypatch):
     ]:
         (tmp_path / name).write_bytes(data)
         monkeypatch.setitem(sys.modules, package, None)
-        reject = refusal(tmp_path / name)
-        assert reject.rule == f"missing package {package}"
-        assert reject.threshold == 'pip install "tilewright[data]"'
+        with pytest.raises(HardwareError, match=f"Package {package} is not installed") as caught:
+            read(tmp_path / name)
+        assert 'pip install "tilewright[data]"' in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.XLSX", "a.odt", "a.doc"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.build.config import ReadSection
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
@@ -168,6 +168,8 @@ def _files(
                 key = content.digest + _key_beside(name, path, media, contents)
                 spans = list(_segments(path, size, shard_bytes, is_utf8=content.is_utf8))
             except OSError as error:
+                if is_of_machine(error):
+                    raise machine_error(error, str(path)) from error
                 why = str(error.strerror or error)
                 listing.rejects.append(
                     Rejected(prefix + name, "", "list", "cannot be read", why, "", "", where, 1, size)

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
@@ -18,7 +18,7 @@ from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors.base import UnitExecutor
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
-from tilewright.data.build.units import cannot_write, fingerprint_of, link_or_copy
+from tilewright.data.build.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 
@@ -88,8 +88,15 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
         (out / WORK).mkdir(parents=True, exist_ok=True)
         with (out / WORK / "lock").open("w") as file:
             if alone:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file, out)
             yield
+    except (OSError, MemoryError) as error:
+        raise cannot_make(out, error) from error
+
+
+def _lock(file: IO[str], out: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(
             "Another data build runs in this folder",
@@ -98,8 +105,6 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
             need="one build per folder at a time",
             try_="wait for it, or another --out",
         ) from None
-    except OSError as error:
-        raise cannot_write(out, error) from error
 
 
 def _publish(context: Context) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from tilewright.core.atomic_io import hash_file
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, HardwareError, TilewrightError, is_of_machine, machine_error
 from tilewright.core.units import format_bytes
 from tilewright.memory.tracking.malloc import trim_malloc
 
@@ -80,7 +80,8 @@ class Units:
         """Run `work`, which fills the folder that it gets and returns counts, and publish the folder.
 
         Raises:
-            DataError: the disk is full, or the folder cannot be written. Units that are finished stay.
+            TilewrightError: the disk is full, the folder cannot be written, too many files are open, or there is no
+                memory. Units that are finished stay.
         """
         final = self.folder(stage, index)
         part = final.with_name(f"{final.name}.part-{self.mark}")
@@ -102,8 +103,10 @@ class Units:
             if final.exists():
                 shutil.rmtree(final)
             part.rename(final)
-        except OSError as error:
-            raise cannot_write(self.root, error) from error
+        except (OSError, MemoryError) as error:
+            raise cannot_make(self.root, error) from error
+        except ImportError as error:
+            raise _cannot_load(error) from error
         finally:
             if part.exists():
                 shutil.rmtree(part, ignore_errors=True)
@@ -134,16 +137,30 @@ def fingerprint_of(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def cannot_write(root: Path, error: OSError) -> DataError:
-    """The error of a data build whose folder cannot be written."""
+def cannot_make(root: Path, error: OSError | MemoryError) -> TilewrightError:
+    """The error of a data build that lacks something, or whose folder cannot be written."""
+    if not isinstance(error, OSError):
+        return machine_error(error, str(root))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     free = f", {format_bytes(shutil.disk_usage(root).free)} free" if full and root.exists() else ""
+    if is_of_machine(error) and not full:
+        return machine_error(error, error.filename or str(root))
     return DataError(
         "Data build cannot be written" if error.filename is None or full else "File of a data build cannot be used",
         where=str(root),
         got=f"{error.strerror or error}{free}" + (f": {error.filename}" if error.filename else ""),
         need="a folder that can be written, with room for about three times the text",
         try_="free some space and run the same command again: finished units stay" if full else "another --out",
+    )
+
+
+def _cannot_load(error: ImportError) -> HardwareError:
+    return HardwareError(
+        "Package that a data build needs cannot be loaded",
+        got=str(error),
+        need="the package, and open files and memory to load it with",
+        try_='pip install "tilewright[data]", and the same command again: finished units stay',
+        where=error.name or "",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, TilewrightError, is_of_machine, machine_error
 from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
 
@@ -37,6 +37,7 @@ def cached(root: Path, key: str, build: Callable[[Path], None], before: Callable
 
     Raises:
         DataError: the cache folder cannot be written, or the disk is full. Nothing half-written stays.
+        HardwareError: too many open files, or no memory.
     """
     entry = root / key
     if damage(entry) is None:  # no lock needed: a whole entry never changes, and the folder may be read-only
@@ -53,7 +54,7 @@ def cached(root: Path, key: str, build: Callable[[Path], None], before: Callable
                 log.warning("cached data %s is damaged (%s) and is made again", entry, problem)
                 shutil.rmtree(entry)
             _build(root, key, build)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise _cannot_write(root, error) from error
     return entry
 
@@ -111,8 +112,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield  # closing the file, or the death of the process, releases the lock
 
 
-def _cannot_write(root: Path, error: OSError) -> DataError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+def _cannot_write(root: Path, error: OSError | MemoryError) -> TilewrightError:
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, OSError) or (is_of_machine(error) and not full):
+        return machine_error(error, str(root))
     got = str(error)
     if full:
         got = f"{error.strerror}, {format_bytes(shutil.disk_usage(root).free)} free"

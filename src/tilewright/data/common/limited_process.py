@@ -189,7 +189,8 @@ def serve(answer: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"], most))
+        asked = request["memory_bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (asked if most == resource.RLIM_INFINITY else min(asked, most), most))
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])  # its signal ends the process, wherever it is
         for item in answer(request):
             sys.stdout.write(json.dumps(item) + "\n")

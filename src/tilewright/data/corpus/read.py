@@ -4,6 +4,7 @@ The limit is shared so that small domains give everything and large ones share t
 are read in the order of a seeded hash of their names: a sample of the whole, not its beginning. Deterministic.
 """
 
+import errno
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
@@ -205,6 +206,8 @@ def _readable(part: Part) -> Iterator[Document | Reject]:
     try:
         yield from part.read()
     except OSError as error:
+        if is_of_machine(error) or error.errno == errno.EIO:  # what is cached would lack the file for ever
+            raise machine_error(error, part.file or part.name) from error
         yield Reject(part.file or part.name, "cannot be read", example=str(error.strerror or error))
 
 

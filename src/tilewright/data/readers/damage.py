@@ -1,4 +1,7 @@
-"""What parsers of other projects raise on damaged files. Without numpy, whose threads take address space from one."""
+"""What parsers of other projects raise on damaged files, and what they raise of this machine all the same.
+
+Without numpy, whose threads take address space from one.
+"""
 
 import lzma
 import struct
@@ -6,12 +9,30 @@ import wave
 import zipfile
 import zlib
 
+from tilewright.core.errors import check_damage
+
 PARSER_ERRORS = (
     *(ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, SyntaxError),
     *(OSError, EOFError, RuntimeError, MemoryError, BufferError),
     *(struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile, zipfile.LargeZipFile, wave.Error),
 )
 """By experience with random files. Only around calls of such parsers."""
+
+
+def damage_of(error: BaseException) -> str:
+    """What an error of a parser says of the file that it read, in one line.
+
+    Raises:
+        OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.
+    """
+    check_damage(error)
+    return failure(error)
+
+
+def only_damage(error: BaseException) -> None:
+    """Raise an error of the system again that is no damage. Memory is the document's limit in the parser's process."""
+    if isinstance(error, OSError):
+        check_damage(error)
 
 
 def failure(error: BaseException) -> str:

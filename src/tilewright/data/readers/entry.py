@@ -1,20 +1,19 @@
 """One file that is read, or one member of an archive, and the records and rejects that come of it.
 
-Also the reject of a package that is not installed.
+Also the error of a package that is not installed.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilewright.core.errors import HardwareError
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.records import Modality, Record, Rejected
 
 STAGE = "read"
 INSTALL = 'pip install "tilewright[data]"'
-_MISSING = "missing package "
 
 
 class Span(NamedTuple):
@@ -72,27 +71,25 @@ class Entry:
         """What a parser says, as UTF-8 can hold it and without the place of the file on this machine."""
         return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
 
-    def missing(self, package: str) -> Rejected | None:
-        """A reject if `package` is not installed."""
-        if find_spec(package):
-            return None
-        return self.reject(_MISSING + package, "not installed", INSTALL, num_bytes=self.path.stat().st_size)
+    def need(self, package: str) -> None:
+        """Check that a package is there that this file needs.
+
+        Raises:
+            HardwareError: it is not installed. A build without it would leave out files that are good.
+        """
+        need_package(package, f"{self.name} > {self.part}" if self.part else self.name)
 
 
-def missing_once(items: Iterable[Record | Rejected]) -> Iterator[Record | Rejected]:
-    """`items` with the rejects of each missing package put together into one at the end, with their count.
+def need_package(package: str, what: str) -> None:
+    """Check that `package` is installed, which `what` needs.
 
-    Example:
-        >>> def of(name): return Rejected(name, "", "read", "missing package pypdf", "not installed", INSTALL)
-        >>> [(item.path, item.count) for item in missing_once([of("a.pdf"), of("b.pdf")])]
-        [('a.pdf', 2)]
+    Raises:
+        HardwareError: it is not.
     """
-    held: dict[tuple[str, str], Rejected] = {}
-    for item in items:
-        if isinstance(item, Record) or not item.rule.startswith(_MISSING):
-            yield item
-            continue
-        first = held.setdefault((item.domain, item.rule), replace(item, count=0, num_bytes=0))
-        sums = {"count": first.count + item.count, "num_bytes": first.num_bytes + item.num_bytes}
-        held[item.domain, item.rule] = replace(first, **sums)
-    yield from held.values()
+    if find_spec(package) is None:
+        raise HardwareError(
+            f"Package {package} is not installed",
+            got=what,
+            need=f"{package}, which reads it",
+            try_=f"{INSTALL}, and the same command again: finished units stay",
+        )

@@ -1,19 +1,19 @@
 """Any file as records: what it is decides its reader, archives are entered, and nothing wrong with it raises."""
 
-import errno
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from tilewright.data.readers.entry import INSTALL, STAGE, Entry, Span, missing_once
+from tilewright.core.errors import is_of_machine
+from tilewright.data.readers.entry import Entry, Span, need_package
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.audio import read_audio
 from tilewright.data.readers.media.captions import described_file
 from tilewright.data.readers.media.images import read_image
+from tilewright.data.readers.scratch import temporary_error
 from tilewright.data.readers.text.documents import read_html, read_pdf
 from tilewright.data.readers.text.languages import find_language
 from tilewright.data.readers.text.plain import read_markdown, read_text
@@ -28,8 +28,8 @@ _READERS = {
 LINES = ("text", "markdown", "jsonl")
 """Kinds of files whose lines stand for themselves: a large one can be read in spans."""
 _ROWS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Errors of this machine and not of the file: they are raised."""
+UNREADABLE = "cannot be read"
+"""Rule of a file that is there and cannot be read: not for what is in it."""
 _LIMITS, _OPTIONS = ReadLimits(), ReadOptions()
 
 Items = Iterator[Record | Rejected]
@@ -54,11 +54,12 @@ def read_file(
         span: of a file of one of the kinds `LINES`, the lines that begin in these bytes; None: the whole file.
 
     Raises:
-        OSError: no space for temporary files, or no file can be opened any more. Bad data does not raise.
+        TilewrightError: temporary files cannot be written, or a package is not installed. Bad data does not raise.
+        OSError, MemoryError: no file can be opened any more, or there is no memory.
     """
     entry = Entry(Path(path), name, domain, limits, options, PurePosixPath(path).name, span=span)
-    found = missing_once(_read(entry))
-    yield from _with_language(found, name, domain) if options.language else found
+    found = _read(entry)
+    yield from _with_language(found, name) if options.language else found
 
 
 def _read(entry: Entry) -> Items:
@@ -77,9 +78,11 @@ def _read(entry: Entry) -> Items:
             ):  # an archive without members, a PDF without pages, a table without rows
                 yield entry.reject("nothing in it", 0.0, 1.0, num_bytes=status.st_size)
     except OSError as error:
-        if error.errno in _FULL:
+        if entry.depth:  # its file is a temporary one
+            raise temporary_error(error) from error
+        if is_of_machine(error):
             raise
-        yield entry.reject("cannot be read", error.strerror or str(error))
+        yield entry.reject(UNREADABLE, error.strerror or str(error))
 
 
 def _of_kind(entry: Entry, size: int) -> Items:
@@ -113,18 +116,12 @@ def _of_kind(entry: Entry, size: int) -> Items:
                     yield from _read(member)
 
 
-def _with_language(items: Items, name: str, domain: str) -> Items:
+def _with_language(items: Items, name: str) -> Items:
     """Records of text with their language, and its probability as a score."""
-    known = find_spec("py3langid") is not None
-    without = 0
+    need_package("py3langid", f"language of texts in {name}")
     for item in items:
         if isinstance(item, Rejected) or not item.text:
             yield item
-        elif known:
+        else:
             language, probability = find_language(item.text)
             yield replace(item, language=language, scores={**item.scores, "language": probability})
-        else:
-            without += 1
-            yield item
-    if without:
-        yield Rejected(name, "", STAGE, "missing package py3langid", "not installed", INSTALL, "", domain, without)

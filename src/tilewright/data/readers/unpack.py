@@ -7,16 +7,16 @@ must follow each other in a tar, as WebDataset has it.
 
 import math
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.kinds import COMPRESSED_MAGIC
+from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.records import Rejected
 from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
 from tilewright.data.sources.documents import Reject, printable
@@ -59,9 +59,9 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
     """The one file in a compressed file. What came before damage is kept, and a reject says that there was some."""
     budget, name = _Budget(entry, entry.path.stat().st_size), PurePosixPath(entry.inner)
     inner = name.stem + (".tar" if name.suffix == ".tgz" else "")
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        target, problem = Path(folder) / f"member{_suffix(inner)}", None
-        with target.open("wb") as out:
+    with ScratchFolder() as folder:
+        target, problem = folder / f"member{_suffix(inner)}", None
+        with ScratchFile(target) as out:
             for piece in decompressed(entry.name, entry.path, kind, math.inf):
                 if isinstance(piece, Reject):
                     problem = entry.reject(piece.reason, piece.example or "ends early", "a whole stream")
@@ -88,7 +88,7 @@ def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
     try:
         archive = zipfile.ZipFile(entry.path)
     except PARSER_ERRORS as error:
-        yield entry.reject("damaged zip", failure(error), num_bytes=size)
+        yield entry.reject("damaged zip", damage_of(error), num_bytes=size)
         return
     with archive:
         infos = sorted((info for info in archive.infolist() if not info.is_dir()), key=lambda info: info.filename)
@@ -154,7 +154,7 @@ def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[
         elif not rest:
             lost.append(entry.reject("truncated tar, members may be lost", "no end", "a block of zeros", count=0))
     except (tarfile.TarError, *PARSER_ERRORS) as error:
-        lost.append(entry.reject("damaged tar, the rest is lost", failure(error)))
+        lost.append(entry.reject("damaged tar, the rest is lost", damage_of(error)))
     if others:
         lost.append(entry.reject("link or device in an archive", printable(example[:99]), "a file", count=others))
 
@@ -213,17 +213,17 @@ def _members(entry: Entry, budget: _Budget, files: Iterator[tuple[str, Any]]) ->
 
 def _write(entry: Entry, budget: _Budget, shown: str, target: Path, opened: Any) -> tuple[bool, Rejected | None]:
     """Copy a member to `target`; whether the archive is left, and why the member is not there."""
-    with target.open("wb") as out:
+    with ScratchFile(target) as out:
         try:
             source = opened()
         except PARSER_ERRORS as error:
-            return False, entry.reject("damaged member", failure(error), part=shown)
+            return False, entry.reject("damaged member", damage_of(error), part=shown)
         with source:
             while True:
                 try:
                     piece = source.read(_PIECE)
                 except (tarfile.TarError, *PARSER_ERRORS) as error:
-                    return False, entry.reject("damaged member", failure(error), part=shown)
+                    return False, entry.reject("damaged member", damage_of(error), part=shown)
                 if not piece:
                     return False, None
                 problem = budget.spend(len(piece))
@@ -236,20 +236,20 @@ class _Folders:
     """One temporary folder at a time."""
 
     def __init__(self) -> None:
-        self._held: tempfile.TemporaryDirectory[str] | None = None
+        self._held: ScratchFolder | None = None
 
     @property
     def path(self) -> Path:
         assert self._held is not None
-        return Path(self._held.name)
+        return self._held.path
 
     def renew(self) -> None:
         self.close()
-        self._held = tempfile.TemporaryDirectory(prefix="tilewright-")
+        self._held = ScratchFolder()
 
     def close(self) -> None:
         if self._held is not None:
-            self._held.cleanup()
+            self._held.close()
             self._held = None
 
 

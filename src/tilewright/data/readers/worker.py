@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from tilewright.core.errors import is_damage
 from tilewright.data.common.limited_process import LimitedProcess, serve
 from tilewright.data.readers.damage import PARSER_ERRORS, failure
 from tilewright.data.readers.text import parse
@@ -31,7 +32,10 @@ def _answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         else:
             yield from parse.pdf_pages(request["path"], request["max_pages"], request["max_bytes"])
     except PARSER_ERRORS as error:
-        yield {"error": failure(error)}
+        if isinstance(error, OSError) and not is_damage(error):  # for the process that asked to raise
+            yield {"errno": error.errno, "error": str(error.strerror)}
+        else:
+            yield {"error": failure(error)}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tilewright.data.sources.decompress import utf8_pieces
 from tilewright.data.sources.documents import Document, Reject
 from tilewright.data.sources.json_rows import whole_row
 from tilewright.data.sources.lines import LONGEST_LINE
-from tilewright.data.sources.tables import first_line
+from tilewright.data.sources.tables import damage_in
 
 
 class _Pieces(io.RawIOBase):
@@ -78,7 +78,7 @@ def read_csv(
             bad.clear()
     except (pa.ArrowException, ValueError) as error:
         if pieces.lost is None:
-            yield Reject(name, "damaged CSV file, the rest is lost", example=first_line(error))
+            yield Reject(name, "damaged CSV file, the rest is lost", example=damage_in(error))
     yield from bad
     if pieces.lost is not None:
         yield pieces.lost

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
 from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable, wide_encoding
@@ -64,9 +64,14 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
                 found_parts = parts_of_file(root, name, path, status, text_field)
                 items += [_watched(item, path, status) for item in found_parts]
             except OSError as error:
+                if is_of_machine(error):
+                    raise machine_error(error, str(path)) from error
                 items.append(Reject(name, "cannot be read", example=str(error.strerror), num_bytes=status.st_size))
     if saved:
-        items += _dataset_items(root, found, text_field, domains)
+        try:
+            items += _dataset_items(root, found, text_field, domains)
+        except OSError as error:
+            raise machine_error(error, str(root)) from error
     parts = tuple(item for item in items if isinstance(item, Part))
     rejects = tuple(item for item in items if isinstance(item, Reject))
     return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from tilewright.core.errors import DataError
+from tilewright.core.errors import DataError, is_of_machine
 from tilewright.data.sources.docstrings import split_docstrings
 from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable
 
@@ -182,6 +182,8 @@ def _read_file(name: str, path: str) -> Iterator[Document | Reject]:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
+        if is_of_machine(error):
+            raise
         yield Reject(name, "cannot be read", example=str(error.strerror))
         return
     yield from decode(name, data)

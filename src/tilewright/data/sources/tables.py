@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tilewright.core.errors import check_damage
 from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
 from tilewright.data.sources.documents import Document, Part, Reject, printable
 from tilewright.data.sources.json_rows import whole_row
@@ -31,7 +32,7 @@ def parquet_parts(
             sizes = [_column_bytes(file.metadata.row_group(i), field) for i in range(file.num_row_groups)]
             rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     except _DAMAGE as error:
-        return [Reject(name, "damaged parquet file", example=first_line(error))]
+        return [Reject(name, "damaged parquet file", example=damage_in(error))]
     parts: list[Part | Reject] = []
     for group, (size, compressed) in enumerate(sizes):
         if size > FREE_EXPANSION + max_expansion * compressed:
@@ -58,7 +59,7 @@ def _read_row_group(name: str, path: Path, group: int, field: str | None) -> Ite
                 yield from _documents(name, f"{name}@{group}", row, _column(batch, field))
                 row += batch.num_rows
     except _DAMAGE as error:
-        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=first_line(error))
+        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=damage_in(error))
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -85,9 +86,18 @@ def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> l
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [str(entry["filename"]) for entry in state["_data_files"]]
+    except FileNotFoundError:
+        return [Reject(f"{prefix}state.json", "damaged dataset", example="no such file")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return [Reject(f"{prefix}state.json", "damaged dataset", example=first_line(error))]
-    return [part for file in files for part in arrow_parts(domain, f"{prefix}{printable(file)}", folder / file, field)]
+        return [Reject(f"{prefix}state.json", "damaged dataset", example=damage_in(error))]
+    parts: list[Part | Reject] = []
+    for file in files:
+        name = f"{prefix}{printable(file)}"
+        if (folder / file).is_file():
+            parts += arrow_parts(domain, name, folder / file, field)
+        else:
+            parts.append(Reject(name, "damaged dataset", example="no such file"))
+    return parts
 
 
 def arrow_parts(domain: str, name: str, path: Path, field: str | None) -> list[Part | Reject]:
@@ -99,7 +109,7 @@ def arrow_parts(domain: str, name: str, path: Path, field: str | None) -> list[P
             return [Reject(name, problem[0], table.num_rows, problem[1])]
         size = table.nbytes if field is None else table.column(field).nbytes
     except _DAMAGE as error:
-        return [Reject(name, "damaged Arrow file", example=first_line(error))]
+        return [Reject(name, "damaged Arrow file", example=damage_in(error))]
     starts = range(0, table.num_rows, _ARROW_ROWS)
     share = size // max(1, len(starts))
     found: list[Part | Reject] = [
@@ -125,7 +135,7 @@ def _read_arrow(name: str, path: Path, start: int, field: str | None) -> Iterato
         rows.validate(full=True)  # offsets of a damaged file may lie outside of it
         yield from _documents(name, name, start, _column(rows, field))
     except _DAMAGE as error:
-        yield Reject(name, "damaged Arrow file", example=first_line(error))
+        yield Reject(name, "damaged Arrow file", example=damage_in(error))
 
 
 def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[object]:
@@ -158,6 +168,11 @@ def _field_problem(schema: pa.Schema, field: str | None) -> tuple[str, str] | No
     return None
 
 
-def first_line(error: Exception) -> str:
-    """What an error of Arrow says, in one line."""
+def damage_in(error: Exception) -> str:
+    """What an error of Arrow says of a file, in one line.
+
+    Raises:
+        OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.
+    """
+    check_damage(error)
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

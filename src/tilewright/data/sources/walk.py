@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tilewright.core.errors import is_of_machine, machine_error
 from tilewright.data.sources.documents import Reject, printable
 
 
@@ -29,7 +30,11 @@ def stat_key(status: os.stat_result) -> str:
 
 
 def find_files(root: Path) -> Found:
-    """All files at or below `root` in a fixed order. Real files and folders come before links to them."""
+    """All files at or below `root` in a fixed order. Real files and folders come before links to them.
+
+    Raises:
+        HardwareError: too many open files, or no memory.
+    """
     found = Found()
     if not root.is_dir():
         _add(found, printable(root.name), root, set())
@@ -56,6 +61,7 @@ def _list(
         with os.scandir(folder) as entries:
             names = sorted((e for e in entries), key=lambda e: os.fsencode(e.name))
     except OSError as error:
+        _only_of_file(error, folder)
         found.refuse(prefix.rstrip("/") or ".", "cannot be read", str(error.strerror))
         return []
     folders = []
@@ -91,6 +97,7 @@ def _add(found: Found, name: str, path: Path, files: set[str]) -> None:
     try:
         status = path.stat()
     except OSError as error:
+        _only_of_file(error, path)
         found.refuse(name, "cannot be read", str(error.strerror))
         return
     if real in files:
@@ -99,3 +106,8 @@ def _add(found: Found, name: str, path: Path, files: set[str]) -> None:
     files.add(real)
     found.sizes[name] = status.st_size
     found.files.append((name, path, status))
+
+
+def _only_of_file(error: OSError, path: Path) -> None:
+    if is_of_machine(error):
+        raise machine_error(error, str(path)) from error

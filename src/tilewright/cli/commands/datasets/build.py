@@ -82,7 +82,7 @@ def _executor(name: str, processes: int | None) -> Any:
         return RankExecutor(ranks.rank, ranks.world)
     here = processes or len(os.sched_getaffinity(0))
     if name == "local":
-        return LocalExecutor(here)
+        return LocalExecutor(here, apart=True)
     cluster = env.ray_address()
     if cluster and processes is not None:
         raise click.UsageError(f"--processes is for this machine; the Ray cluster {cluster} has its own number.")

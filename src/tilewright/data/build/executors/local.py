@@ -13,18 +13,26 @@ from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.executors.base import Done, Unit
 from tilewright.data.build.executors.pooled import PooledExecutor
 from tilewright.data.build.plan import STAGES
+from tilewright.data.build.stages.read import STAGE as READ
 
 _POLL_S = 0.1
 
 
 class LocalExecutor(PooledExecutor):
-    """Processes of this machine; 1: this process alone. A context manager."""
+    """Processes of this machine; 1: this process alone. A context manager.
+
+    Args:
+        processes: at a time.
+        apart: files are read by another process than this one in any case, so that one that kills its reader is set
+            aside. It takes a second to start.
+        prefix: see `PooledExecutor`.
+    """
 
     killed = (BrokenProcessPool,)
 
-    def __init__(self, processes: int):
-        super().__init__()
-        self._processes = processes
+    def __init__(self, processes: int, *, apart: bool = False, prefix: str = ""):
+        super().__init__(prefix)
+        self._processes, self._apart = processes, apart
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
         """See `UnitExecutor`.
@@ -32,8 +40,10 @@ class LocalExecutor(PooledExecutor):
         Raises:
             HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
         """
-        if self._processes > 1 and len(todo) > 1:
+        if (self._processes > 1 and len(todo) > 1) or (self._apart and stage.name == READ and todo):
             super().run(context, stage, todo, advance)
+            if self._processes == 1:
+                self.close()
             return
         if stage is STAGES[-1]:
             self.close()  # nothing is left for the workers, and each holds the memory of its tokenizer

@@ -4,6 +4,7 @@ A unit whose process was killed is tried alone, after all others. If it is kille
 one by one and set aside where the stage reads files; of any other stage that is an error.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, as_completed
@@ -23,12 +24,17 @@ log = get_logger(__name__)
 
 
 class PooledExecutor(ABC):
-    """Runs units in a pool of processes. A context manager."""
+    """Runs units in a pool of processes. A context manager.
 
-    is_first, mark = True, "*"
+    Args:
+        prefix: in the names of what its processes have not finished; "" where no others are there.
+    """
 
-    def __init__(self) -> None:
+    is_first = True
+
+    def __init__(self, prefix: str = "") -> None:
         self._pool: Executor | None = None
+        self._prefix, self.mark = prefix, f"{prefix}*"
 
     @property
     @abstractmethod
@@ -52,6 +58,7 @@ class PooledExecutor(ABC):
         for unit in lost:
             self._alone(context, stage, unit, advance)
         if lost:
+            self.close()
             context.units.clean(self.mark)
 
     def _alone(self, context: Context, stage: BuildStage, unit: Unit, advance: Done) -> None:
@@ -60,20 +67,17 @@ class PooledExecutor(ABC):
         if context.units.is_done(stage.name, *unit):
             advance(1)
             return
-        try:
-            if self._submit(context, stage, [unit], advance, 1):
-                if stage.name != READ:
-                    raise _killed(context, stage, unit[0])
-                self._set_aside(context, unit)
-                advance(1)
-        finally:
+        if self._submit(context, stage, [unit], advance, 1):
             self.close()
+            if stage.name != READ:
+                raise _killed(context, stage, unit[0])
+            self._set_aside(context, unit)
+            advance(1)
 
     def _set_aside(self, context: Context, unit: Unit) -> None:
         """Make a unit of the first stage without the files that kill the process that reads them."""
         items = context.listing.shards[unit[0]]
         setting, bad = context.build.model_dump_json(), []
-        self.close()
         for item in items:
             try:
                 with env.one_thread(), self.pool_of(1) as alone:
@@ -81,8 +85,27 @@ class PooledExecutor(ABC):
             except self.killed:
                 log.warning("%s is set aside: the process that read it was killed", item.name)
                 bad.append(item)
+        if bad == items:
+            self._can_start()
         good = [item for item in items if item not in bad]
         context.units.make(READ, *unit, lambda folder: read_shard(good, context.build, folder, killed=bad))
+
+    def _can_start(self) -> None:
+        """Check that a process that reads nothing stays alive: one that does not is no fault of a file.
+
+        Raises:
+            HardwareError: it is killed, too.
+        """
+        try:
+            with env.one_thread(), self.pool_of(1) as alone:
+                alone.submit(os.getpid).result()
+        except self.killed as error:
+            raise HardwareError(
+                "Worker processes of a data build cannot start",
+                got="each is killed before it reads anything",
+                need="memory for one process, and a script with `if __name__ == '__main__':` around what it does",
+                try_="free some memory, and the same command again: finished units stay",
+            ) from error
 
     def _submit(
         self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done, num: int | None
@@ -97,7 +120,7 @@ class PooledExecutor(ABC):
             for unit in todo:
                 items = context.listing.shards[unit[0]] if stage.name == READ else None
                 try:
-                    jobs[self._pool.submit(make_unit, *build, *unit, items)] = unit
+                    jobs[self._pool.submit(make_unit, *build, *unit, items, self._prefix)] = unit
                 except self.killed:  # the pool knows already
                     lost.append(unit)
         for job in as_completed(jobs):

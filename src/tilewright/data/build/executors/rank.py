@@ -1,14 +1,16 @@
 """Ranks that torchrun or a Slurm array started: each takes every world-th unit and waits for the others' files.
 
-Ranks need nothing of each other but the folder.
+Ranks need nothing of each other but the folder. Files are read by a process of each rank, which may be killed.
 """
 
+import os
 import time
 from collections.abc import Sequence
 
 from tilewright.core.log import get_logger
 from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.executors.base import Done, Unit
+from tilewright.data.build.executors.local import LocalExecutor
 
 log = get_logger(__name__)
 
@@ -23,15 +25,14 @@ class RankExecutor:
     """
 
     def __init__(self, rank: int, world: int):
-        self._rank, self._world, self.is_first, self.mark = rank, world, rank == 0, f"rank{rank}"
+        self._rank, self._world, self.is_first = rank, world, rank == 0
+        self._readers = LocalExecutor(1, apart=True, prefix=f"rank{rank}-")
+        self.mark = self._readers.mark
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
         """See `UnitExecutor`."""
-        context.units.mark = self.mark
-        mine = [unit for unit in todo if unit[0] % self._world == self._rank]
-        for index, fingerprint in mine:
-            context.units.make(stage.name, index, fingerprint, lambda f, i=index: stage.run(context, i, f))
-            advance(1)
+        context.units.mark = self.mark.replace("*", str(os.getpid()))
+        self._readers.run(context, stage, [unit for unit in todo if unit[0] % self._world == self._rank], advance)
         others = [unit for unit in todo if unit[0] % self._world != self._rank]
         said = time.monotonic()
         while others:
@@ -50,4 +51,4 @@ class RankExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._readers.close()

@@ -1,5 +1,6 @@
 """What a worker process of a build runs: one unit, or one file to see whether it is that which kills its process."""
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ def make_unit(
     index: int,
     fingerprint: str,
     items: list[Item] | None,
+    prefix: str = "",
 ) -> None:
     """Make one unit of the build with settings `setting` (JSON) in the folder `out`.
 
@@ -29,8 +31,10 @@ def make_unit(
         build_id: another one for each build: what a worker knows of the units on disk holds for one build only.
         stage, index, fingerprint: the unit.
         items: what a unit of the first stage reads.
+        prefix: of what is unfinished, before the number of this process.
     """
     context = _context(setting, out, num_shards, build_id)
+    context.units.mark = f"{prefix}{os.getpid()}"
 
     def work(folder: Path) -> Mapping[str, Any]:
         return (

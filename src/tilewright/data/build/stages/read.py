@@ -12,13 +12,14 @@ from typing import Any
 
 import xxhash
 
+from tilewright.core.errors import DataError, is_of_machine
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
 from tilewright.data.readers.entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
-from tilewright.data.readers.open import read_file
+from tilewright.data.readers.open import UNREADABLE, read_file
 from tilewright.data.records import Record, Rejected
 from tilewright.data.sources.documents import Document, Reject, cut
 from tilewright.data.sources.walk import stat_key
@@ -65,17 +66,37 @@ def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequen
 
 
 def read_item(item: Item, build: DataBuild) -> Items:
-    """What an item gives, or a reject where it cannot be read, and another where it changed meanwhile."""
+    """What an item gives, and a reject where it changed meanwhile.
+
+    Raises:
+        DataError: the file could be read when it was listed, and cannot any more: what a unit says of it is kept for
+            as long as the file has the same bytes.
+        TilewrightError, OSError, MemoryError: what `read_file` raises of this machine.
+    """
     try:
-        yield from _read(item, build)
+        for found in _read(item, build):
+            if isinstance(found, Rejected) and found.rule == UNREADABLE and not found.part and item.path:
+                raise _unreadable(item, str(found.value))
+            yield found
         if item.path:
             now = stat_key(os.stat(item.path))
             if item.stat != now:
                 value = f"{now.split()[0]} bytes, {item.stat.split()[0]} when it was found"
                 yield Rejected(item.name, "", STAGE, "file changed while it was read", value, "", "", item.domain, 0)
     except OSError as error:
-        why = str(error.strerror or error)
-        yield Rejected(item.name, "", STAGE, "cannot be read", why, "", "", item.domain, 1, item.size)
+        if is_of_machine(error):
+            raise
+        raise _unreadable(item, str(error.strerror or error)) from error
+
+
+def _unreadable(item: Item, why: str) -> DataError:
+    return DataError(
+        "File of a data build cannot be read any more",
+        where=item.path or item.name,
+        got=why,
+        need="the file as it was when the build listed it",
+        try_="the same command again: it lists the files again, and finished units stay",
+    )
 
 
 def _read(item: Item, build: DataBuild) -> Items:

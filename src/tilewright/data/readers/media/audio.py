@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 from tilewright.data.readers.media.log_mel import log_mel
@@ -35,10 +35,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
     try:
         source = _pcm(entry)
         if source is None:
-            missing = entry.missing("soundfile")
-            if missing:
-                yield missing
-                return
+            entry.need("soundfile")
             source = _open(entry)
         rate, channels, frames, blocks = source
         if rate < 1000 or not 1 <= channels <= 64:
@@ -49,7 +46,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
             return
         measured, mono = _measure(blocks, rate, int(limits.audio_s * rate), entry.options.log_mel)
     except PARSER_ERRORS as error:
-        yield entry.reject("damaged audio", failure(error), num_bytes=size)
+        yield entry.reject("damaged audio", damage_of(error), num_bytes=size)
         return
     num = measured.pop("frames")
     if num > limits.audio_s * rate:
@@ -129,6 +126,7 @@ def pcm_values(data: bytes, width: int) -> np.ndarray:
 def _open(entry: Entry) -> tuple[int, int, int, Blocks]:
     import soundfile
 
+    entry.path.open("rb").close()  # what is wrong with the machine, it would say without a number
     sound = soundfile.SoundFile(str(entry.path))
 
     def blocks() -> Blocks:

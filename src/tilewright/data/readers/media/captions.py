@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from tilewright.core.errors import is_of_machine
 from tilewright.data.readers.kinds import media_suffixes
 from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
 from tilewright.data.sources.walk import stat_key
@@ -88,7 +89,9 @@ def _side_file(path: Path, longest: int) -> Caption | None:
         if not path.is_file() or path.stat().st_size > longest:
             return None
         data = path.read_bytes()
-    except OSError:
+    except OSError as error:
+        if is_of_machine(error):
+            raise
         return None
     text = _decoded(data)
     if path.suffix != ".json":
@@ -134,7 +137,9 @@ def _table(path: str, size: int, _version: str) -> dict[str, tuple[str, str]]:
         return {}
     try:
         rows = list(_rows(Path(path)))
-    except (OSError, ValueError, csv.Error, RecursionError):
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
+        if is_of_machine(error):
+            raise
         return {}
     found = {}
     for row in rows:

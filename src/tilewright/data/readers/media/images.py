@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 from tilewright.data.records import Record, Rejected
@@ -24,10 +24,7 @@ def read_image(entry: Entry) -> Iterator[Record | Rejected]:
 
     An image of one colour has the fact flat: its perceptual hash says nothing.
     """
-    missing = entry.missing("PIL")
-    if missing:
-        yield missing
-        return
+    entry.need("PIL")
     from PIL import Image
 
     size = entry.path.stat().st_size
@@ -44,7 +41,7 @@ def read_image(entry: Entry) -> Iterator[Record | Rejected]:
     elif isinstance(item, BaseException):
         bomb = isinstance(item, Image.DecompressionBombError)
         rule, threshold = ("pixels", entry.limits.pixels) if bomb else ("damaged image", "")
-        yield entry.reject(rule, failure(item), threshold, num_bytes=size)
+        yield entry.reject(rule, damage_of(item), threshold, num_bytes=size)
     else:
         facts, arrays = item
         caption = caption_of(entry.path, entry.limits.document_bytes, entry.folders)

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+from tilewright.core.errors import HardwareError
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.text.detect import declared_encoding
 from tilewright.data.readers.text.encodings import Decoded, decode_text, wide_encoding_of
@@ -20,10 +21,7 @@ def read_html(entry: Entry) -> Items:
     if size > longest:
         yield entry.reject("document size in bytes", float(size), longest, num_bytes=size)
         return
-    missing = entry.missing("selectolax")
-    if missing:
-        yield missing
-        return
+    entry.need("selectolax")
     data = entry.path.read_bytes()
     wide = wide_encoding_of(data[:4096])
     if not wide and looks_binary(data):
@@ -48,10 +46,7 @@ def read_html(entry: Entry) -> Items:
 
 def read_pdf(entry: Entry) -> Items:
     """A record per page. Where the parser is ended, no page stays: which did would depend on the machine."""
-    missing = entry.missing("pypdf")
-    if missing:
-        yield missing
-        return
+    entry.need("pypdf")
     limits, size = entry.limits, entry.path.stat().st_size
     asked = {"path": str(entry.path), "max_pages": limits.pages, "max_bytes": limits.document_bytes}
     found = list(_parsed(entry, kind="pdf", **asked))
@@ -91,8 +86,23 @@ def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
 
 
 def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
+    """What the parser's process says, with a reject where a signal ended it.
+
+    Raises:
+        OSError: the process cannot be started, or cannot open a file for what this machine lacks.
+        HardwareError: it stopped by itself, which no document makes it do.
+    """
     limits = entry.limits
     for item in parser_process(os.getpid()).ask(limits.parse_s, limits.parse_memory_bytes, **request):
+        if "errno" in item:
+            raise OSError(item["errno"], item["error"])
+        if item.get("killed") == 0:
+            raise HardwareError(
+                "Process that parses documents stopped by itself",
+                got="no memory or no open files to load its parser with",
+                need="address space (ulimit -v) and open files (ulimit -n) for another process",
+                try_="higher limits, and the same command again",
+            )
         if item.get("killed") == signal.SIGPROF:
             value = f"over {limits.parse_s}"
             yield entry.reject("parser's processor seconds", value, limits.parse_s, num_bytes=_size(entry))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure, only_damage
 
 _DROP = "script style noscript template nav aside footer form iframe svg button select"
 _LINK_SHARE = 0.5
@@ -141,6 +141,7 @@ def pdf_pages(path: str, max_pages: int, max_bytes: int) -> Iterator[dict[str, A
             encrypted = reader.is_encrypted and not reader.decrypt("")
             num = 0 if encrypted else len(reader.pages)
         except (PyPdfError, *PARSER_ERRORS) as error:
+            only_damage(error)
             yield {"error": failure(error)}
             return
         if encrypted:
@@ -151,6 +152,7 @@ def pdf_pages(path: str, max_pages: int, max_bytes: int) -> Iterator[dict[str, A
             try:
                 text = reader.pages[index].extract_text()
             except (PyPdfError, *PARSER_ERRORS) as error:
+                only_damage(error)
                 yield {"page": index + 1, "error": failure(error)}
                 continue
             text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text

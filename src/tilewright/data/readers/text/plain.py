@@ -6,7 +6,6 @@ undone (fact `repaired`). Markdown stays as it is, which is how models should wr
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from tilewright.data.readers.entry import Entry
@@ -73,21 +72,20 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
 
 
 def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
-    """The reject of lines that are in no encoding, or in none that is `found` without the package that finds them."""
+    """The reject of lines that are in no encoding.
+
+    Raises:
+        HardwareError: the package that finds encodings is not installed.
+    """
+    entry.need("charset_normalizer")
     sums = {"count": len(lost), "num_bytes": sum(len(line) + 1 for line in lost)}
-    missing = entry.missing("charset_normalizer")
-    if missing:
-        return replace(missing, **sums)
     return entry.reject("unknown encoding", found or "none fits", "all bytes decode", ascii(lost[0][:80]), **sums)
 
 
 def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, part: str = "", **fields) -> Items:
     """The record of a text that was decoded, with mojibake undone; nothing where it is blank."""
     if is_suspect(text):
-        missing = entry.missing("ftfy")
-        if missing:
-            yield missing
-            return
+        entry.need("ftfy")
         text, lines = undo_mojibake(text)
         facts = facts | ({"repaired": lines} if lines else {})
     try:

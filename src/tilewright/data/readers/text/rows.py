@@ -4,14 +4,13 @@ A row of .jsonl knows the bytes of its line. The others are known by their numbe
 first MiB of a file's lines: in a single row, too few bytes say which.
 """
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
 from tilewright.core.units import format_bytes
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain import BLOCK_BYTES, Items, text_record
 from tilewright.data.records import Rejected
@@ -65,17 +64,19 @@ def _legacy_encoding(entry: Entry) -> str:
         return ""
     whole = head[: head.rfind(b"\n") + 1] or head
     decoded = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
+    if decoded.lost:
+        entry.need("charset_normalizer")
     return "" if decoded.lost or "utf-8" in decoded.encoding else decoded.encoding
 
 
 def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
     """The rows of a file in a legacy encoding, read from a copy in UTF-8."""
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        copy = Path(folder) / f"rows.{kind}"
+    with ScratchFolder() as folder:
+        copy = folder / f"rows.{kind}"
         try:
-            with entry.path.open(encoding=encoding, newline="") as source, copy.open("w", newline="") as target:
+            with entry.path.open(encoding=encoding, newline="") as source, ScratchFile(copy) as target:
                 while text := source.read(BLOCK_BYTES):
-                    target.write(text)
+                    target.write(text.encode())
         except UnicodeError as error:
             yield entry.reject("unknown encoding", f"{encoding}: {failure(error)}", "all bytes decode")
             return
@@ -96,6 +97,8 @@ def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
             yield entry.reject("line length", f"over {longest}", longest, ascii(line[:60]), part)
             continue
         text, encoding, lost, _ = decode_text(line, legacy)
+        if lost:
+            entry.need("charset_normalizer")
         if lost or encoding not in ("utf-8", legacy):
             yield entry.reject("row is not UTF-8", encoding or "none fits", "utf-8", ascii(line[:60]), part)
             continue
@@ -114,7 +117,7 @@ def _converted(entry: Entry, found: Iterator[Document | Reject], facts: dict[str
         try:
             item = step()
         except PARSER_ERRORS as error:
-            yield entry.reject("damaged file of rows, the rest is lost", failure(error))
+            yield entry.reject("damaged file of rows, the rest is lost", damage_of(error))
             return
         if item is None:
             return
