@@ -103,7 +103,7 @@ class PooledExecutor(ABC):
             raise HardwareError(
                 "Worker processes of a data build cannot start",
                 got="each is killed before it reads anything",
-                need="memory for one process, and a script with `if __name__ == '__main__':` around what it does",
+                need="memory for one process, and a main module that starts nothing when it is imported",
                 try_="free some memory, and the same command again: finished units stay",
             ) from error
 
