@@ -30,6 +30,7 @@ from tilewright.data.chat.sandbox import (
 )
 from tilewright.data.chat.stops import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
+from tilewright.data.common.reading import Reader, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
 from tilewright.data.readers.damage import failure
@@ -74,8 +75,8 @@ class ChatTemplate:
                 need="a template that transformers can read",
                 try_="data.chat_template = another .jinja file",
             ) from error
-        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())  # names in the text are tokens
-        self._plain = tokenizer.backend  # names in the text are text
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        self._reader = reader_of(self._backend)  # names in the text are tokens
 
     @classmethod
     def load(cls, folder: str, tokenizer: Tokenizer, chosen: str = "") -> "ChatTemplate":
@@ -175,9 +176,9 @@ class ChatTemplate:
         ranges: list[tuple[int, int]] = []
         start = 0
         for begin, end in [*names, (len(text), len(text))]:
-            for a, b, backend in ((start, begin, self._backend), (begin, end, self._plain)):
+            for a, b, reader in ((start, begin, self._reader), (begin, end, self.tokenizer.reader)):
                 if a < b:
-                    found = _encode(backend, text[a:b], within=a > 0)
+                    found = _encode(reader, text[a:b], within=a > 0)
                     ids += found[0]
                     ranges += [(a + first, a + last) for first, last in found[1]]
             start = end
@@ -330,14 +331,14 @@ def _texts(value: Any) -> list[str]:
     return [text for item in inner for text in _texts(item)]
 
 
-def _encode(backend: tokenizers.Tokenizer, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
+def _encode(reader: Reader, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids and ranges of a piece. One `within` a text gets no mark of a text's beginning: it is encoded after a line
     end, whose ids are then taken away (as transformers does)."""
     if within:
-        line = backend.encode("\n", add_special_tokens=False)
-        found = backend.encode("\n" + text, add_special_tokens=False)
+        line = reader.encode("\n")
+        found = reader.encode("\n" + text)
         if found.ids[: len(line.ids)] == line.ids:
             kept = slice(len(line.ids), None)
             return found.ids[kept], [(max(0, a - 1), max(0, b - 1)) for a, b in found.offsets[kept]]
-    found = backend.encode(text, add_special_tokens=False)
+    found = reader.encode(text)
     return found.ids, found.offsets

@@ -24,6 +24,8 @@ _WALL = 20
 """Seconds of the clock for one processor second: a process that waits so long hangs for another reason."""
 
 
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
+"""Threads take address space from what is limited."""
 _UNKNOWN = {"unknown": True}
 
 
@@ -123,7 +125,7 @@ class LimitedProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # parsers warn of damage by the thousand
-                env=env.importing(Path(__file__).parents[3]),
+                env=env.importing(Path(__file__).parents[3]) | _ONE_THREAD,
             )
         return self._child
 

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
+from tilewright.data.common.reading import Reader, TokenizerError, check_loadable, failures_told, reader_of
 from tilewright.data.common.tokenizer_folder import (
     CONFIG,
     TOKENIZER,
@@ -63,7 +64,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without begin and end."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.reader.encode(text).ids
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Reads texts, in which names of special tokens are text, and ids."""
+        return reader_of(self.backend)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text that a model continues, as transformers' `AutoTokenizer` makes them: names of special tokens
@@ -75,19 +81,19 @@ class Tokenizer:
             >>> tok.prompt_ids("<|eos|>"), tok.prompt_ids("")
             ([1], [0])
         """
-        return self._reader.encode(text, add_special_tokens=True).ids or [self.bos_id]
+        return self._prompts.encode(text, special=True).ids or [self.bos_id]
 
     @cached_property
-    def _reader(self) -> tokenizers.Tokenizer:
+    def _prompts(self) -> Reader:
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         known = [name for name in self.names if backend.token_to_id(name) is not None]
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in known])
         backend.encode_special_tokens = not self.reads_names
-        return backend
+        return reader_of(backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return self.reader.encode_ids(texts)
 
     def encode_sized(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Ids of each text, and how many of its UTF-8 bytes each id stands for.
@@ -100,14 +106,14 @@ class Tokenizer:
             >>> [sum(sizes) for ids, sizes in tok.encode_sized(["naïve 🦊", ""])]
             [11, 0]
         """
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self.reader.encode_batch(texts)
         return [
             (e.ids, _token_bytes(text, [end for _, end in e.offsets])) for text, e in zip(texts, encodings, strict=True)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens give none."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self.reader.decode([int(i) for i in ids])
 
     def stopping_at(self, ids: Iterable[int]) -> "Tokenizer":
         """The same tokenizer, with further `stop_ids`; those that it does not have are left out.
@@ -194,12 +200,15 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             try_='data.tokenizer = ""   (train one on the data)',
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception on any bad file
+        with failures_told("Tokenizer cannot be read"):
+            text = file.read_text(encoding="utf-8")
+            check_loadable(text)
+            backend = tokenizers.Tokenizer.from_str(text)
+    except (TokenizerError, OSError, ValueError) as error:
         raise DataError(
             "Tokenizer cannot be read",
             where=str(file),
-            got=str(error).splitlines()[0][:200],
+            got=error.problems[0].got if isinstance(error, TokenizerError) else str(error)[:200],
             need="a tokenizer.json written by Hugging Face tokenizers",
         ) from None
     backend.no_truncation()

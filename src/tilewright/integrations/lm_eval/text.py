@@ -7,11 +7,13 @@ document, which stood before each document that it has seen.
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from tilewright.data.chat.load import named_tokens
+from tilewright.data.common.reading import Reader, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG
 
@@ -47,6 +49,10 @@ class TextCodec:
         prefix_id = tokenizer.bos_id if "bos_token" in named else tokenizer.eos_id
         return cls(backend, tokenizer.eos_id, prefix_id, _declared_prefix(folder))
 
+    @cached_property
+    def _reader(self) -> Reader:
+        return reader_of(self.backend)
+
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """Ids of a text.
 
@@ -56,15 +62,15 @@ class TextCodec:
         """
         begun = text.startswith(self.decode([self.prefix_id], skip_special=False))
         if special is False or (special is None and begun):
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return self._reader.encode(text).ids
         if self.prefixed is None:
-            return self.backend.encode(text, add_special_tokens=True).ids
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+            return self._reader.encode(text, special=True).ids
+        ids = self._reader.encode(text).ids
         return [self.prefix_id, *ids] if self.prefixed else ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Text of ids."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special)
+        return self._reader.decode(ids, skip_special)
 
 
 def _declared_prefix(folder: Path) -> bool | None:

@@ -21,6 +21,7 @@ from tilewright.core.errors import DataError
 from tilewright.core.log import say
 from tilewright.data.chat.load import folder_templates
 from tilewright.data.chat.template import ChatTemplate, stops_of
+from tilewright.data.common.reading import reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER
 from tilewright.models.folder.resolve import local_folder
@@ -128,8 +129,8 @@ def surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[tuple[int
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    plain = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a", add_special_tokens=True).ids
+    reader = reader_of(backend)
+    plain, whole = reader.encode("a").ids, reader.encode("a", special=True).ids
     starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
     at = starts[0] if starts else 0
     return tuple(whole[:at]), tuple(whole[at + len(plain) :])
