@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,9 @@ from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe, with_
 from tilewright.cli.plan_output import to_json
 from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes, parse_bytes
+from tilewright.formats import fp8_layout
+from tilewright.models import build
+from tilewright.planner.trace import layer_trace, trace
 from tilewright.training.assemble import set_up
 from tilewright.training.components.dataset import prepare_data
 
@@ -72,6 +76,30 @@ def test_the_pasted_command_plans_what_the_row_says(request, name, talks, tmp_pa
         plan = resolved(way["command"])
         assert to_json(plan, [], None, [], "") == way["plan"]
         assert not budget or plan.budget.device == parse_bytes(budget)
+
+
+def test_a_plan_builds_asks_and_traces_a_model_once_for_each_thing_that_differs(foreign, talks, tmp_path, monkeypatch):
+    """Three ways, one of them with a twin in BF16: four conversions, of each a row and two. Seconds depend on it."""
+    counts = Counter()
+
+    def counted(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **more: (counts.update([name]), real(*args, **more))[1])
+
+    for name in ("document_styles", "has_plain_head", "convert"):
+        counted(trace, name)
+    for name in ("hf_shapes", "load_hf", "whole_architecture"):
+        counted(build, name)
+    for name in ("_run", "_flops_with_recomputation"):
+        counted(layer_trace, name)
+    counted(trace.Tracer, "trace")
+    counted(fp8_layout, "quantize")
+    assert run(["plan", str(foreign), *settings_of(tmp_path, talks), "--on", "4090", "--json"]) == 0
+    built = {"hf_shapes": 1, "load_hf": 3}  # what is checked has real integers, and adapters differ by way
+    asked = {"document_styles": 1, "has_plain_head": 1}
+    # Of a layer all is measured in 6 passes, of 8 bits without traffic in 5, of their twin's traffic in 1.
+    traced = {"convert": 4, "trace": 8, "_run": 2 * (6 + 5 + 1 + 6), "_flops_with_recomputation": 3}
+    assert counts == built | asked | traced
 
 
 @pytest.mark.slow

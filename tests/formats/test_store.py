@@ -60,3 +60,12 @@ def test_both_nan_codes_are_found(code):
 def test_shapes_that_do_not_belong_together():
     with pytest.raises(ValueError, match="need scales"):
         fp8_layout.from_stored(torch.zeros(300, 4, dtype=torch.uint8), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 70), (3, 300), (0, 5)])
+def test_a_weight_without_bytes_has_the_shapes_of_one_with_them(shape):
+    for real, shapes in zip(
+        fp8_layout.to_stored(torch.ones(shape)), fp8_layout.to_stored(torch.ones(shape, device="meta")), strict=True
+    ):
+        assert shapes.is_meta
+        assert (shapes.shape, shapes.dtype, shapes.stride()) == (real.shape, real.dtype, real.stride())

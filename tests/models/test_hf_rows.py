@@ -58,7 +58,7 @@ _AUTO = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
 def test_rows_are_as_long_as_the_models_table_of_positions(kind, tmp_path):
     task, sizes, limit = LIMITS[kind]
     AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
-    net, _ = hf_shapes(tmp_path, task)
+    net = hf_shapes(tmp_path, task)
     assert position_limit(net, 1000) == limit
     section = ModelSection(kind="hf", path=str(tmp_path), task=task)
     real = _AUTO[task].from_config(AutoConfig.from_pretrained(tmp_path)).eval()
@@ -85,7 +85,7 @@ def test_nothing_is_computed_to_find_it_out(tmp_path):
     """A model of half a terabyte is looked at within its config.json alone."""
     sizes = {"vocab_size": 60, "n_embd": 65536, "n_layer": 3, "n_head": 64, "n_positions": 1024}
     AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path)
-    net, _ = hf_shapes(tmp_path, "causal_lm")
+    net = hf_shapes(tmp_path, "causal_lm")
     assert position_limit(net, 4096) == 1024
     assert row_use(net).unused == []
 

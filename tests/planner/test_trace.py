@@ -17,9 +17,8 @@ from tilewright.planner.machine.overhead import free_pages
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.summary import make_plan
 from tilewright.planner.trace import trace
-from tilewright.planner.trace.byte_counter import LiveBytes
+from tilewright.planner.trace.byte_counter import LiveBytes, flops_of
 from tilewright.planner.trace.fake_model import KERNELS
-from tilewright.planner.trace.layer_trace import flops_of
 from tilewright.planner.trace.trace import DOCUMENTS_AS_ROWS, Untraceable, trace_model
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy

@@ -58,6 +58,17 @@ def test_states_rise_with_the_number_and_thresholds_belong_to_the_graver_one(rul
 
 
 @settings(max_examples=20, deadline=None)
+@given(times=st.floats(1.01, 1000), slower=st.booleans())
+def test_a_run_that_is_faster_than_planned_is_never_bad(tmp_path_factory, times, slower):
+    """Whatever the factor; one that is as much slower is judged by it."""
+    seconds = [9.0] + [times if slower else 1 / times] * (COUNT - 1)  # `PLAN` has a step of one second
+    found = verdict(Case(columns={"step_s": seconds}).read(tmp_path_factory.mktemp("pace")), "time plan")
+    assert found.value == pytest.approx(times)
+    by_factor = found.rule.state(found.value)
+    assert found.state is (LOOK if by_factor is BAD and not slower else by_factor)
+
+
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), scatter=st.floats(0.001, 0.15), count=st.integers(200, 600))
 def test_a_clean_run_is_never_bad_and_never_diverges(tmp_path_factory, seed, scatter, count):
     run = Case(falling(count, seed, scatter), evals={}).read(tmp_path_factory.mktemp("clean"))

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planner.rates import make_rates
 from tests.training.tiny import rows, tiny
 from tilewright.core.config.recipe import TrainSection
+from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 from tilewright.training.planning.pace import COUNTED, LONG_S, OFF, hold_against_plan, long_run
@@ -89,3 +91,16 @@ def test_a_run_tells_both(data, tmp_path, monkeypatch, capsys):
     assert said.index("pace:") < said.index("done:")
     train(tiny(data, tmp_path, train__steps=5, **settings))  # nothing is left to do, and nothing is told
     assert "pace" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp32"])
+def test_a_mode_slower_than_fp32_is_named_before_the_run_starts(mode, data, tmp_path, monkeypatch, capsys):
+    row = {"fp32": 1e12, "tf32": 1e12, "bf16": 1e11, "fp16": 1e11}
+    rates = make_rates(matmul={fmt: {256: rate, 2048: rate} for fmt, rate in row.items()})
+    monkeypatch.setattr(ceilings, "measure", lambda *args, **kwargs: rates)
+    settings = {"train__eval_interval": 0, "train__sample_tokens": 0, "checkpoint__interval": 0}
+    train(tiny(data, tmp_path, train__steps=1, precision__mode=mode, **settings))
+    told = [event["message"] for event in rows(tmp_path / "tiny" / "events.jsonl") if event["kind"] == "slow_mode"]
+    assert len(told) == (mode == "bf16_mixed")
+    said = " ".join(capsys.readouterr().out.split())
+    assert all("0.1 times" in text and 0 <= said.index(text) < said.index("done:") for text in told)

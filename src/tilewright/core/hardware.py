@@ -123,7 +123,8 @@ class Fp8Choice:
     """What 8-bit training means on a machine: the two names of the articles, and which matmuls a unit runs."""
 
     mode: Literal["full_fp8", "hybrid_fp16"]
-    """full_fp8: linear layers on the FP8 unit. hybrid_fp16: matmuls in 16 bit."""
+    """full_fp8: linear layers on the FP8 unit. hybrid_fp16: matmuls in 16 bit, on a CPU without instructions for them
+    in FP32."""
     native: tuple[str, ...]
     """Modes of `precision.mode` whose matmuls torch runs on the FP8 unit."""
     reason: str
@@ -139,7 +140,8 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
         ('hybrid_fp16', ('fp8_tensorwise',))
     """
     if machine.capability is None:
-        reason = "a CPU has no FP8 unit: 8-bit operands are decoded to BF16, exactly, before each matmul"
+        wide = _multiplied_format(machine)
+        reason = f"a CPU has no FP8 unit: 8-bit operands are decoded to {wide}, exactly, before each matmul"
         return Fp8Choice("hybrid_fp16", (), reason)
     capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
     if machine.capability == (9, 0):
@@ -155,6 +157,13 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
         return Fp8Choice("hybrid_fp16", ("fp8_tensorwise",), reason)
     reason = f"{capability} has no FP8 unit (8.9 is the first): 8-bit operands are decoded to BF16, exactly"
     return Fp8Choice("hybrid_fp16", (), reason)
+
+
+def _multiplied_format(machine: Machine) -> str:
+    """What a CPU decodes 8-bit operands to."""
+    import torch
+
+    return "BF16" if machine.cpu_multiplies(torch.bfloat16) else "FP32 (the CPU has no BF16 instructions)"
 
 
 def cpu_class(features: Collection[str]) -> str:

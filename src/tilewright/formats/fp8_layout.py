@@ -69,7 +69,8 @@ def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32) of a weight, in 128x128 blocks.
+    """Codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32) of a weight, in 128x128 blocks. Of a weight on the
+    meta device their shapes, at once: a plan has hundreds of them, and reads nothing else.
 
     Exact for a weight that came from such codes and scales, though not always the same codes: where no element of a
     block uses the upper half of the format, its scale is halved and its codes are doubled.
@@ -79,6 +80,9 @@ def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         >>> qdata.dtype, scale_inv.tolist(), from_stored(qdata, scale_inv).dequantize().tolist()
         (torch.float8_e4m3fn, [[1.0]], [[448.0, -1.0]])
     """
+    if weight_NK.is_meta:
+        grid = BLOCK_TILE.grid((weight_NK.shape[0], weight_NK.shape[1]))
+        return weight_NK.new_empty(weight_NK.shape, dtype=CODE_DTYPE), weight_NK.new_empty(grid, dtype=torch.float32)
     tiled = quantize(weight_NK, E4M3, BLOCK_TILE)
     return tiled.qdata.contiguous().view(CODE_DTYPE), tiled.scale_inv
 

@@ -19,7 +19,7 @@ from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import init_decoder
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
-from tilewright.models.hf.load import hf_shapes, init_hf, load_hf
+from tilewright.models.hf.load import hf_shapes, init_hf, load_hf, whole_architecture
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.parts import untrained_parts
 from tilewright.models.hf.rows import position_limit
@@ -128,7 +128,7 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
             check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)
         return
     _require_path(section)
-    net, _ = hf_shapes(section.path, section.task)
+    net = hf_shapes(section.path, section.task)
     if section.task == "image_classification":
         return
     if vocab_size is not None:
@@ -175,7 +175,8 @@ def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: 
 def untrained_notes(section: ModelSection) -> list[str]:
     """What of the folder's architecture the task does not train, in words; empty where it trains all."""
     text = section.task != "image_classification"
-    parts, share = untrained_parts(*hf_shapes(section.path, section.task), text=text)
+    net, whole = hf_shapes(section.path, section.task), whole_architecture(section.path, section.task)
+    parts, share = untrained_parts(net, whole, text=text)
     if not parts:
         return []
     named = ", ".join(parts)

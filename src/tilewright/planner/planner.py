@@ -17,6 +17,7 @@ from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.core.mip import PATIENCE_S, OutOfTime
 from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, Links, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_seconds
+from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.cost.owners import owners_at
 from tilewright.planner.cost.phases import (
     CHECKPOINT,
@@ -352,11 +353,11 @@ class Planner:
                     host[owner] = host.get(owner, 0.0) + size
             inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
             host["inputs"] = max(0.0, inputs)
+        more = (*slow_mode_notes(recipe, self.rates, self.machine), *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
-            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more),
-        )  # fmt: skip
+            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more))  # fmt: skip
 
 
 def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from tilewright.training.executor.layer_major import UnrecoverableStepError, lef
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
-from tilewright.training.planning.pace import COUNTED, hold_against_plan, long_run
+from tilewright.training.planning.pace import COUNTED, hold_against_plan, told_before
 from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
@@ -94,8 +94,8 @@ class Run:
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         train, setup = self.recipe.train, self.setup
         self._planned_s = 0.0 if setup.plan.unknown else setup.plan.step_s
-        if text := long_run(train, self.step, self._planned_s):
-            self.recorder.event(self.step, "long", text)
+        for kind, text in told_before(self.recipe, self.step, self._planned_s, setup.planned.site.rates, setup.machine):
+            self.recorder.event(self.step, kind, text)
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
             length = f"{train.steps} steps of {train.global_batch_size} rows, in {self.folder.path}"

@@ -57,6 +57,7 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
 
     from tilewright.ops.kernels import Kernels
     from tilewright.planner.cost import links
+    from tilewright.planner.cost.mode_speed import slow_modes
     from tilewright.planner.machine import ceilings
 
     machine = detect_machine(device)
@@ -64,19 +65,21 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
     rates, speeds = ceilings.known(machine), links.known(machine, Path.cwd())
     kernels = Kernels(machine).explain()
     speed = _disk_write_speed(Path.cwd())
+    slow = {} if rates is None else slow_modes(rates, machine)
     warnings = _warnings(machine)
     if as_json:
         disk = {"path": str(Path.cwd()), "write_bytes_per_s": speed}
         fp8 = asdict(fp8_choice(machine))
         measured = {
             "ceilings": None if rates is None else rates.to_json(),
+            "slower_than_fp32": None if rates is None else slow,
             "links": {name: asdict(found) for name, found in speeds.items()},
         }
         found = {"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings}
         print_json(found | measured)
         return
     _print_machine(machine, speed)
-    for label, text in _measured(rates, speeds):
+    for label, text in _measured(rates, slow, speeds):
         echo(f"{label:<9} {text}", hang=10 if label else 0)
     echo()
     show_table(*(candidate_table if is_verbose() else chosen_table)(kernels))
@@ -138,8 +141,12 @@ def _vectors(machine: Machine) -> str:
     return f"{names} (the CPU has more: {', '.join(machine.cpu_limits)})" if machine.cpu_limits else names
 
 
-def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[tuple[str, str]]:
-    """What a plan is made with, as far as it was measured."""
+def _measured(
+    rates: "Ceilings | None", slow: dict[str, float], speeds: "dict[str, LinkSpeed]"
+) -> list[tuple[str, str]]:
+    """What a plan is made with, as far as it was measured, and the modes that are slower than fp32 by it."""
+    from tilewright.planner.cost.mode_speed import in_words
+
     if rates is None:
         rows = [("ceilings", "not measured yet: tilewright plan does it once, in seconds")]
     else:
@@ -149,6 +156,7 @@ def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[
         rows = [
             ("ceilings", f"matmuls in TFLOP/s: {flops}; memory {format_bytes(rates.bandwidth)}/s"),
             ("", f"updates in million parameters/s by moments: {updates}"),
+            ("modes", f"slower than fp32 here, by matmuls: {in_words(slow)}" if slow else "none is slower than fp32"),
         ]
     return rows + [("link", f"{name}: {speed}") for name, speed in speeds.items()]
 

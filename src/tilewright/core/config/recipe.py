@@ -322,7 +322,8 @@ class OpsSection(Section):
     quantize: QuantizeBackend = "auto"
     """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
     tile_gemm: TileGemmBackend = "auto"
-    """Matmuls of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16 (cpu, dequant)."""
+    """Matmuls of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16, or FP32 where the
+    CPU has no BF16 instructions (cpu, dequant)."""
 
 
 class PlanSection(Section):

@@ -70,24 +70,30 @@ def load_hf(
     return HFModel(net.to(device), task, kernels)
 
 
-def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None]:
+def hf_shapes(path: Path | str, task: Task) -> nn.Module:
     """The transformers model of a folder without weights, for `rows` and `parts`.
 
-    Returns:
-        (the model of the task, the architecture without a task where transformers has it).
+    Raises:
+        As `load_hf`.
+    """
+    auto, config = _task_class(path, task)
+    with real_integers():
+        return auto.from_config(config, dtype=torch.float32, **_NO_CODE)
+
+
+def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
+    """The architecture of a folder without a task, where transformers has it, for `parts`.
 
     Raises:
         As `load_hf`.
     """
     AutoModel = _transformers().AutoModel
-    auto, config = _task_class(path, task)
+    _, config = _task_class(path, task)
+    # Some architectures have several models without a task, and transformers cannot always tell which is meant.
+    if type(config) not in AutoModel._model_mapping or not isinstance(AutoModel._model_mapping[type(config)], type):
+        return None
     with real_integers():
-        # Some classes change the config that they are given: each gets its own.
-        net = auto.from_config(copy.deepcopy(config), dtype=torch.float32, **_NO_CODE)
-        # Some architectures have several models without a task, and transformers cannot always tell which is meant.
-        known = type(config) in AutoModel._model_mapping and isinstance(AutoModel._model_mapping[type(config)], type)
-        whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32, **_NO_CODE) if known else None
-    return net, whole
+        return AutoModel.from_config(config, dtype=torch.float32, **_NO_CODE)
 
 
 def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import reduce
 
 from tilewright.core.config.recipe import DistillSection, Recipe
+from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
 from tilewright.models.teacher import TeacherFolder, find_teacher
@@ -16,7 +17,7 @@ from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
 from tilewright.planner.model.shape import ModelShape, TeacherShape
 from tilewright.planner.model.skeleton import Skeleton, skeleton_of
-from tilewright.planner.trace.trace import Trace
+from tilewright.planner.trace.trace import ModelCalls, Trace
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
 
@@ -52,6 +53,7 @@ class ShapeFinder:
         self.machine = machine
         self._skeletons: dict[object, Skeleton] = {}
         self._traces: dict[object, tuple[Trace, Trace] | str] = {}
+        self._calls: dict[ModelSection, ModelCalls] = {}
         self._teachers: dict[object, TeacherShape] = {}
 
     def find(self, recipe: Recipe) -> ModelShape:
@@ -103,7 +105,8 @@ class ShapeFinder:
         sizes = (recipe.data.seq_len, recipe.data.image_size)
         key = (recipe.model, recipe.lora, recipe.precision, recipe.optim.master_weights != "fp32", mode, sizes, kept)
         if key not in self._traces:  # seconds for a large model, and most settings change nothing of it
-            self._traces[key] = trace_twice(skeleton, recipe, policy, self.machine)
+            calls = self._calls.setdefault(recipe.model, ModelCalls())
+            self._traces[key] = trace_twice(skeleton, recipe, policy, self.machine, calls)
         return foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])
 
     def _skeleton(self, recipe: Recipe) -> Skeleton:

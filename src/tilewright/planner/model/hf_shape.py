@@ -19,9 +19,9 @@ from tilewright.planner.model.roofline import element_passes, walked
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
-from tilewright.planner.trace.byte_counter import GemmKind
-from tilewright.planner.trace.layer_trace import TracedLayer, flops_of
-from tilewright.planner.trace.trace import Trace, Untraceable, trace_model
+from tilewright.planner.trace.byte_counter import GemmKind, flops_of
+from tilewright.planner.trace.layer_trace import Measures, TracedTraffic
+from tilewright.planner.trace.trace import ModelCalls, Trace, Tracer, Untraceable
 from tilewright.precision.policy.policy import Policy
 
 EAGER = "activations are those of eager layers; compiled ones keep less"
@@ -29,29 +29,34 @@ EAGER = "activations are those of eager layers; compiled ones keep less"
 Gemms = Mapping[GemmKind, tuple[int, float]]
 
 
-def trace_twice(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> tuple[Trace, Trace] | str:
-    """Traces of one row and of two; why there are none."""
+def trace_twice(
+    skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, calls: ModelCalls
+) -> tuple[Trace, Trace] | str:
+    """Traces of one row and of two, of which FLOPs are read of one row alone; why there are none. `calls`: of the
+    model, in any mode.
+
+    What quantisation moves is priced apart (`shape.Coding`): with 8-bit matmuls all that is moved, and called, is that
+    of the same model in BF16.
+    """
+    assert isinstance(skeleton.model, HFModel)
+    fp8 = policy.is_fp8
+    memory = Measures.MEMORY if fp8 else Measures.MEMORY | Measures.TRAFFIC
     try:
-        one, two = (_traced(skeleton, recipe, policy, machine, rows) for rows in (1, 2))
+        tracer = Tracer(skeleton.model, skeleton.names, recipe, policy, machine, calls)
+        one, two = tracer.trace(1, memory | Measures.FLOPS), tracer.trace(2, memory)
+        if not fp8:
+            return one, two
+        in_bf16 = policy.in_mode("bf16_mixed")
+        plain = Tracer(skeleton.model, skeleton.names, recipe, in_bf16, machine, calls)
+        return _moving_as(one, plain.trace(1, Measures.TRAFFIC)), _moving_as(two, plain.trace(2, Measures.TRAFFIC))
     except Untraceable as error:
         return str(error)
-    return one, two
 
 
-def _traced(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, rows: int) -> Trace:
-    """A trace. What quantisation moves is priced apart (`shape.Coding`): with 8-bit matmuls all that is moved, and
-    called, is that of the same model in BF16."""
-    assert isinstance(skeleton.model, HFModel)
-    found = trace_model(skeleton.model, skeleton.names, recipe, policy, machine, rows)
-    if not policy.is_fp8:
-        return found
-    plain = trace_model(skeleton.model, skeleton.names, recipe, policy.in_mode("bf16_mixed"), machine, rows)
-    pairs = zip(found.layers, plain.layers, strict=True)
-    layers = tuple(replace(one, **{name: getattr(other, name) for name in _MOVED}) for one, other in pairs)
-    return replace(found, layers=layers, **{name: getattr(plain, name) for name in _MOVED})
-
-
-_MOVED = ("moved", "fresh", "operations")
+def _moving_as(found: Trace, plain: Trace) -> Trace:
+    """A trace with what another one moves."""
+    layers = replace(found.layers, traffic=plain.layers.traffic)
+    return replace(found, layers=layers, moved=plain.moved, fresh=plain.fresh, operations=plain.operations)
 
 
 def foreign_shape(
@@ -124,7 +129,9 @@ class _Found:
         self.stored = BYTES[policy.activation]
         one = traced[0]
         linears = {name: module for name, module in skeleton.model.named_modules() if isinstance(module, nn.Module)}
-        self.layer_gemms = [_named(layer.gemms, name) for name, layer in zip(skeleton.names, one.layers, strict=True)]
+        self.layer_gemms = [
+            _named(layer.gemms, name) for name, layer in zip(skeleton.names, one.layers.flops, strict=True)
+        ]
         self.rest_gemms = _without(one.gemms, self.layer_gemms)
         by_name: dict[str, float] = {}
         for gemms in (*self.layer_gemms, self.rest_gemms):
@@ -143,7 +150,8 @@ class _Found:
 
     def layer(self, place: int, weights: Weights) -> LayerClass:
         """The class of a layer."""
-        one, two = (trace.layers[place] for trace in self.traced)
+        one, two = (trace.layers.memory[place] for trace in self.traced)
+        flops = self.traced[0].layers.flops[place]
         prefix = f"{self.skeleton.names[place]}."
         matmuls = tuple(matmul for matmul in self.matmuls if matmul.fqn.startswith(prefix))
         others = _beside(self.layer_gemms[place], matmuls)
@@ -167,18 +175,18 @@ class _Found:
             input=Line(0, one.input),
             routes=next(find_routers(module), None) is not None,
             work=line("work").times(free) + self._operands(matmuls),
-            moved=self._walked(one, two),
+            moved=self._walked(*(trace.layers.traffic[place] for trace in self.traced)),
             fused=self.compiled,
             mlp_kept=line("mlp_kept"),
             mlp_work=line("mlp_work").times(free),
             matmuls=matmuls,
-            matmul_flops=one.matmuls,
-            last_flops=one.last_matmuls,
-            mlp_flops=one.mlp_matmuls,
-            attention_flops=self.causal * one.attention,
+            matmul_flops=flops.matmuls,
+            last_flops=flops.last_matmuls,
+            mlp_flops=flops.mlp_matmuls,
+            attention_flops=self.causal * flops.attention,
             largest_weight=largest_weight((p.numel() for p in module.parameters()), self.machine),
             others=others,
-            operations=0 if self.compiled else one.operations,
+            operations=0 if self.compiled else self.traced[0].layers.traffic[place].operations,
             buffers=float(held_qdata(matmuls, self.kept_codes)),
             coding=Coding.of(matmuls, self.seq_len, self.machine, self.kept_codes),
         )
@@ -198,16 +206,15 @@ class _Found:
             indices=(-1,),
             weights=Weights(),
             active_parameters=0,
-            kept=Line.through(*(_rest_of(trace, "kept") for trace in self.traced)) + Line(0, gradient),
+            kept=Line.through(*(_rest(trace, trace.layers.memory, "kept") for trace in self.traced))
+            + Line(0, gradient),
             work=work + self._operands(matmuls),
-            moved=Line.through(
-                *(walked(self.machine, _rest_of(trace, "moved"), _rest_of(trace, "fresh")) for trace in self.traced)
-            ),
+            moved=Line.through(*(walked(self.machine, *_rest_moved(trace)) for trace in self.traced)),
             matmuls=matmuls,
             matmul_flops=flops_of(self.rest_gemms),
-            attention_flops=self.causal * _rest_of(one, "attention"),
+            attention_flops=self.causal * _rest(one, one.layers.flops, "attention"),
             others=_beside(self.rest_gemms, matmuls),
-            operations=int(_rest_of(one, "operations")),
+            operations=int(_rest(one, one.layers.traffic, "operations")),
             buffers=float(held_qdata(matmuls, self.kept_codes)),
             coding=Coding.of(matmuls, self.seq_len, self.machine, self.kept_codes),
         )
@@ -221,16 +228,21 @@ class _Found:
     def _operands(self, matmuls: Sequence[LinearGemm]) -> Line:
         return Line.through(*(operand_work(matmuls, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
-    def _walked(self, one: TracedLayer, two: TracedLayer) -> Line:
+    def _walked(self, one: TracedTraffic, two: TracedTraffic) -> Line:
         """What loops of a layer move; compiled ones make fewer passes, into memory that is there."""
         if self.compiled:
             return Line.through(one.moved, two.moved).times(element_passes(True) / element_passes(False))
         return Line.through(*(walked(self.machine, layer.moved, layer.fresh) for layer in (one, two)))
 
 
-def _rest_of(trace: Trace, name: str) -> float:
+def _rest(trace: Trace, layers: Sequence[object], name: str) -> float:
     """Of a number of a trace what its layers have no part in."""
-    return max(0.0, getattr(trace, name) - sum(getattr(layer, name) for layer in trace.layers))
+    return max(0.0, getattr(trace, name) - sum(getattr(layer, name) for layer in layers))
+
+
+def _rest_moved(trace: Trace) -> tuple[float, float]:
+    """The same of bytes moved, and of those written into new memory."""
+    return _rest(trace, trace.layers.traffic, "moved"), _rest(trace, trace.layers.traffic, "fresh")
 
 
 def _named(gemms: Gemms, layer: str) -> Gemms:

@@ -1,6 +1,6 @@
 """What operations keep, move and compute, counted as they run: on real tensors or on fake ones.
 
-`LiveBytes` counts bytes, and FLOPs by the format and the module that they run in; `flop_counter` counts FLOPs alone.
+`LiveBytes` counts bytes, and FLOPs by the format and the module that they run in; `MatmulCounter` counts FLOPs alone.
 Both know operations that torch's own counter does not.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tilewright.ops.backends.native import dequant_gemm, wide_ops  # noqa: F401  they register what is counted here
 from tilewright.precision.float8.gemm import gemm_ops  # noqa: F401
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 
 def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -74,18 +71,11 @@ _ATTENTION_BACKWARD = (
 """Left out: plans take backward of attention as a multiple of forward."""
 
 
-def flop_counter() -> "FlopCounterMode":
-    """torch's counter of FLOPs, with our operations. Imported here: it loads triton, and that a fifth of a second,
-    which plans of our own decoder need not wait for."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    return FlopCounterMode(display=False, custom_mapping=COUNTED)
-
-
 @functools.cache
 def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """FLOPs of operations, from their arguments and `out_val`."""
-    from torch.utils.flop_counter import flop_registry, shape_wrapper  # here, as above
+    """FLOPs of operations, from their arguments and `out_val`. Imported here: torch's counter loads triton, and that a
+    fifth of a second, which plans of our own decoder need not wait for."""
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
 
     return {**flop_registry, **{packet: shape_wrapper(count) for packet, count in COUNTED.items()}}
 
@@ -123,7 +113,44 @@ class TooLong(Exception):
     """More operations than `LiveBytes` was to count."""
 
 
-class LiveBytes(TorchDispatchMode):
+class MatmulCounter(TorchDispatchMode):
+    """Counts FLOPs of matrix matmuls and of fused attention's forward pass.
+
+    Attributes:
+        gemms: (calls, FLOPs) of matrix matmuls, by kind. Attention is not among them.
+        attention: FLOPs of fused attention's forward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemms: dict[GemmKind, tuple[int, float]] = {}
+        self.attention = 0.0
+        self._module = ""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all kinds together, attention's among them."""
+        return flops_of(self.gemms) + self.attention
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._count_matmuls(func.overloadpacket, out, args, kwargs or {})
+        return out
+
+    def _count_matmuls(self, packet: Any, out: Any, args: Any, kwargs: Any) -> None:
+        formula = _formulas().get(packet)
+        if formula is None or packet in _ATTENTION_BACKWARD:
+            return
+        flops = formula(*args, **kwargs, out_val=out)
+        if packet in ATTENTION:
+            self.attention += flops
+            return
+        kind = _kind(self._module, packet, args)
+        calls, before = self.gemms.get(kind, (0, 0.0))
+        self.gemms[kind] = (calls + 1, before + flops)
+
+
+class LiveBytes(MatmulCounter):
     """Counts bytes of storages that operations make, for as long as they live, and what operations move and compute.
 
     Args:
@@ -139,8 +166,6 @@ class LiveBytes(TorchDispatchMode):
         in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
             subclass, it makes a new tensor and drops the old one at once.
         operations: how many ran.
-        gemms: (calls, FLOPs) of matrix matmuls, by kind. Attention is not among them.
-        attention: FLOPs of fused attention's forward pass.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -149,11 +174,8 @@ class LiveBytes(TorchDispatchMode):
         self.in_backward = False
         self.landed = self.passing_peak = 0
         self.operations = 0
-        self.gemms: dict[GemmKind, tuple[int, float]] = {}
-        self.attention = 0.0
         self.limit = limit
         self._known: set[int] = set()
-        self._module = ""
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -198,18 +220,6 @@ class LiveBytes(TorchDispatchMode):
             self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
         return out
 
-    def _count_matmuls(self, packet: Any, out: Any, args: Any, kwargs: Any) -> None:
-        formula = _formulas().get(packet)
-        if formula is None or packet in _ATTENTION_BACKWARD:
-            return
-        flops = formula(*args, **kwargs, out_val=out)
-        if packet in ATTENTION:
-            self.attention += flops
-            return
-        kind = _kind(self._module, packet, args)
-        calls, before = self.gemms.get(kind, (0, 0.0))
-        self.gemms[kind] = (calls + 1, before + flops)
-
     def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
         """Count a storage; its bytes where it is new."""
         key = storage._cdata
@@ -224,6 +234,11 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:
+    """FLOPs of all kinds together."""
+    return sum(flops for _, flops in gemms.values())
 
 
 def _kind(module: str, packet: Any, args: Any) -> GemmKind:

@@ -1,14 +1,17 @@
 """What one layer keeps, needs and computes, found by running it alone, forward and backward, on fake tensors.
 
 The model is run once as a whole, so that each layer gets the arguments that it would get; a hook measures the layer
-where it stands, inside whatever its model wraps around it.
+where it stands, inside whatever its model wraps around it. A run of a layer takes some tenths of a second: what nobody
+asks for is not measured, and a run gives all numbers that can be had from it.
 
 Legend: B rows  S positions.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Any
 
 import torch
@@ -17,24 +20,29 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tilewright.models.base.checkpointing import CONTEXTS
-from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, flop_counter
+from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, MatmulCounter, flops_of
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
 
 
+class Measures(Flag):
+    """What of layers is measured: the three parts of `TracedLayers`."""
+
+    MEMORY = auto()
+    TRAFFIC = auto()
+    FLOPS = auto()
+    ALL = MEMORY | TRAFFIC | FLOPS
+
+
 @dataclass(frozen=True)
-class TracedLayer:
-    """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
+class TracedMemory:
+    """Bytes of one layer in one micro-batch.
 
     `kept`, `kept_selective`, `kept_matmuls`, `kept_attention`: from forward to backward, its input among them, its
     output not; with all kept, with results of matmuls and attention, of one of them alone. `input`: of its input.
-    `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
-    what is neither matmul nor attention, forward and backward; `fresh`: of that, written into new memory.
-    `operations`: calls, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its token-wise part alone; 0
-    where none was found. `gemms`: calls and FLOPs of matrix matmuls, linear layers by their names in the layer.
-    `last_matmuls`: FLOPs of those at its end that recomputation does not run again. `mlp_matmuls`: of its token-wise
-    part's. `attention`: fused attention, all pairs of positions.
+    `work`: most that backward has alive beyond `kept`, gradients of weights left out. `mlp_kept`, `mlp_work`: kept and
+    needed by its token-wise part alone; 0 where none was found.
     """
 
     kept: int
@@ -43,11 +51,29 @@ class TracedLayer:
     kept_attention: int
     input: int
     work: int
+    mlp_kept: int
+    mlp_work: int
+
+
+@dataclass(frozen=True)
+class TracedTraffic:
+    """Bytes of one layer in one micro-batch, forward and backward. `moved`: read and written by what is neither matmul
+    nor attention; `fresh`: of that, written into new memory. `operations`: calls of all operations."""
+
     moved: int
     fresh: int
     operations: int
-    mlp_kept: int
-    mlp_work: int
+
+
+@dataclass(frozen=True)
+class TracedFlops:
+    """FLOPs of one layer in the forward pass of one micro-batch.
+
+    `gemms`: calls and FLOPs of matrix matmuls, linear layers by their names in the layer. `last_matmuls`: of those at
+    its end that recomputation does not run again. `mlp_matmuls`: of its token-wise part's. `attention`: fused
+    attention, all pairs of positions.
+    """
+
     gemms: Mapping[GemmKind, tuple[int, float]]
     last_matmuls: float
     mlp_matmuls: float
@@ -59,19 +85,32 @@ class TracedLayer:
         return flops_of(self.gemms)
 
 
-def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[TracedLayer]:
+@dataclass(frozen=True)
+class TracedLayers:
+    """What was measured of each layer; a part that was not is empty."""
+
+    memory: tuple[TracedMemory, ...] = ()
+    traffic: tuple[TracedTraffic, ...] = ()
+    flops: tuple[TracedFlops, ...] = ()
+
+
+def trace_layers(
+    layers: Sequence[nn.Module], run: Callable[[], object], measures: Measures = Measures.ALL
+) -> TracedLayers:
     """Measure each layer while `run` passes through all of them. Needs fake tensors all around.
 
     Raises:
         ValueError: a layer that does not run.
     """
-    found: dict[int, TracedLayer] = {}
+    if not layers:
+        return TracedLayers()
+    found: dict[int, _LayerProbe] = {}
     busy = []
 
     def measure(layer: nn.Module, args: Any, kwargs: Any) -> None:
         if not busy:  # the measurement calls the layer too
             busy.append(layer)
-            found[id(layer)] = _trace_layer(layer, args, kwargs)
+            found[id(layer)] = _LayerProbe(layer, args, kwargs, measures)
             busy.pop()
 
     handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in layers]
@@ -83,43 +122,52 @@ def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list
             handle.remove()
     if len(found) < len(layers):
         raise ValueError("a layer of the model's list does not run")
-    return [found[id(layer)] for layer in layers]
+    probes = [found[id(layer)] for layer in layers]
+    return TracedLayers(
+        memory=tuple(probe.memory for probe in probes if probe.memory is not None),
+        traffic=tuple(probe.traffic for probe in probes if probe.traffic is not None),
+        flops=tuple(probe.flops for probe in probes if probe.flops is not None),
+    )
 
 
-def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
-    mlp, call = _mlp_call(layer, args, kwargs)
-    kept, whole = _kept_and_work(layer, args, kwargs)
-    kept_selective, kept_matmuls, kept_attention = (
-        _kept_and_work(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False)[0]
-        for mode in ("selective", "matmuls", "attention")
-    )
-    _, trained = _kept_and_work(layer, args, kwargs, parameters=[p for p in layer.parameters() if p.requires_grad])
-    counted = _counted(layer, args, kwargs)
-    matmuls, attention = flops_of(counted.gemms), counted.attention
-    again = _trained_flops(_Checkpointed(layer), args, kwargs) - _trained_flops(layer, args, kwargs)
-    mlp_kept, mlp_work, mlp_matmuls = 0, 0, 0.0
-    if mlp is not None:
-        mlp_kept, ran = _kept_and_work(mlp, *call)
-        mlp_work = ran.peak - mlp_kept
-        mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
-        mlp_matmuls = flops_of(_counted(mlp, *call).gemms)
-    return TracedLayer(
-        kept=kept,
-        kept_selective=kept_selective,
-        kept_matmuls=kept_matmuls,
-        kept_attention=kept_attention,
-        input=_first((args, kwargs)).nbytes,
-        work=whole.peak - kept,
-        moved=trained.moved,
-        fresh=trained.fresh,
-        operations=trained.operations,
-        mlp_kept=mlp_kept,
-        mlp_work=mlp_work,
-        gemms=dict(counted.gemms),
-        last_matmuls=max(0.0, matmuls + attention - again),
-        mlp_matmuls=mlp_matmuls,
-        attention=attention,
-    )
+class _LayerProbe:
+    """Runs one layer on the arguments that its model gives it, as often as it takes to measure what is asked for."""
+
+    def __init__(self, layer: nn.Module, args: Any, kwargs: Any, measures: Measures) -> None:
+        self.memory: TracedMemory | None = None
+        self.traffic: TracedTraffic | None = None
+        self.flops: TracedFlops | None = None
+        if Measures.TRAFFIC in measures:
+            live = _run(layer, args, kwargs, parameters=[p for p in layer.parameters() if p.requires_grad]).live
+            self.traffic = TracedTraffic(live.moved, live.fresh, live.operations)
+        if not measures & (Measures.MEMORY | Measures.FLOPS):
+            return
+        mlp, call = _mlp_call(layer, args, kwargs)
+        whole, part = _run(layer, args, kwargs), None if mlp is None else _run(mlp, *call)
+        if Measures.MEMORY in measures:
+            selective, matmuls, attention = (
+                _run(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False).kept
+                for mode in ("selective", "matmuls", "attention")
+            )
+            self.memory = TracedMemory(
+                kept=whole.kept,
+                kept_selective=selective,
+                kept_matmuls=matmuls,
+                kept_attention=attention,
+                input=_first((args, kwargs)).nbytes,
+                work=whole.work,
+                # What leaves the part is the layer's, and what it reads the norm's before it.
+                mlp_kept=0 if part is None else max(0, part.kept - _first(call[0]).nbytes),
+                mlp_work=0 if part is None else part.work,
+            )
+        if Measures.FLOPS in measures:
+            again = _flops_with_recomputation(layer, args, kwargs) - whole.live.flops
+            self.flops = TracedFlops(
+                gemms=whole.gemms,
+                last_matmuls=max(0.0, flops_of(whole.gemms) + whole.attention - again),
+                mlp_matmuls=0.0 if part is None else flops_of(part.gemms),
+                attention=whole.attention,
+            )
 
 
 class _Checkpointed:
@@ -145,16 +193,32 @@ def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | Non
     return (mlp, calls[0]) if calls else (None, ((), {}))
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass, and what was counted in it and in backward. `kept`: bytes alive after forward, its output counted
+    as its input would be; `gemms`, `attention`: of forward."""
+
+    kept: int
+    gemms: Mapping[GemmKind, tuple[int, float]]
+    attention: float
+    live: LiveBytes
+
+    @property
+    def work(self) -> int:
+        """Most bytes that backward has alive beyond those kept."""
+        return self.live.peak - self.kept
+
+
 @torch.enable_grad()
-def _kept_and_work(
+def _run(
     run: Callable[..., Any],
     args: Any,
     kwargs: Any,
     *,
     backward: bool = True,
     parameters: Sequence[nn.Parameter] = (),
-) -> tuple[int, LiveBytes]:
-    """Bytes alive after forward, its output counted as its input would be; what was counted, the peak of backward.
+) -> _Pass:
+    """Run a layer, or a part of one.
 
     `parameters`: whose gradients backward makes in addition to that of the input.
     """
@@ -162,42 +226,28 @@ def _kept_and_work(
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
     live = LiveBytes()
-    with live:
+    with live.watching(run) if isinstance(run, nn.Module) else nullcontext(), live:
         out = _first(run(*args, **kwargs))
-        kept = live.live
-        live.peak, live.in_backward = kept, True
+        found = _Pass(live.live, dict(live.gemms), live.attention, live)
+        live.peak, live.in_backward = live.live, True
         if backward:
             with torch.autocast(out.device.type, enabled=False):  # as it is where the model calls its layers
                 torch.autograd.grad(out, [edge, *parameters], torch.empty_like(out), allow_unused=True)
-    return kept, live
-
-
-@torch.no_grad()
-def _counted(module: nn.Module, args: Any, kwargs: Any) -> LiveBytes:
-    """What a forward pass computes."""
-    live = LiveBytes()
-    with live.watching(module), live:
-        module(*args, **kwargs)
-    return live
-
-
-def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:
-    """FLOPs of all kinds together."""
-    return sum(flops for _, flops in gemms.values())
+    return found
 
 
 @torch.enable_grad()
-def _trained_flops(run: Callable[..., Any], args: Any, kwargs: Any) -> float:
-    """FLOPs of a forward pass, and of a backward pass to the layer's input."""
+def _flops_with_recomputation(layer: nn.Module, args: Any, kwargs: Any) -> float:
+    """FLOPs of a forward pass, and of a backward pass to the layer's input that recomputes the layer."""
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
     torch.clear_autocast_cache()  # copies of weights that are there already are not made, and then missed in backward
-    counter = flop_counter()
+    counter = MatmulCounter()
     with counter:
-        out = _first(run(*args, **kwargs))
+        out = _first(_Checkpointed(layer)(*args, **kwargs))
         out.backward(torch.empty_like(out), inputs=[edge])
-    return float(counter.get_total_flops())
+    return counter.flops
 
 
 def _first(tree: Any) -> Tensor:

@@ -8,9 +8,9 @@ depend on values (a loop over the experts that were hit) cannot be traced, and t
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
 from tilewright.planner.trace.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import GroupedGemms, fuse_attention
-from tilewright.planner.trace.layer_trace import TracedLayer, trace_layers
+from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 
@@ -74,8 +74,21 @@ class Trace:
     """Calls of operations, forward and backward."""
     plain_head: bool
     """Whether logits are one matmul of hidden states (`has_plain_head`), so that the loss is `ops.loss`."""
-    layers: tuple[TracedLayer, ...] = ()
+    layers: TracedLayers
     notes: tuple[str, ...] = ()
+
+
+@dataclass
+class ModelCalls:
+    """How a model is called, found out once: in whatever mode, with adapters or without.
+
+    Args:
+        styles: how documents may be kept apart, without those that the model has refused.
+        plain_heads: by style, whether logits are one matmul.
+    """
+
+    styles: tuple[Documents, ...] = ()
+    plain_heads: dict[Documents, bool] = field(default_factory=dict)
 
 
 def trace_model(
@@ -95,51 +108,150 @@ def trace_model(
     Raises:
         Untraceable: the model cannot run so.
     """
-    model = copy.deepcopy(model)
-    on_cpu = replace(policy, device_type="cpu")  # the trace's device, whatever the run's
-    if not layers:
-        model.activation_checkpoint = recipe.train.activation_checkpoint
-        model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(quiet())
-        stack.enter_context(GroupedGemms())
-        to_fake(model, torch.device("cpu"))
-        if machine.device == "cuda":
-            fuse_attention([model.net, *model.layers])
-        convert(model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
-        model.train()
-        try:
-            return _traced(model, layers, recipe, rows)
-        except TooLong as error:
-            raise Untraceable(f"a step is too long to be traced ({error} for one layer of each kind)") from error
-        except REFUSALS as error:
-            raise Untraceable(f"the model cannot be traced without data ({_culprit(model, error)})") from error
+    return Tracer(model, layers, recipe, policy, machine).trace(rows)
 
 
-def _traced(model: HFModel, layers: Sequence[str], recipe: Recipe, rows: int) -> Trace:
-    """Trace a model on fake tensors.
+class Tracer:
+    """Traces micro-batches of different rows through one model, which is copied and converted once.
 
-    Raises:
-        Untraceable: documents run as rows of their own.
-        REFUSALS: the model cannot run so.
-        TooLong: more than `LIMIT` operations.
+    Args:
+        model, layers, recipe, policy, machine: see `trace_model`.
+        calls: what is known of how the model is called, and becomes known.
     """
-    measured = [model.get_submodule(name) for name in layers]
-    if model.task == "image_classification":
-        return _trace_images(model, measured, recipe, rows)
-    styles = document_styles(model)
-    if styles == ("rows",):
-        raise Untraceable(DOCUMENTS_AS_ROWS)
-    for style in styles[:-1]:
-        try:
-            return _trace_text(model, measured, recipe, rows, style)
-        except REFUSALS:  # the run finds that out, too (`probe`), and takes the next one
-            model.zero_grad()
-    found = _trace_text(model, measured, recipe, rows, styles[-1])
-    if styles[-1] == "rows":
-        raise Untraceable(DOCUMENTS_AS_ROWS)
-    return found
+
+    def __init__(
+        self,
+        model: HFModel,
+        layers: Sequence[str],
+        recipe: Recipe,
+        policy: Policy,
+        machine: Machine,
+        calls: ModelCalls | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.model = copy.deepcopy(model)
+        self._fake = FakeTensorMode()
+        self._layers = [self.model.get_submodule(name) for name in layers]
+        self.calls = calls or ModelCalls()
+        on_cpu = replace(policy, device_type="cpu")  # the trace's device, whatever the run's
+        if not layers:
+            self.model.activation_checkpoint = recipe.train.activation_checkpoint
+            self.model.checkpoint_inputs = recipe.train.checkpoint_inputs
+        with self._faked():
+            to_fake(self.model, torch.device("cpu"))
+            if machine.device == "cuda":
+                fuse_attention([self.model.net, *self.model.layers])
+            convert(self.model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+            self.model.train()
+
+    def trace(self, rows: int, measures: Measures = Measures.ALL) -> Trace:
+        """One micro-batch of so many rows.
+
+        Args:
+            rows: of the micro-batch.
+            measures: what is measured of each layer.
+
+        Raises:
+            Untraceable: the model cannot run so.
+        """
+        with self._faked():
+            try:
+                return self._traced(rows, measures)
+            except TooLong as error:
+                raise Untraceable(f"a step is too long to be traced ({error} for one layer of each kind)") from error
+            except REFUSALS as error:
+                raise Untraceable(f"the model cannot be traced without data ({_culprit(self.model, error)})") from error
+
+    @contextmanager
+    def _faked(self) -> Iterator[None]:
+        with self._fake, quiet(), GroupedGemms():
+            yield
+
+    def _traced(self, rows: int, measures: Measures) -> Trace:
+        """Trace rows of the model.
+
+        Raises:
+            Untraceable: documents run as rows of their own.
+            REFUSALS: the model cannot run so.
+            TooLong: more than `LIMIT` operations.
+        """
+        if self.model.task == "image_classification":
+            return self._trace_images(rows, measures)
+        calls = self.calls
+        if not calls.styles:
+            calls.styles = document_styles(self.model)
+        if calls.styles == ("rows",):
+            raise Untraceable(DOCUMENTS_AS_ROWS)
+        while len(calls.styles) > 1:
+            try:
+                return self._trace_text(rows, calls.styles[0], measures)
+            except REFUSALS:  # the run finds that out, too (`probe`), and takes the next one
+                self.model.zero_grad()
+                calls.styles = calls.styles[1:]
+        found = self._trace_text(rows, calls.styles[0], measures)
+        if calls.styles == ("rows",):
+            raise Untraceable(DOCUMENTS_AS_ROWS)
+        return found
+
+    def _trace_images(self, rows: int, measures: Measures) -> Trace:
+        side, net = self.recipe.data.image_size, self.model.net
+        pixels = torch.empty(rows, 3, side, side)
+
+        def loss() -> Tensor:
+            logits = net(pixel_values=pixels).logits
+            return F.cross_entropy(logits.float(), torch.empty(rows, dtype=torch.int64), reduction="sum")
+
+        return self._count(loss, measures, plain_head=False)
+
+    def _trace_text(self, rows: int, documents: Documents, measures: Measures) -> Trace:
+        model, device = self.model, torch.device("cpu")
+        net: Any = model.net
+        ids, arguments = text_inputs(model, rows, self.recipe.data.seq_len, device, documents)
+        if model.task == "causal_lm" and self._plain_head(documents):
+            return self._count(lambda: net.base_model(input_ids=ids, **arguments)[0], measures, plain_head=True)
+        wanted = int(ids.numel() * (MASKED_SHARE if model.task == "masked_lm" else 1.0))
+
+        def loss() -> Tensor:
+            logits = net(input_ids=ids, **arguments).logits.flatten(0, 1)
+            chosen = logits[torch.empty(wanted, dtype=torch.int64)]
+            return F.cross_entropy(chosen.float(), torch.empty(wanted, dtype=torch.int64), reduction="sum")
+
+        return self._count(loss, measures, plain_head=False)
+
+    def _plain_head(self, documents: Documents) -> bool:
+        """Whether logits are one matmul, asked once."""
+        known = self.calls.plain_heads
+        if documents not in known:
+            inputs = text_inputs(self.model, 1, _SHORT, torch.device("cpu"), documents)
+            known[documents] = has_plain_head(self.model.net, *inputs)
+        return known[documents]
+
+    def _count(self, run: Callable[[], Tensor], measures: Measures, *, plain_head: bool) -> Trace:
+        """Count a forward pass, the backward pass from what it returns, and each of the layers."""
+        model, live = self.model, LiveBytes(LIMIT)
+        with live.watching(model), live:
+            out = run()
+            kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
+            live.peak = live.passing_peak = live.live
+            live.limit, live.in_backward = 0, True
+            out.backward(torch.empty_like(out))
+        del out
+        model.zero_grad()
+        grouped = any(isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 for module in model.modules())
+        return Trace(
+            kept=kept,
+            peak=peak,
+            backward=live.peak,
+            passing=live.passing_peak,
+            moved=live.moved,
+            fresh=live.fresh,
+            gemms=gemms,
+            attention=attention,
+            operations=live.operations,
+            plain_head=plain_head,
+            layers=trace_layers(self._layers, run, measures),
+            notes=(GROUPED_CONVOLUTIONS,) if grouped else (),
+        )
 
 
 def _culprit(model: HFModel, error: Exception) -> str:
@@ -152,63 +264,6 @@ def _culprit(model: HFModel, error: Exception) -> str:
         trace = trace.tb_next
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return f"module {name}: {first}"
-
-
-def _trace_images(model: HFModel, measured: Sequence[nn.Module], recipe: Recipe, rows: int) -> Trace:
-    side, net = recipe.data.image_size, model.net
-    pixels = torch.empty(rows, 3, side, side)
-
-    def loss() -> Tensor:
-        logits = net(pixel_values=pixels).logits
-        return F.cross_entropy(logits.float(), torch.empty(rows, dtype=torch.int64), reduction="sum")
-
-    return _count(model, loss, measured, plain_head=False)
-
-
-def _trace_text(
-    model: HFModel, measured: Sequence[nn.Module], recipe: Recipe, rows: int, documents: Documents
-) -> Trace:
-    net: Any = model.net
-    device = torch.device("cpu")
-    ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device, documents)
-    if model.task == "causal_lm" and has_plain_head(net, *text_inputs(model, 1, _SHORT, device, documents)):
-        return _count(model, lambda: net.base_model(input_ids=ids, **arguments)[0], measured, plain_head=True)
-    wanted = int(ids.numel() * (MASKED_SHARE if model.task == "masked_lm" else 1.0))
-
-    def loss() -> Tensor:
-        logits = net(input_ids=ids, **arguments).logits.flatten(0, 1)
-        chosen = logits[torch.empty(wanted, dtype=torch.int64)]
-        return F.cross_entropy(chosen.float(), torch.empty(wanted, dtype=torch.int64), reduction="sum")
-
-    return _count(model, loss, measured, plain_head=False)
-
-
-def _count(model: HFModel, run: Callable[[], Tensor], measured: Sequence[nn.Module], *, plain_head: bool) -> Trace:
-    """Count a forward pass, the backward pass from what it returns, and each of the layers."""
-    live = LiveBytes(LIMIT)
-    with live.watching(model), live:
-        out = run()
-        kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
-        live.peak = live.passing_peak = live.live
-        live.limit, live.in_backward = 0, True
-        out.backward(torch.empty_like(out))
-    del out
-    model.zero_grad()
-    grouped = any(isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 for module in model.modules())
-    return Trace(
-        kept=kept,
-        peak=peak,
-        backward=live.peak,
-        passing=live.passing_peak,
-        moved=live.moved,
-        fresh=live.fresh,
-        gemms=gemms,
-        attention=attention,
-        operations=live.operations,
-        plain_head=plain_head,
-        layers=tuple(trace_layers(measured, run)),
-        notes=(GROUPED_CONVOLUTIONS,) if grouped else (),
-    )
 
 
 @torch.no_grad()

@@ -52,9 +52,17 @@ class VerdictRule:
         """Whether the number is below both thresholds."""
         return self.state(value) is VerdictState.GOOD
 
-    def judge(self, value: float, text: str) -> "Verdict":
-        """The verdict on a number; `text` is a sentence that holds it."""
-        return Verdict(self, self.state(value), text, value)
+    def judge(self, value: float, text: str, *, harmless: bool = False) -> "Verdict":
+        """The verdict on a number.
+
+        Args:
+            value: the number.
+            text: a sentence that holds it.
+            harmless: whether the number is on the side on which nothing is lost, as a run that is faster than its plan:
+                it is worth a look at most.
+        """
+        state = self.state(value)
+        return Verdict(self, VerdictState.LOOK if harmless and state is VerdictState.BAD else state, text, value)
 
     def certain(self, text: str) -> "Verdict":
         """Bad whatever the number: a fact that `besides` names."""

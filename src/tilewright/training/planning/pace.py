@@ -1,10 +1,13 @@
 """Seconds of a run beside the plan's: how long it will take, before it starts; steps that are far off, early."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from tilewright.core.config.recipe import TrainSection
+from tilewright.core.config.recipe import Recipe, TrainSection
+from tilewright.core.hardware import Machine
 from tilewright.core.units import format_seconds
+from tilewright.planner.cost.mode_speed import slow_mode_notes
+from tilewright.planner.machine.ceilings import Ceilings
 
 OFF = 1.5
 """Measured over planned seconds, or planned over measured, from which on a plan was wrong."""
@@ -39,6 +42,24 @@ def long_run(train: TrainSection, done: int, step_s: float) -> str:
         f"{left:,} steps of about {format_seconds(step_s)} take {format_seconds(left * step_s)} as planned. Ctrl-C "
         f"saves and stops, the same command goes on from there; --train.minutes {LONG_S / 60:g} trains for so long"
     )
+
+
+def told_before(
+    recipe: Recipe, done: int, step_s: float, rates: Ceilings, machine: Machine
+) -> Iterator[tuple[str, str]]:
+    """What is said of a run before it starts, as (kind of event, text): that it will take long, that its mode is slower
+    than fp32 on its machine.
+
+    Args:
+        recipe: its steps known.
+        done: steps.
+        step_s: planned seconds of a step; 0 where they are not known.
+        rates, machine: where it runs.
+    """
+    if text := long_run(recipe.train, done, step_s):
+        yield "long", text
+    for text in slow_mode_notes(recipe, rates, machine):
+        yield "slow_mode", text
 
 
 def hold_against_plan(

@@ -39,6 +39,8 @@ class PlanContext:
     """Whether all processes are on this machine; else what they exchange is not priced."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
+    finder: ShapeFinder | None = field(default=None, kw_only=True, compare=False)
+    """Of another place with this tokenizer and machine, whose models are known; None: a new one."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
         """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
@@ -60,11 +62,12 @@ class PlanContext:
     def planner(self, recipe: Recipe, fixed: Constraints = Constraints()) -> Planner:  # noqa: B008 (frozen)
         """A planner of a recipe here."""
         recipe = self.at_mesh(recipe)
-        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed, finder=self._finder)
+        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed, finder=self.shapes)
 
     @cached_property
-    def _finder(self) -> ShapeFinder:
-        return ShapeFinder(self.vocab_size, self.machine)
+    def shapes(self) -> ShapeFinder:
+        """What all planners of this place learn of models."""
+        return self.finder or ShapeFinder(self.vocab_size, self.machine)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from tilewright.cli.commands.chat_models.tuned_recipe import HOWS, tuned_recipe
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
@@ -21,6 +22,7 @@ from tilewright.models.folder.resolve import is_hub_name, missing_files
 from tilewright.planner.advice.fixes import of_shards
 from tilewright.planner.auto import departures
 from tilewright.planner.cost.shards import Shards
+from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.plan import Plan, State
 from tilewright.training.components.dataset import tokenizer_path
 from tilewright.training.planning.describe import words
@@ -86,9 +88,10 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
         ConfigError: settings or budgets that are not right.
     """
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
+    planning = _Planning(options, quiet)
     for how in HOWS:
         loaded, _ = tuned_recipe(model, [], how, [*typed, *budget], weights=False)
-        way = _planned(loaded, how, options, quiet)
+        way = planning.way(loaded, how)
         if way.plan is not None and way.state != "does not fit":
             # A budget is to be kept, so a run of which nothing is known is refused under it.
             unchecked = (
@@ -96,45 +99,73 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
             )
             way = replace(way, command=command_of(loaded, shown, how, [*typed, *budget, *unchecked]))
         elif way.need:
-            way = replace(way, remedy=_remedy(loaded, model, shown, how, [*typed, *budget], options))
+            way = replace(way, remedy=_remedy(loaded, model, shown, how, [*typed, *budget], planning))
         yield way
 
 
 def _remedy(
-    loaded: Loaded, model: str, shown: str, how: str, typed: Sequence[str], options: PlanRequest
+    loaded: Loaded, model: str, shown: str, how: str, typed: Sequence[str], planning: "_Planning"
 ) -> Remedy | None:
     """What makes a way of several ranks fit by more communication, planned as if it were typed; None where nothing does
     or there is one rank."""
     for settings, _ in of_shards(loaded.recipe, 1):
         more = [*typed, *(f"--{name}={str(value).lower()}" for name, value in settings.items())]
         other, _ = tuned_recipe(model, [], how, more, weights=False)
-        plan = _planned(other, how, options, quiet=True).plan
+        plan = planning.way(other, how).plan
         if plan is not None and plan.state == "fits":
             return Remedy(settings, plan, command_of(other, shown, how, more))
     return None
 
 
-def _planned(loaded: Loaded, how: str, options: PlanRequest, quiet: bool) -> Way:
-    """A way without its command."""
-    vocab_size = _vocab_size(loaded)
-    site = site_for(loaded, options, vocab_size or 1, quiet=quiet)  # less than any embedding has, as it must be
-    recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
-    try:
-        check_data(recipe.model, recipe.data.seq_len, vocab_size)
-    except CheckpointError as error:  # an architecture, or a configuration, that nobody can build
-        return Way(how, loaded, "", None, {}, unknown=reason(error))
-    try:
-        planned = plan_run(replace(loaded, recipe=recipe), site)
-    except (CheckpointError, ConfigError) as error:  # a model that cannot be adapted so
-        return Way(how, loaded, "", None, {}, unknown=reason(error))
-    found = planned.priced
-    if found.state != "fits":
-        need = "" if found.shape.unknown else smallest_in_words(recipe, site, planned.user_settings)
-        return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
-    if planned.decided is None:
-        return Way(how, loaded, "", found, {})
-    changes = {change.name: change.after for change in departures(recipe, found)}
-    return Way(how, loaded, "", found, changes, words(found.memory_plan))
+class _Planning:
+    """Plans ways of one model, which is built and checked once for all of them.
+
+    Args:
+        options: machine and budgets.
+        quiet: say nothing of measurements.
+    """
+
+    def __init__(self, options: PlanRequest, quiet: bool) -> None:
+        self.options, self.quiet = options, quiet
+        self._finder: ShapeFinder | None = None
+        self._checked: dict[object, CheckpointError | None] = {}
+
+    def way(self, loaded: Loaded, how: str) -> Way:
+        """A way without its command."""
+        vocab_size = _vocab_size(loaded)
+        site = site_for(loaded, self.options, vocab_size or 1, quiet=self.quiet)  # 1 is less than any embedding has
+        site = replace(site, finder=self._finder)
+        self._finder = site.shapes
+        recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
+        if (error := self._why_no_model(recipe, vocab_size)) is not None:
+            return Way(how, loaded, "", None, {}, unknown=reason(error))
+        try:
+            planned = plan_run(replace(loaded, recipe=recipe), site)
+        except (CheckpointError, ConfigError) as error:  # a model that cannot be adapted so
+            return Way(how, loaded, "", None, {}, unknown=reason(error))
+        found = planned.priced
+        if found.state != "fits":
+            need = "" if found.shape.unknown else smallest_in_words(recipe, site, planned.user_settings)
+            return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
+        if planned.decided is None:
+            return Way(how, loaded, "", found, {})
+        changes = {change.name: change.after for change in departures(recipe, found)}
+        return Way(how, loaded, "", found, changes, words(found.memory_plan))
+
+    def _why_no_model(self, recipe: Recipe, vocab_size: int | None) -> CheckpointError | None:
+        """The error of an architecture, or a configuration, that nobody can build.
+
+        Raises:
+            ConfigError: rows of the data would not fit the model.
+        """
+        key = (recipe.model, recipe.data.seq_len, vocab_size)
+        if key not in self._checked:
+            try:
+                check_data(*key)
+                self._checked[key] = None
+            except CheckpointError as error:
+                self._checked[key] = error
+        return self._checked[key]
 
 
 def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> str:
