@@ -87,7 +87,7 @@ class ModelCalls:
         plain_heads: by style, whether logits are one matmul.
     """
 
-    styles: tuple[Documents, ...] = ()
+    styles: list[Documents] = field(default_factory=list)
     plain_heads: dict[Documents, bool] = field(default_factory=dict)
 
 
@@ -179,17 +179,17 @@ class Tracer:
             return self._trace_images(rows, measures)
         calls = self.calls
         if not calls.styles:
-            calls.styles = document_styles(self.model)
-        if calls.styles == ("rows",):
+            calls.styles = list(document_styles(self.model))
+        if calls.styles == ["rows"]:
             raise Untraceable(DOCUMENTS_AS_ROWS)
         while len(calls.styles) > 1:
             try:
                 return self._trace_text(rows, calls.styles[0], measures)
             except REFUSALS:  # the run finds that out, too (`probe`), and takes the next one
                 self.model.zero_grad()
-                calls.styles = calls.styles[1:]
+                calls.styles.pop(0)
         found = self._trace_text(rows, calls.styles[0], measures)
-        if calls.styles == ("rows",):
+        if calls.styles == ["rows"]:
             raise Untraceable(DOCUMENTS_AS_ROWS)
         return found
 
