@@ -142,8 +142,15 @@ class LoraSection(Section):
     """Width of the adapters. 0: none, the whole model is trained."""
     alpha: float = Field(default=32.0, gt=0)
     """Adapters count `alpha / rank`."""
+    rslora: bool = False
+    """Adapters count `alpha / sqrt(rank)`, so that their rate does not fall with their width."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are zero in training."""
     targets: tuple[str, ...] = ("*",)
     """Globs on the names of linear layers that get an adapter. Heads, routers and embeddings never do."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train as a whole beside the adapters and are saved with them, such as `embed_tokens` and `lm_head`:
+    names, their last parts, or globs. Modules that share a weight are named together."""
     base: Literal["fp8", "keep"] = "fp8"
     """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte per weight, as
     folders of DeepSeek-V3 hold them; or as they are."""

@@ -72,7 +72,8 @@ class FixedBytes:
             if shape.teacher is not None:
                 loss = loss_bytes(shape, tokens, setting.loss_chunk_bytes)
             evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)
-            gradient = 0.0 if recipe.lora.rank else 4.0 * head  # under adapters it is frozen
+            frozen = recipe.lora.rank and not recipe.lora.modules_to_save  # under adapters alone
+            gradient = 0.0 if frozen else 4.0 * head
         else:  # all logits are there at once; the gradient of the head's weight is among them
             loss, gradient = shape.rest.work(rows), 0.0
             evaluated = loss * size / shape.logit_bytes

@@ -29,6 +29,7 @@ from tilewright.planner.model.rounding import rounding_kept, rounding_moved
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
+from tilewright.precision.lora.lora import adapted_layers
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import Policy
 
@@ -126,6 +127,7 @@ class _Decoder:
         matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
         storage = storage_in(policy, matmuls, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
         rounded = rounding_kept(matmuls, seq_len, BYTES[policy.activation])
+        rounded += self._dropped(prefix, share_of_tokens)
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
         kept = {mode: self._kept(place, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
@@ -175,6 +177,15 @@ class _Decoder:
             total += tile_bytes(self.short, place, mode, storage, tokens)
             sizes.append(total + weight_copy_bytes(self.short, place, mode, storage, stored))
         return Line.through(*sizes)
+
+    def _dropped(self, prefix: str, share_of_tokens: float) -> Line:
+        """What dropout of adapters' inputs keeps: their numbers that are left, and which these are."""
+        if not self.recipe.lora.dropout:
+            return Line(0, 0)
+        layers = adapted_layers(self.skeleton.model).items()
+        here = {name: module.lora_A.shape[1] for name, module in layers if name.startswith(prefix)}
+        inputs = [width * (share_of_tokens if ".experts." in name else 1.0) for name, width in here.items()]
+        return Line(0, self.seq_len * sum(inputs) * (BYTES[self.policy.matmul] + 1))
 
     def _mlp_share(self, place: int, storage: Storage) -> float:
         """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""

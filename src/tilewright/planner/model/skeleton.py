@@ -84,7 +84,8 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
 
 def _adapt(model: nn.Module, lora: LoraSection) -> None:
     if lora.rank:
-        add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base)
+        more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
+        add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base, **more)
 
 
 def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) -> Skeleton:

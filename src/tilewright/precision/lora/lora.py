@@ -1,10 +1,11 @@
 """LoRA: fine-tuning by small adapters on frozen linear layers, whose weights stay in FP8 where that is asked for.
 
-y = W x + (alpha / rank) B (A x). `add_lora` changes layers in place: parameters `lora_A` [R, K] and `lora_B` [M, R] in
-FP32 beside a frozen weight, added by a forward hook, so a model may be converted before or after. Adapters are saved
-in the layout of the package peft. Read `add_lora` first.
+y = W x + s B (A x), with s = alpha / rank, or alpha / sqrt(rank) (rsLoRA). `add_lora` changes layers in place:
+parameters `lora_A` [R, K] and `lora_B` [M, R] in FP32 beside a frozen weight, added by a forward hook, so a model may
+be converted before or after. Layers are nn.Linear and Conv1D of GPT-2; other modules may train as a whole beside them.
+Adapters are saved in the layout of the package peft. Read `add_lora` first.
 
-See: Hu et al., "LoRA", 2021.
+See: Hu et al., "LoRA", 2021; Kalajdzievski, "A rank stabilization scaling factor for fine-tuning with LoRA", 2023.
 
 Legend: K input features  M output features  R rank.
 """
@@ -15,10 +16,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout as zero_some
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.tiled import WithCopies
@@ -33,8 +35,10 @@ from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
 from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.third_party import owned
 from tilewright.precision.float8.wiring import share_inputs
 from tilewright.precision.lora.before import freeze, listed, owns_its_weight, shared_weights, unfreeze
+from tilewright.precision.lora.saved import find_saved, forget_saved, train_saved
 from tilewright.precision.mixed.cast import CastLinear
 
 _log = logging.getLogger(__name__)
@@ -47,6 +51,9 @@ def add_lora(
     targets: Sequence[str] = ("*",),
     base: Literal["fp8", "keep"] = "fp8",
     *,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    modules_to_save: Sequence[str] = (),
     kernels: Kernels | None = None,
     seed: int = 0,
 ) -> list[str]:
@@ -61,14 +68,19 @@ def add_lora(
         base: "fp8" keeps the layers' weights as FP8 codes with a scale for each 128x128 block and multiplies in FP8,
             forward and backward; "keep" leaves weights and formats as they are. Layers that share a weight share its
             codes; what has no adapter keeps the weight.
+        dropout: share of an adapter's inputs that are zero in training; the others count more.
+        rslora: adapters count alpha / sqrt(rank).
+        modules_to_save: names of modules, their last parts or globs on them, that train as a whole and have no adapter.
         kernels: implementations; None picks the best for this machine.
         seed: of the initial values of A. B begins at zero.
 
     Returns:
-        Names of the layers that have adapters now. Their `lora_A` and `lora_B` are all that is left to train.
+        Names of the layers that have adapters now. Their `lora_A` and `lora_B`, and the modules to save, are all that
+        is left to train.
 
     Raises:
-        ConfigError: a glob that matches no linear layer, a rank below 1, or adapters are there already.
+        ConfigError: a glob that matches no linear layer, a name that no module has or one that shares its weight, a
+            rank below 1, FP8 for a Conv1D, or adapters are there already.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -77,21 +89,25 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad], model[0].weight.dtype
         (['0.lora_A', '0.lora_B'], torch.float8_e4m3fn)
     """
-    _check(model, rank, alpha, base)
+    _check(model, rank, alpha, base, dropout)
+    saved = find_saved(model, modules_to_save)
     linears = {
         site.fqn: site.module
         for site in find_sites(model)
         if site.kind == "linear"
-        and isinstance(site.module, nn.Linear)
-        and (isinstance(site.module, FrozenFloat8Linear) or owns_its_weight(site.module))
+        and not any(site.fqn == name or site.fqn.startswith(f"{name}.") for name in saved)
+        and (isinstance(site.module, FrozenFloat8Linear) or _takes_adapter(site.module))
     }
     names = _matched(list(linears), targets)
+    if base == "fp8":
+        _check_fp8({name: linears[name] for name in names})
     kernels = kernels or Kernels.default()
     freeze(model)
+    train_saved(model, saved)
     if base == "fp8":
         _freeze_in_fp8(model, {name: linears[name] for name in names}, kernels)
     for name in names:
-        _attach(linears[name], rank, alpha)
+        _attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
     share_inputs(model)
     _convert_again(model)
     init_lora(model, seed)
@@ -118,12 +134,12 @@ def init_lora(model: nn.Module, seed: int) -> None:
     for name, module in adapted_layers(model).items():
         if module.lora_A.device.type != "meta":
             generator = torch.Generator().manual_seed(name_seed(seed, name))
-            bound = 1 / math.sqrt(module.in_features)
+            bound = 1 / math.sqrt(module.lora_A.shape[1])
             module.lora_A.copy_(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator))
             module.lora_B.zero_()
 
 
-def adapted_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers with adapters, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
@@ -144,18 +160,21 @@ def merge_lora(model: nn.Module) -> list[str]:
     layers, shared = adapted_layers(model), shared_weights(model)
     for name, module in layers.items():
         delta_MK = (module.lora_B.float() @ module.lora_A.float()) * module.lora_scaling
+        delta = delta_MK.T if is_transposed(module) else delta_MK
         others = [other for other in shared.get(module.weight, ()) if other != name]
         if others:
             _log.warning("lora: %s has a weight of its own after merging, no longer that of %s", name, listed(others))
         if isinstance(module, FrozenFloat8Linear):
             thaw(module, module.tiled_weight().dequantize() + delta_MK)
         elif others:
-            merged_MK = (module.weight.float() + delta_MK).to(module.weight.dtype)
-            module.weight = nn.Parameter(merged_MK, requires_grad=module.weight.requires_grad)
+            merged = (module.weight.float() + delta).to(module.weight.dtype)
+            module.weight = nn.Parameter(merged, requires_grad=module.weight.requires_grad)
         else:
-            module.weight.copy_(module.weight.float() + delta_MK)
+            module.weight.copy_(module.weight.float() + delta)
         module.lora_hook.remove()
-        del module.lora_A, module.lora_B, module.lora_scaling, module.lora_hook
+        del module.lora_A, module.lora_B, module.lora_hook
+        del module.lora_scaling, module.lora_rslora, module.lora_dropout
+    forget_saved(model)
     unfreeze(model)
     _convert_again(model)
     return list(layers)
@@ -175,6 +194,9 @@ def load_lora_decoder(
     targets: Sequence[str] = ("*",),
     base: Literal["fp8", "keep"] = "fp8",
     *,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    modules_to_save: Sequence[str] = (),
     kernels: Kernels | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -190,7 +212,8 @@ def load_lora_decoder(
     """
     with torch.device("meta"):
         model = Decoder(read_config(folder), kernels)
-        names = add_lora(model, rank, alpha, targets, base, kernels=kernels, seed=seed)
+        more = {"dropout": dropout, "rslora": rslora, "modules_to_save": modules_to_save}
+        names = add_lora(model, rank, alpha, targets, base, **more, kernels=kernels, seed=seed)
     model.to_empty(device=device)
     model.tie_weights()
     init_lora(model, seed)
@@ -223,15 +246,36 @@ def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
     return found
 
 
-def _attach(module: nn.Linear, rank: int, alpha: float) -> None:
+def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
+    """What an adapter's product is multiplied by.
+
+    Example:
+        >>> scaling_of(16, 32.0, False), scaling_of(16, 32.0, True)
+        (2.0, 8.0)
+    """
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
+    return any(weight.transposed and not weight.stacked for weight in owned(module))
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    return owns_its_weight(module) if isinstance(module, nn.Linear) else is_transposed(module)
+
+
+def _attach(module: Any, rank: int, scaling: float, rslora: bool, dropout: float) -> None:
     options = {"device": module.weight.device, "dtype": torch.float32}
-    module.lora_A = nn.Parameter(torch.empty(rank, module.in_features, **options))
-    module.lora_B = nn.Parameter(torch.empty(module.out_features, rank, **options))
-    module.lora_scaling = alpha / rank
+    rows, columns = module.weight.shape
+    out_features, in_features = (columns, rows) if is_transposed(module) else (rows, columns)
+    module.lora_A = nn.Parameter(torch.empty(rank, in_features, **options))
+    module.lora_B = nn.Parameter(torch.empty(out_features, rank, **options))
+    module.lora_scaling, module.lora_rslora, module.lora_dropout = scaling, rslora, dropout
     module.lora_hook = module.register_forward_hook(_add_adapter)
 
 
-def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
+def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
     """The layer's output plus the adapter's, computed in BF16, or in what the layer itself computes in."""
     x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
     if isinstance(module, CastLinear):
@@ -243,7 +287,9 @@ def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out
     else:
         dtype = x.dtype
     with torch.autocast(x.device.type, enabled=False):
-        low = machines_linear(x.to(dtype), module.lora_A.to(dtype))
+        x = x.to(dtype)
+        x = zero_some(x, module.lora_dropout) if module.lora_dropout and module.training else x
+        low = machines_linear(x, module.lora_A.to(dtype))
         return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
 
 
@@ -255,13 +301,41 @@ def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:
                 "Adapter target matches no linear layer",
                 got=repr(pattern),
                 need="a glob on the name of a linear layer; heads, routers and embeddings get no adapter",
-                try_="near names: " + ", ".join(close) if close else "model.named_modules() lists the names",
+                try_=(f"near names: {', '.join(close)}\nor " if close else "") + _endings(names),
                 where="targets",
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in targets)]
 
 
-def _check(model: nn.Module, rank: int, alpha: float, base: str) -> None:
+def _endings(names: Collection[str]) -> str:
+    """Globs of the layers there are, for a message."""
+    last = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return (
+        "targets among " + ", ".join(f"*{name}" for name in list(last)[:12]) if last else "a model with linear layers"
+    )
+
+
+def _check_fp8(layers: Mapping[str, nn.Module]) -> None:
+    other = [name for name, module in layers.items() if not isinstance(module, nn.Linear)]
+    if other:
+        raise ConfigError(
+            "Layer cannot be stored in FP8 under adapters",
+            got=f"{listed(other)}: Conv1D, whose weight is stored with its input features first",
+            need="nn.Linear, or weights that stay as they are",
+            try_='base = "keep"   (lora.base = "keep"; tilewright finetune --how lora)',
+            where="lora.base",
+        )
+
+
+def _check(model: nn.Module, rank: int, alpha: float, base: str, dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise ConfigError(
+            "Invalid adapter settings",
+            got=f"dropout {dropout}",
+            need="a share of at least 0 and below 1",
+            try_="dropout = 0.05",
+            where="dropout",
+        )
     if rank < 1 or alpha <= 0:
         raise ConfigError(
             "Invalid adapter settings",

@@ -4,6 +4,7 @@ Names are those of the base model's layers, without our wrapper around Hugging F
 `lora` cannot do (another rank for some layers, DoRA, trained biases) is an error. peft itself is not needed.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
 from tilewright.models.hf.model import HFModel
-from tilewright.precision.lora.lora import adapted_layers, add_lora
+from tilewright.precision.lora.lora import adapted_layers, add_lora, is_transposed, scaling_of
+from tilewright.precision.lora.saved import saved_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -26,10 +28,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "use_rslora": (False, None),
     "use_dora": (False, None),
-    "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
@@ -69,13 +68,17 @@ def save_adapter(
     repo, revision = split_name(base_model) if is_hub_name(base_model) else (base_model, "")
     rank = first.lora_A.shape[0]
     names = {param: name for name, param in model.named_parameters()}
-    own = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers.items() for part in "AB"}
+    own = _stored(_root(model))
+    saved = saved_modules(_root(model))
     whole = {key: param if live is None else live(names[param], param) for key, param in own.items()}
-    tensors = {key: tensor.detach().float().cpu().contiguous() for key, tensor in whole.items()}
+    tensors = {key: tensor.detach().float().cpu().clone().contiguous() for key, tensor in whole.items()}  # none shared
     config = {key: allowed[0] for key, allowed in _ONLY.items()} | {
         "r": rank,
-        "lora_alpha": first.lora_scaling * rank,
-        "lora_dropout": 0.0,
+        "lora_alpha": first.lora_scaling * (math.sqrt(rank) if first.lora_rslora else rank),
+        "use_rslora": first.lora_rslora,
+        "lora_dropout": first.lora_dropout,
+        "fan_in_fan_out": is_transposed(first),
+        "modules_to_save": sorted(saved) or None,
         "target_modules": sorted(layers),
         "base_model_name_or_path": repo or None,
         "revision": revision or None,
@@ -123,13 +126,17 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     suffix = ".lora_A.weight"
     names = [key.removeprefix(_PREFIX).removesuffix(suffix) for key in stored if key.endswith(suffix)]
     _check_rank(config["r"], {name: stored[f"{_PREFIX}{name}{suffix}"] for name in names}, folder)
+    rslora = bool(config.get("use_rslora"))
     if not adapted_layers(root):
-        known = {name for name, module in root.named_modules() if isinstance(module, nn.Linear)}
+        known = {
+            name for name, module in root.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)
+        }
         if not set(names) <= known:
             raise mismatch_error(folder, [], [name for name in names if name not in known], {})
-        add_lora(root, config["r"], config["lora_alpha"], names, base)
-    layers = adapted_layers(root)
-    own = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers.items() for part in "AB"}
+        more = {"dropout": config.get("lora_dropout") or 0.0, "rslora": rslora}
+        whole = config.get("modules_to_save") or ()
+        add_lora(root, config["r"], config["lora_alpha"], names, base, **more, modules_to_save=whole)
+    layers, own = adapted_layers(root), _stored(root)
     wrong = {
         key: f"{list(stored[key].shape)} in the folder, {list(tensor.shape)} in the model"
         for key, tensor in own.items()
@@ -137,11 +144,39 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     }
     if own.keys() != stored.keys() or wrong:
         raise mismatch_error(folder, own.keys() - stored.keys(), stored.keys() - own.keys(), wrong)
+    _check_shared(own, stored, folder)
     for key, tensor in own.items():
         tensor.copy_(stored[key])
     for module in layers.values():
-        module.lora_scaling = config["lora_alpha"] / config["r"]
+        module.lora_scaling = scaling_of(config["r"], config["lora_alpha"], rslora)
+        module.lora_rslora = rslora
     return list(layers)
+
+
+def _stored(root: nn.Module) -> dict[str, Tensor]:
+    """What a file holds of a model, by peft's names: adapters, and modules that trained as a whole."""
+    layers = adapted_layers(root).items()
+    adapters = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers for part in "AB"}
+    return adapters | {
+        f"{_PREFIX}{name}.{inner}": param
+        for name, module in saved_modules(root).items()
+        for inner, param in module.named_parameters()
+    }
+
+
+def _check_shared(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Path) -> None:
+    """See that what a model holds once is in the file with one value: peft trains copies of a shared weight apart."""
+    first: dict[int, str] = {}
+    for key, tensor in own.items():
+        other = first.setdefault(id(tensor), key)
+        if not torch.equal(stored[other], stored[key]):
+            raise CheckpointError(
+                "Adapter has two values for a weight that the model shares",
+                got=f"{other.removeprefix(_PREFIX)} and {key.removeprefix(_PREFIX)} differ",
+                need="a base model whose weights are not tied, as the adapter's training made them",
+                try_="merge the adapter with peft, and load the merged model",
+                where=str(folder / WEIGHTS),
+            )
 
 
 def _check_kinds(config: dict[str, Any], folder: Path) -> None:
@@ -151,11 +186,16 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     wrong += [f"r = {rank!r}"] if type(rank) is not int or rank < 1 else []
     wrong += [f"lora_alpha = {alpha!r}"] if not _is_positive(alpha) else []
+    dropout, saved = config.get("lora_dropout"), config.get("modules_to_save")
+    share = isinstance(dropout, (int, float)) and not isinstance(dropout, bool) and 0 <= dropout < 1
+    wrong += [f"lora_dropout = {dropout!r}"] if dropout is not None and not share else []
+    is_list = isinstance(saved, list) and all(isinstance(name, str) for name in saved)
+    wrong += [f"modules_to_save = {saved!r}"] if saved is not None and not is_list else []
     if wrong:
         raise CheckpointError(
             "Unsupported kind of adapter",
             got=", ".join(wrong),
-            need="plain LoRA of one rank and alpha, without trained biases or whole modules",
+            need="LoRA of one rank and alpha, without trained biases",
             try_="merge the adapter with peft, and load the merged model",
             where=str(folder / CONFIG),
         )

@@ -37,21 +37,22 @@ def build_adapted(
     """
     model, lora = in_folder(recipe.model), recipe.lora
     adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
+    more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
     coded = lora.base == "fp8" and model.weights == "load"
     if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte per weight from the first moment on
         build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
-        return load_lora_decoder(model.path, *adapters, kernels=kernels, device=device, seed=recipe.run.seed)
+        return load_lora_decoder(model.path, *adapters, **more, kernels=kernels, device=device, seed=recipe.run.seed)
     if lazy and lora.rank and model.kind == "hf" and model.weights == "load":
         shapes = build_model(model, vocab_size, kernels, "meta")
         if can_fill(shapes, model.path):
             shapes.notes += untrained_notes(model)
-            add_lora(shapes, *adapters, kernels=kernels, seed=recipe.run.seed)
+            add_lora(shapes, *adapters, **more, kernels=kernels, seed=recipe.run.seed)
             return shapes
     built = build_model(model, vocab_size, kernels, device)
     if fresh and model.weights == "random":
         init_weights(built, recipe.run.seed)
     if lora.rank:
-        add_lora(built, *adapters, kernels=kernels, seed=recipe.run.seed)
+        add_lora(built, *adapters, **more, kernels=kernels, seed=recipe.run.seed)
         if coded:
             load_fp8_weights(built.net, model.path)
     return built

@@ -1,0 +1,80 @@
+"""Modules that train as a whole beside adapters, and are saved with them: peft's `modules_to_save`.
+
+For new tokens or a new layout an adapter is not enough: embeddings and head learn too. They train in place, so a weight
+that two modules share stays shared: both must be named.
+"""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.precision.lora.before import listed, shared_weights
+
+_SAVED = "saved_with_lora"
+"""Attribute of a module that trains as a whole."""
+
+
+def find_saved(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of the modules that patterns name: whole names, their last parts, or globs.
+
+    Raises:
+        ConfigError: a pattern that names none, or a module that shares a weight with one that is not named.
+
+    Example:
+        >>> find_saved(nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)}), ["head"])
+        ['head']
+    """
+    owners = {
+        name: module for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
+    }
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        mine = [name for name in owners if fnmatchcase(name, pattern) or name.endswith(f".{pattern}")]
+        if not mine:
+            close = difflib.get_close_matches(pattern, [name.rpartition(".")[2] for name in owners], n=3, cutoff=0.4)
+            raise ConfigError(
+                "Name of a module to save is no module's",
+                got=repr(pattern),
+                need="the name of a module with parameters, its last part, or a glob",
+                try_=f"near names: {', '.join(dict.fromkeys(close))}" if close else "embed_tokens, lm_head",
+                where="lora.modules_to_save",
+            )
+        found |= dict.fromkeys(mine)
+    for names in shared_weights(model).values():
+        chosen = [name for name in names if _inside(name, found)]
+        if chosen and len(chosen) < len(names):
+            others = [name.rpartition(".")[2] for name in names if name not in chosen]
+            raise ConfigError(
+                "Module to save shares its weight with one that is not saved",
+                got=f"{listed(chosen)}, whose weight is that of {listed(others)} too",
+                need="both: the weight stays shared",
+                try_=f"modules_to_save = {[*patterns, *others]}".replace("'", '"'),
+                where="lora.modules_to_save",
+            )
+    return list(found)
+
+
+def train_saved(model: nn.Module, names: Sequence[str]) -> None:
+    """Let these modules train, and remember them."""
+    for name in names:
+        module = model.get_submodule(name)
+        setattr(module, _SAVED, True)
+        module.requires_grad_(True)
+
+
+def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that train as a whole beside adapters, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, _SAVED, False)}
+
+
+def forget_saved(model: nn.Module) -> None:
+    """They are as all others again."""
+    for module in saved_modules(model).values():
+        delattr(module, _SAVED)
+
+
+def _inside(name: str, modules: dict[str, None]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
