@@ -183,7 +183,7 @@ class _Decoder:
         if not self.recipe.lora.dropout:
             return Line(0, 0)
         layers = adapted_layers(self.skeleton.model).items()
-        here = {name: module.lora_A.shape[1] for name, module in layers if name.startswith(prefix)}
+        here = {name: module.get_parameter("lora_A").shape[1] for name, module in layers if name.startswith(prefix)}
         inputs = [width * (share_of_tokens if ".experts." in name else 1.0) for name, width in here.items()]
         return Line(0, self.seq_len * sum(inputs) * (BYTES[self.policy.matmul] + 1))
 
