@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.chat.families import FAMILIES
+from tests.data.chat.families import FAMILIES, make_folder
 from tilewright.core.errors import DataError
 from tilewright.data.chat import sandbox
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.load import CHATML
 from tilewright.data.chat.sandbox import LimitedTemplate, TemplateError, TemplateLimitError, compile_template
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.common.tokenizer import train_tokenizer
+from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
 WAIT_S = 30
@@ -121,6 +121,38 @@ def test_a_published_template_renders_the_same_inside_and_outside_of_the_process
     for mark in (False, True):
         expected = compile_template(source, mark).render(**given)
         assert LimitedTemplate(source).render(given, mark) == expected
+    cuts = [{"messages": n, "add_generation_prompt": n < 2, "mark": False} for n in (1, 2)]
+    together = LimitedTemplate(source).render_all(given, cuts)
+    changed = [given | {"messages": TALK[:n], "add_generation_prompt": n < 2} for n in (1, 2)]
+    assert together == [compile_template(source).render(**one) for one in changed]
+
+
+def test_of_several_texts_in_one_request_each_raises_for_itself():
+    template = LimitedTemplate("{{ 1 / (messages | length - 1) }}")
+    cuts = [{"messages": n, "mark": False} for n in (0, 1, 2)]
+    first, second, third = template.render_all({"messages": TALK}, cuts)
+    assert (first, third) == ("-1.0", "1.0")
+    assert isinstance(second, TemplateError)
+    assert "ZeroDivisionError" in str(second)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "marked", "glm4"])
+def test_what_was_rendered_ahead_is_what_is_rendered(name, tmp_path):
+    folder = make_folder(tmp_path, name)
+    chats = [ChatTemplate.load(str(folder), load_tokenizer(folder)) for _ in range(2)]
+    talk = [*TALK, {"role": "user", "content": "hello <|im_end|>"}, {"role": "assistant", "content": "you", "x": None}]
+    chats[0].ahead(talk, [(n, prompt) for n in range(1, 5) for prompt in (False, True)])
+    for messages in (talk, TALK, talk[:3], [*talk[:3], TALK[1]], [{"role": "user", "content": "other"}]):
+        for prompt in (False, True):
+            ours, theirs = (_or_reason(chat.marked, messages, prompt, answers=True) for chat in chats)
+            assert ours == theirs
+
+
+def _or_reason(call, *given, **named):
+    try:
+        return call(*given, **named)
+    except ChatError as error:
+        return error.reason
 
 
 def test_more_templates_than_are_kept_and_a_process_that_ends_are_told_again():

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -67,7 +67,7 @@ class LimitedTemplate:
             raise TemplateLimitError(f"a template of {len(source)} characters, of {_MAX_CHARS} at most")
         self._source = source
         self._key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
-        self._call(_CPU_S, _MEMORY_BYTES, variables=None, mark=False)
+        self._call(0, 1, {}, [])
 
     def render(self, variables: Mapping[str, Any], mark_generation: bool = False) -> str:
         """The text, or with marks around `{% generation %}` blocks.
@@ -80,22 +80,45 @@ class LimitedTemplate:
             TemplateError: it raises.
             TemplateLimitError: it takes too much.
         """
-        size = _size(variables)
-        limits = (_CPU_S + size / 1e6, _MEMORY_BYTES + 40 * size)
-        return self._call(*limits, variables=variables, mark=mark_generation)["text"]
+        [found] = self.render_all(variables, [{"mark": mark_generation}])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def _call(self, cpu_s: float, memory_bytes: int, **request: Any) -> dict[str, Any]:
+    def render_all(
+        self, variables: Mapping[str, Any], cuts: Sequence[Mapping[str, Any]]
+    ) -> list[str | TemplateError | TemplateLimitError]:
+        """Several texts in one request to the process, or what each of them raises.
+
+        Args:
+            variables: as in `render`.
+            cuts: of each text, `mark` as `mark_generation`, and where they are there `messages`, how many of the
+                variable of that name, and `add_generation_prompt`, instead of that variable.
+
+        Raises:
+            TemplateLimitError: together they take too much.
+        """
+        found = self._call(_size(variables), len(cuts), dict(variables), [dict(cut) for cut in cuts])
+        return [one.get("text", "") if "error" not in one else _raised(one) for one in found["found"]]
+
+    def _call(self, size: int, number: int, variables: dict[str, Any], cuts: list[dict[str, Any]]) -> dict[str, Any]:
+        cpu_s, memory_bytes = _CPU_S + size * number / 1e6, _MEMORY_BYTES + 40 * size * number
         process = template_process(os.getpid())
+        request = {"variables": variables, "cuts": cuts}
         try:
             found = process.call(cpu_s, memory_bytes, self._key, lambda: {"source": self._source}, **request)
         except KilledError as error:
             limits = f"more than {cpu_s:.3g} processor seconds or {memory_bytes / 2**20:.0f} MiB"
             raise TemplateLimitError(f"{limits}; its process ended with signal {error.signal}") from None
-        if found.get("error") == "MemoryError":
-            raise TemplateLimitError(f"more than {memory_bytes / 2**20:.0f} MiB")
         if "error" in found:
-            raise TemplateError(f"{found['error']}: {found['said']}")
+            raise _raised(found)
         return found
+
+
+def _raised(found: Mapping[str, str]) -> TemplateError | TemplateLimitError:
+    if found["error"] == "MemoryError":
+        return TemplateLimitError("more memory than its process has")
+    return TemplateError(f"{found['error']}: {found['said']}")
 
 
 @lru_cache(maxsize=1)
@@ -210,17 +233,30 @@ def _answers() -> Any:
     kept = Kept(lambda given: [compile_template(given["source"], mark) for mark in (False, True)], _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        try:
-            both, variables = kept.of(request), request["variables"]
-            if both is None:
-                yield kept.unknown()
-            else:
-                yield {"text": "" if variables is None else both[request["mark"]].render(variables)}
-        except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
-            said = str(error).splitlines() or [""]
-            yield {"error": type(error).__name__, "said": said[0][:200]}
+        found = _tried(lambda: {"both": kept.of(request)})
+        if "error" in found:
+            yield found
+        elif found["both"] is None:
+            yield kept.unknown()
+        else:
+            yield {"found": [_tried(_render, found["both"], request["variables"], cut) for cut in request["cuts"]]}
 
     return answer
+
+
+def _render(both: Sequence[jinja2.Template], variables: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
+    template = both[cut.pop("mark")]
+    if "messages" in cut:
+        cut["messages"] = variables["messages"][: cut["messages"]]
+    return {"text": template.render(variables | cut)}
+
+
+def _tried(make: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    try:
+        return make(*given)
+    except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
+        said = str(error).splitlines() or [""]
+        return {"error": type(error).__name__, "said": said[0][:200]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ arguments of a tool call may be an object or its JSON text, as OpenAI sends it: 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class ChatTemplate:
                 need="a template that transformers can read",
                 try_="data.chat_template = another .jinja file",
             ) from error
+        self._ahead: tuple[list[Any], TemplateArguments, dict[tuple[int, bool, bool], Any]] = ([], NO_ARGUMENTS, {})
         self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         self._reader = reader_of(self._backend)  # names in the text are tokens
 
@@ -126,6 +128,28 @@ class ChatTemplate:
         """
         text, _, names = split_marks(self.marked(messages, add_generation_prompt, given))
         return self.encode_rendered(text, names)[0]
+
+    def ahead(
+        self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]], given: TemplateArguments = NO_ARGUMENTS
+    ) -> None:
+        """Render beginnings of a conversation that will be asked for, in one request to the process of templates.
+
+        Args:
+            messages: as in `render`.
+            cuts: how many messages, and whether with what an answer follows.
+            given: as in `render`.
+
+        Raises:
+            TemplateTooMuchError: they take too much.
+        """
+        plain = [_readable(message, self.argument_text) for message in messages]
+        clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
+        marks = (False, True) if self.marks_answers else (False,)
+        keys = list(dict.fromkeys((number, prompt, mark) for number, prompt in cuts for mark in marks))
+        parts = [{"messages": number, "add_generation_prompt": prompt, "mark": mark} for number, prompt, mark in keys]
+        with self._told():
+            found = self._template.render_all(self._variables(plain, False, clean), parts)
+            self._ahead = plain, clean, dict(zip(keys, found, strict=True))
 
     def marked(
         self,
@@ -279,14 +303,29 @@ class ChatTemplate:
         given: TemplateArguments = NO_ARGUMENTS,
         answers: bool = False,
     ) -> str:
+        plain, clean, found = self._ahead
+        known = found.get((len(messages), add_generation_prompt, answers))
+        with self._told():
+            if known is None or given != clean or messages != plain[: len(messages)]:
+                return self._template.render(self._variables(messages, add_generation_prompt, given), answers)
+            if isinstance(known, Exception):
+                raise known
+            return known
+
+    def _variables(self, messages: list[Any], prompt: bool, given: TemplateArguments) -> dict[str, Any]:
         named = {
             "messages": messages,
             "tools": list(given.tools) or None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": prompt,
         }
+        return self.tokens | {**given.variables} | named
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the process of templates raises, as errors of a conversation or of the template."""
         try:
-            return self._template.render(self.tokens | {**given.variables} | named, answers)
+            yield
         except TemplateLimitError as error:
             raise _too_much(error, self.where) from None
         except TemplateError as error:

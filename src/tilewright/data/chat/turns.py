@@ -95,6 +95,7 @@ def render_answers(
     if not weighed:
         raise ChatError("no answer of the assistant")
     bare = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    chat.ahead(bare, [(len(bare), False), *((i + 1, False) for i in weighed), *_prompts(chat, weighed)], given)
     answers = [_answer(chat, bare, i, given) for i in weighed]
     left = _check_complete(chat, bare, given, answers)
     open_, found = answers, []
@@ -112,6 +113,11 @@ def render_answers(
         if open_:
             rendering = _Rendering.of(chat, bare[: open_[-1].message + 1], given)
     return Rendered(found[::-1], left)
+
+
+def _prompts(chat: ChatTemplate, answers: Sequence[int]) -> list[tuple[int, bool]]:
+    """What is rendered to see where answers begin, as `ChatTemplate.ahead` takes it."""
+    return [(i, not chat.marks_answers) for i in answers if i]
 
 
 @dataclass(frozen=True)
