@@ -4,11 +4,22 @@ import json
 import sys
 
 import pytest
+import torch
 
+from tests.data.chat import families
 from tests.serving.served import NAME, make_session, post, serving
 from tests.serving.streams import events
 from tests.serving.test_tools import TALK, TOOLS, family, says  # noqa: F401  a fixture
+from tilewright.data.chat.template import ChatTemplate
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.models.build import init_weights
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.serving.api.tools import CallParser
 from tilewright.serving.app import Limits
+from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.grammar import Grammars
+from tilewright.serving.session import Session
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": NAME, "messages": TALK, "max_tokens": 200, "seed": 1}
@@ -61,6 +72,33 @@ def test_a_random_model_writes_what_the_schema_says(port, seed):
     assert choice["finish_reason"] == "stop"
     streamed = events(port, CHAT, body | {"stream": True})
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_tokenizer_writes_json_and_calls(name, tmp_path):
+    """A model with random weights, some of its ids without a token, draws within a schema: whole characters, no space
+    that the tokenizer puts before a text, and the end."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(families.make_folder(tmp_path, name))
+    template = ChatTemplate.load(str(tmp_path), tokenizer)
+    config = DecoderConfig.of(vocab_size=tokenizer.vocab_size + 13, dim=32, num_heads=2, num_layers=1)
+    model = Decoder(config)
+    init_weights(model, 0)
+    session = Session(model, tokenizer, template, torch.device("cpu"), 2048)
+    grammars = Grammars(tokenizer, session.stop_ids)
+    schema = {"type": "object", "properties": {"place": {"enum": ["x", "é🦊"]}}, "required": ["place"]}
+    schema["additionalProperties"] = False
+    tool = {"type": "function", "function": {"name": "w", "parameters": schema}}
+    ids = session.chat_ids([{"role": "user", "content": "hello"}])
+    for seed in range(3):
+        settings = AnswerSettings(90, seed=seed)
+        text = "".join(session.answer(ids, settings, turn=True, constraint=grammars.of_schema(schema)))
+        assert json.loads(text)["place"] in ("x", "é🦊"), text
+        for kind in ("hermes", "llama3", "mistral"):
+            text = "".join(session.answer(ids, settings, turn=True, constraint=grammars.of_calls(kind, [tool])))
+            parser = CallParser(kind, ["w"])
+            (call,) = parser.push(text).calls + parser.flush().calls
+            assert json.loads(call.arguments)["place"] in ("x", "é🦊"), text
 
 
 def test_any_object(port):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.serving.api.logprobs import TokenTexts
 from tilewright.serving.api.tools import Kind
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -109,9 +110,9 @@ class Grammars:
         return "", "", "parameters"
 
     def _mark(self, text: str) -> str:
-        """A mark, as its token where the tokenizer has one: the library takes such tokens for no text."""
+        """A mark, as its token where that stands for no text."""
         token = self._tokenizer.backend.token_to_id(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        return f"<[{token}]>" if token in self._tokenizer.special_ids else json.dumps(text)
 
     def _constraint(self, grammar: str) -> GrammarConstraint:
         message = self._library.LLMatcher.validate_grammar(grammar, self._ll_tokenizer)
@@ -140,5 +141,38 @@ class Grammars:
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
-        text = self._tokenizer.backend.to_str()
-        return self._library.LLTokenizer(text, n_vocab=self._tokenizer.vocab_size, eos_token=self._stop_ids)
+        words = self._library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._stop_ids[0]))
+        return self._library.LLTokenizer(words, n_vocab=self._tokenizer.vocab_size, eos_token=self._stop_ids)
+
+
+class _Vocabulary:
+    """What the library asks of a tokenizer: the bytes of each token, and tokens of a text, to force them.
+
+    The library's own reading of tokenizer.json knows fewer kinds of decoders.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_id: int):
+        texts = TokenTexts(tokenizer)
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_id, tokenizer.bos_id
+        self.special_token_ids = list(tokenizer.special_ids)
+        self.tokens = [texts.bytes_of(i) for i in range(tokenizer.vocab_size)]
+        special = frozenset(tokenizer.special_ids)
+        self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens whose bytes are the text's: the tokenizer's own, where it puts no space before a text."""
+        wanted = text if isinstance(text, bytes) else text.encode()
+        ids = self._tokenizer.encode(wanted.decode("utf-8", "replace"))
+        if b"".join(self.tokens[i] for i in ids) == wanted:
+            return ids
+        found, at = [], 0
+        while at < len(wanted):
+            sizes = range(min(self._longest, len(wanted) - at), 0, -1)
+            size = next((size for size in sizes if wanted[at : at + size] in self._ids), None)
+            if size is None:
+                break
+            found.append(self._ids[wanted[at : at + size]])
+            at += size
+        return found

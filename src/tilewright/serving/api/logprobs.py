@@ -25,7 +25,7 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special_ids = tokenizer, frozenset(tokenizer.special_ids)
         self._byte_level = _decodes_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
@@ -37,7 +37,7 @@ class TokenTexts:
         name = self._tokenizer.backend.id_to_token(token)
         if name is None:
             return b""
-        if token in self._tokenizer.special_ids:
+        if token in self._special_ids:
             return name.encode()
         if self._byte_level and all(char in _BYTES for char in name):
             return bytes(_BYTES[char] for char in name)
