@@ -65,7 +65,7 @@ def test_gpt2_is_tuned_by_adapters(tmp_path, talks):
     torch.manual_seed(0)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 400}
     GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path / "model")
-    settings = arguments(tmp_path, train__steps=20, train__eval_interval=0, train__sample_tokens=16)
+    settings = arguments(tmp_path, train__steps=20, train__eval_interval=0)
     assert run(["finetune", str(tmp_path / "model"), str(talks), *settings]) == 0
     folder = tmp_path / "runs" / "tuned"
     found = [row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row]

@@ -144,6 +144,17 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
         )
 
 
+def longest_text(section: ModelSection, at_least: int) -> int | None:
+    """Most positions that a text of the folder's model may have, where a table of them has fewer than `at_least`.
+
+    Args:
+        section: the recipe's `[model]`.
+        at_least: positions that are wanted.
+    """
+    section = in_folder(section)
+    return None if section.kind == "decoder" else position_limit(hf_shapes(section.path, section.task), at_least)
+
+
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Give a meta decoder real, uninitialised memory on `device`, in place."""
     model.to_empty(device=device)

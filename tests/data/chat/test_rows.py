@@ -356,3 +356,34 @@ def test_a_conversation_is_trained_once_where_its_beginnings_agree(tmp_path, nam
     assert sum(int(trained.sum()) for _, trained in apart) == sum(int(s.trained_T.sum()) for s in together)
     ends = [int(np.flatnonzero(s.trained_T)[-1]) + 1 for s in together]
     assert sum(s.saved for s in together) == sum(len(ids) for ids, _ in apart) - sum(ends)
+
+
+def test_pairs_in_the_formats_of_other_tools_say_the_same():
+    """OpenAI's, TRL's, LLaMA-Factory's two."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    system, other = {"role": "system", "content": "be kind"}, {"role": "assistant", "content": "no"}
+    sharegpt = {"from": "gpt", "value": "yes"}, {"from": "gpt", "value": "no"}
+    rows = [
+        {
+            "input": {"messages": [system, USER], "tools": tools, "parallel_tool_calls": True},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [other],
+        },
+        {"prompt": [system, USER], "chosen": [ANSWER], "rejected": [other], "tools": tools},
+        {"chosen": [system, USER, ANSWER], "rejected": [system, USER, other], "tools": json.dumps(tools)},
+        {
+            "conversations": [{"from": "human", "value": "hi"}],
+            "chosen": sharegpt[0],
+            "rejected": sharegpt[1],
+            "system": "be kind",
+            "tools": json.dumps([{"name": "f"}]),
+        },
+        {"instruction": "hi", "input": "", "chosen": "yes", "rejected": "no", "system": "be kind", "tools": tools},
+    ]
+    expected = {"prompt": [system, USER], "chosen": [ANSWER], "rejected": [other], "tools": tools}
+    assert [read_row(row, pairs=True) for row in rows] == [("preferences", expected)] * 5
+
+
+@pytest.mark.parametrize("weight", [1, 1.0, "1", True])
+def test_a_row_of_weight_1_is_as_any_other(weight):
+    assert read_row({"messages": [USER, ANSWER], "weight": weight}, pairs=False)[1] == {"messages": [USER, ANSWER]}

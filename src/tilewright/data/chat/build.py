@@ -20,7 +20,7 @@ import xxhash
 from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import FIRST, Row
-from tilewright.data.chat.rows import fields_not_read, read_row
+from tilewright.data.chat.rows import fields_not_read, is_pair, read_row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
@@ -151,7 +151,7 @@ def first_shape(source: str) -> str:
             if isinstance(item, Document):
                 try:
                     row = json.loads(item.text)
-                    return read_row(row, pairs="chosen" in row or "rejected" in row)[0]
+                    return read_row(row, pairs=is_pair(row))[0]
                 except (ChatError, ValueError, RecursionError, TypeError):
                     return ""
     return ""

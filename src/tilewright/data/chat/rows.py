@@ -5,6 +5,7 @@
     Alpaca             {"instruction", "input", "output", "system", "history"}
     prompt/completion  {"prompt", "completion"}   texts, or lists of messages
     preferences        {"prompt", "chosen", "rejected"}   texts, or lists of messages with or without the prompt
+                       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 
 Which one it is, a row says by its fields. Any of them may have `tools` (or OpenAI's older `functions`) and
 `chat_template_kwargs`. A list or an object may be its JSON text, as tables of text have it.
@@ -26,6 +27,7 @@ _MEDIA = ("images", "image", "videos", "video", "audios", "audio", "documents")
 _MEANT = (*_LISTS, *_ANSWERS, *REASONING, *_SYSTEM, *_MEDIA, "prompt", "instruction", "input", "history", "weight")
 """Fields that are a part of a conversation in one of the shapes. In another they are not silently dropped."""
 _LABELS = ("label", "kto_tag")
+_WHOLE = ("1", "1.0", "True", "true")
 
 
 def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
@@ -42,7 +44,8 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
         >>> read_row({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, False)[1]
         {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]}
     """
-    if "chosen" in row or "rejected" in row:
+    row = _pair_of_openai(row)
+    if is_pair(row):
         if not pairs:
             raise ChatError("row of preferences", try_='data.format = "preferences"')
         shape, found = PREFERENCES, _pair(row)
@@ -61,14 +64,30 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
             raise ChatError("chat_template_kwargs that are not an object", got=type(variables).__name__)
         found["variables"] = variables
     left = fields_not_read(row, found)
-    meant = next((name for name in left if name in _MEANT and not (name == "weight" and row[name] == 1)), None)
+    meant = next((n for n in left if n in _MEANT and not (n == "weight" and str(row[n]) in _WHOLE)), None)
     if meant:
         raise ChatError(f"field {meant!r} that rows of the shape {shape} do not have")
     return shape, found
 
 
+def is_pair(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one of preferences."""
+    return any(name in row for name in ("chosen", "rejected", "preferred_output", "non_preferred_output"))
+
+
+def _pair_of_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A pair as OpenAI's fine-tuning takes it, with the names of others; any other row as it is."""
+    asked = row.get("input")
+    if "preferred_output" not in row or not isinstance(asked, dict):
+        return row
+    names = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+    rest = {names.get(name, name): value for name, value in row.items() if name != "input"}
+    return {"prompt": asked.get("messages"), **{k: v for k, v in asked.items() if k != "messages"}, **rest}
+
+
 def fields_not_read(row: Mapping[str, Any], found: Row) -> list[str]:
     """Names of the fields of a row whose texts are not in what `read_row` makes of it, such as ids and sources."""
+    row = _pair_of_openai(row)
     used = "\n".join(text.strip() for text in _texts(found))
     left = []
     for name, value in row.items():

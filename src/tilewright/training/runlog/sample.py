@@ -15,6 +15,7 @@ from tilewright.data.batches.microbatches import Batch
 from tilewright.data.prepared import PreparedData
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
+from tilewright.models.build import longest_text
 from tilewright.models.generate import generate
 
 PROMPT_TOKENS = 24
@@ -51,7 +52,9 @@ def run_samples(
     """The samples that a recipe asks for; none of a model that writes no text."""
     if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and isinstance(prepared, PreparedData):
         length, seed, stop_ids = recipe.train.sample_tokens, recipe.run.seed, prepared.stop_ids
-        yield from write_samples(model, prepared.tokenizer, batches, num_tokens=length, stop_ids=stop_ids, seed=seed)
+        longest = longest_text(recipe.model, recipe.data.seq_len + length)
+        how = {"num_tokens": length, "stop_ids": stop_ids, "seed": seed, "longest": longest}
+        yield from write_samples(model, prepared.tokenizer, batches, **how)
 
 
 def write_samples(
@@ -62,6 +65,7 @@ def write_samples(
     num_tokens: int,
     stop_ids: Sequence[int],
     seed: int,
+    longest: int | None = None,
 ) -> Iterator[TextSample]:
     """One sample per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
 
@@ -72,15 +76,19 @@ def write_samples(
         num_tokens: most tokens to draw per sample.
         stop_ids: tokens that end one.
         seed: of the draw; torch's own generators are left alone.
+        longest: most tokens of prompt and sample together; None: any number. A prompt without room is left out.
     """
     device = next(iter(model.parameters())).device
     domains = [name for name, rows in batches.items() if rows][:MAX_SAMPLES]
     for domain in domains:
         for prompt, reference in _beginnings(batches[domain], tokenizer.bos_id, -(-REPLIES // len(domains))):
+            room = num_tokens if longest is None else min(num_tokens, longest - len(prompt))
+            if room < 1:
+                continue
             ids = generate(
                 model,
                 prompt[None].to(device),
-                num_tokens,
+                room,
                 temperature=_TEMPERATURE,
                 top_k=_TOP_K,
                 eos_id=stop_ids,
