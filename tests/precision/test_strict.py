@@ -192,6 +192,43 @@ def test_a_classifier_is_a_head_wherever_it_stands():
     assert {row.fqn: row.op for row in explain(blocks, "fp8_tile")}["classes"] == "head"
 
 
+class Doubled(nn.Module):
+    """A parametrization with a linear layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(10, 10)
+
+    def forward(self, weight):
+        return 2 * weight + 0 * self.mix.weight.sum()
+
+
+PARAMETRIZED = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "of the bias": lambda layer: nn.utils.parametrize.register_parametrization(layer, "bias", nn.Identity()),
+    "own layers": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Doubled()),
+    "several": lambda layer: [
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled()) for _ in range(2)
+    ],
+    "weight norm of old": nn.utils.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_a_parametrized_output_layer_is_the_head(kind):
+    blocks = nn.ModuleDict(
+        {"blocks": nn.ModuleList(nn.Linear(16, 16) for _ in range(10)), "classes": nn.Linear(16, 10)}
+    )
+    PARAMETRIZED[kind](blocks["classes"])
+    assert find_heads(blocks) == [blocks["classes"]]
+    for block in blocks["blocks"]:
+        PARAMETRIZED[kind](block)
+    assert find_heads(blocks) == [blocks["classes"]], "also where the layers of the stack are parametrized"
+
+
 @pytest.mark.parametrize("kind", ["router", "head", "linear"])
 def test_a_rule_names_and_unnames(kind):
     model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})

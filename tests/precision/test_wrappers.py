@@ -71,6 +71,17 @@ def main(rank):
         model(inputs(1))
     except ConfigError as error:
         found["ddp"] = str(error)
+    for policy in (None, MixedPrecisionPolicy(param_dtype=torch.float16)):
+        model = convert(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), "pure_fp16")
+        for part in (model[1], model[0], model):
+            fully_shard(part, **({} if policy is None else {"mp_policy": policy}))
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 6))
+        try:
+            model.train()(torch.ones(2, 6))
+        except ConfigError as error:
+            found["by hand", policy is None] = str(error)
+    model = convert(Norms(1), "pure_fp16")
     with torch.no_grad():
         found["evaluated"] = bool(model.eval()(inputs(1)).isfinite().all())
     return found
@@ -104,6 +115,16 @@ def test_ddp_refuses_parameters_in_16_bits_in_words(found):
         )
         assert "GradientReduction" in of_rank["ddp"]
         assert of_rank["evaluated"]
+
+
+@pytest.mark.dist
+def test_fully_shard_by_hand_refuses_parameters_in_16_bits_in_words(found):
+    for of_rank in found:
+        for plain in (True, False):
+            said = of_rank["by hand", plain]
+            assert said.startswith("torch's fully_shard cannot train parameters that are stored in 16 bits")
+            assert "parallel.shard.shard" in said
+    assert "fully_shard" in " ".join(convert(Norms(1), "pure_fp16").precision_report.notes)
 
 
 def step(model, optimizer):

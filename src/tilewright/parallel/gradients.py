@@ -5,9 +5,17 @@ for index, batch in enumerate(microbatches):
     gradients.begin(last=index + 1 == len(microbatches))
     loss(batch).backward()
 gradients.finish()  # the sum over all ranks is in param.grad, or in its parts
+
+Replicas send buckets of gradients, in the order in which backward makes them, from the last backward pass on: a bucket
+goes once all its parameters have theirs, and those before it are gone. What is in a bucket, and the order, are fixed by
+the model alone, so that every rank sends the same, and a resumed run adds in the same order.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.agree import sum_over
+from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
+
+BUCKET_BYTES = 25 * 2**20
+"""As torch's DistributedDataParallel has it."""
+_ALIGNMENT = 16
+"""Elements: kernels read whole vectors."""
 
 
 class GradientReduction:
@@ -29,23 +42,39 @@ class GradientReduction:
         reduce_each: sum the gradients of a sharded model after each micro-batch: each rank keeps only its part of them
             from the first on. False: once per step, and whole gradients (4 bytes per parameter) until then, where
             there are several micro-batches.
+        bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
+
+    Raises:
+        ConfigError: sharded parameters in a model that is not sharded as a whole.
     """
 
     def __init__(
-        self, model: nn.Module, params: Sequence[Tensor], group: dist.ProcessGroup | None, *, reduce_each: bool = False
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        reduce_each: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group = group
         self._fsdp = list(fsdp_modules(model))
         self._model = model
         self._reduce_each = reduce_each
-        self._whole = [param for param in params if not isinstance(param, DTensor)]
-        if len(self._whole) < len(params) and not self._fsdp:
+        whole = [param for param in params if not isinstance(param, DTensor)]
+        if len(whole) < len(params) and not self._fsdp:
             raise ConfigError(
                 "Sharded parameters in a model that is not sharded as a whole",
-                got=f"{len(params) - len(self._whole)} DTensor parameters, and no module of FSDP2",
+                got=f"{len(params) - len(whole)} DTensor parameters, and no module of FSDP2",
                 need="torch's fully_shard on the model, or a replica of it on each rank",
                 try_="tilewright.parallel.shard.shard(model, model.layers, mesh, Sharding())",
             )
+        # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
+        places = {param: place for place, param in enumerate(model.parameters())}
+        whole.sort(key=lambda param: -places.get(param, -1))
+        self._sums = GradientSums(group, whole, bucket_bytes)
+        if group is not None and not self._fsdp:
+            self._sums.overlap()
 
     @property
     def sharded(self) -> bool:
@@ -56,39 +85,264 @@ class GradientReduction:
         """Before the forward pass of a micro-batch.
 
         Args:
-            last: of this step.
+            last: of this step. Gradients of replicas are sent in its backward pass.
         """
         if self._fsdp:
             keep_fp32_sums(self._model)
         for module in self._fsdp:
             module.set_requires_gradient_sync(last or self._reduce_each, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)  # copies of a shard are summed once in any case
+        self._sums.begin(last=last)
+
+    @contextmanager
+    def passes(self, device: torch.device) -> Iterator[None]:
+        """Inside, ranks run their passes; where an allocator finds no memory on one, all stop.
+
+        Replicas meet after their passes: the rank that has stopped sends what the others wait for, of no use as it is.
+        Parts of one model meet in the passes, where none can stop alone: the error is raised as it is.
+
+        Args:
+            device: of what the ranks exchange.
+
+        Raises:
+            OnAllRanksError: an allocator found no memory on one of the replicas.
+        """
+        if self._group is None or self._fsdp:
+            yield
+            return
+        try:
+            with oom_on_all(self._group, device, before=self._sums.send_rest):
+                yield
+        except OnAllRanksError:
+            self._sums.drop()
+            raise
+
+    def passed(self) -> None:
+        """After the last backward pass: what has not been sent yet is. `finish` does it too."""
+        if not self._fsdp:
+            self._sums.send_rest()
 
     def finish(self) -> None:
-        """After the last backward pass."""
-        sum_gradients(self._group, self._whole)
+        """After the last backward pass: gradients are the sums over all ranks.
+
+        A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used
+        has none.
+        """
+        self._sums.finish()
 
 
-@torch.no_grad()
 def sum_gradients(group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters over a group, in place; nothing with a group of None.
-
-    A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used has
-    none.
+    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does; nothing with a group
+    of None.
 
     Args:
         group: ranks.
         params: the same on all of them, in one order.
     """
-    if group is None or not params:
-        return
-    used = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8, device=params[0].device)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-    wanted = [param for param, is_used in zip(params, used.tolist(), strict=True) if is_used]
-    for param in wanted:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
-    sum_over(group, [param.grad for param in wanted if param.grad is not None])
+    GradientSums(group, params, BUCKET_BYTES).finish()
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters whose gradients are sent together, where each gradient begins, and how many elements there are."""
+
+    params: tuple[Tensor, ...]
+    begins: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a bucket's memory, each in its parameter's shape and order of memory."""
+        return [_like(flat[begin:], param) for begin, param in zip(self.begins, self.params, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A bucket on its way. `used`: which of its parameters had a gradient here."""
+
+    bucket: _Bucket
+    views: list[Tensor]
+    used: list[bool]
+    work: Any
+
+
+class GradientSums:
+    """The sums of replicated parameters' gradients over a group, in buckets.
+
+    Args:
+        group: ranks; None: nothing happens.
+        params: the same on all of them, in the order in which they are sent.
+        bucket_bytes: see `GradientReduction`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, params: Sequence[Tensor], bucket_bytes: int) -> None:
+        self._group, self._params, self._bytes = group, list(params), bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._trained: list[bool] = []
+        self._sent: list[_Sent] = []
+        self._all_sent = False
+        self._late: dict[Tensor, Tensor] = {}
+        self._waiting: list[set[int]] = []
+        """Of each bucket: its parameters without a gradient from this pass; none where nothing is sent in the pass."""
+        self._place: dict[Tensor, int] = {}
+
+    def overlap(self) -> None:
+        """Send from within the backward pass that `begin(last=True)` comes before."""
+        this = weakref.ref(self)
+
+        def ready(param: Tensor) -> None:
+            sums = this()
+            if sums is not None:
+                sums._ready(param)
+
+        handles = [p.register_post_accumulate_grad_hook(ready) for p in self._params if p.requires_grad]
+        weakref.finalize(self, _remove, handles)
+
+    def begin(self, *, last: bool) -> None:
+        """Before the forward pass of a micro-batch."""
+        self.drop()
+        if last and self._group is not None:
+            self._divide()
+            self._waiting = [set(map(id, bucket.params)) for bucket in self._buckets]
+
+    def _ready(self, param: Tensor) -> None:
+        """Its gradient is there. Where it was sent before (inner backward passes), there is more of it: `_late`."""
+        if not self._waiting or param not in self._place:
+            return
+        self._waiting[self._place[param]].discard(id(param))
+        while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
+            self._send(self._buckets[len(self._sent)])
+
+    @torch.no_grad()
+    def send_rest(self) -> None:
+        """Send what is left, zeros where there is no gradient. What is in `.grad` then is on its way."""
+        if self._group is None or self._all_sent:
+            return
+        if not self._sent:
+            self._divide()
+        self._waiting = []
+        for sent in self._sent:
+            self._late |= {param: param.grad for param in sent.bucket.params if param.grad is not None}
+        for bucket in self._buckets[len(self._sent) :]:
+            self._send(bucket)
+        for sent in self._sent:
+            for param, view in zip(sent.bucket.params, sent.views, strict=True):
+                param.grad = view
+        self._all_sent = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See `GradientReduction.finish`."""
+        if self._group is None or not self._params:
+            return
+        self.send_rest()
+        sent, late = self._sent, self._late
+        self._sent, self._late, self._all_sent = [], {}, False
+        params = [param for one in sent for param in one.bucket.params]
+        flags = [flag for one in sent for flag in one.used] + [param in late for param in params]
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        used, more = found.view(2, -1).tolist() if params else ([], [])
+        for one in sent:
+            one.work.wait()
+        for param, is_used, has_more in zip(params, used, more, strict=True):
+            if has_more:
+                rest = late[param] if param in late else torch.zeros_like(param.grad)
+                dist.all_reduce(rest, group=self._group)
+                param.grad.add_(rest)
+            elif not is_used:
+                param.grad = None
+
+    def drop(self) -> None:
+        """Wait for what is on its way, and forget it."""
+        for sent in self._sent:
+            sent.work.wait()
+        self._sent, self._late, self._waiting, self._all_sent = [], {}, [], False
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        grads = [None if param.grad is None else _dense(param.grad) for param in bucket.params]
+        (first, *others) = grads
+        if not others and first is not None and first.dtype == bucket.dtype and _fills_memory(first):
+            flat, views = first.as_strided((first.numel(),), (1,)), [first]
+        else:
+            flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.params[0].device)
+            views = bucket.views(flat)
+            pairs = list(zip(views, grads, strict=True))
+            here = [(view, grad) for view, grad in pairs if grad is not None]
+            if here:
+                torch._foreach_copy_([view for view, _ in here], [grad for _, grad in here])
+            for view, grad in pairs:
+                if grad is None:
+                    view.zero_()
+        for param in bucket.params:
+            param.grad = None
+        used = [grad is not None for grad in grads]
+        self._sent.append(_Sent(bucket, views, used, dist.all_reduce(flat, group=self._group, async_op=True)))
+
+    def _divide(self) -> None:
+        """Buckets of the parameters that are trained now."""
+        trained = [param.requires_grad for param in self._params]
+        if trained == self._trained:
+            return
+        self._trained, self._buckets = trained, []
+        part: list[Tensor] = []
+        for param in (param for param, is_trained in zip(self._params, trained, strict=True) if is_trained):
+            size = sum(map(_bytes, part)) + _bytes(param)
+            if part and (size > self._bytes or _kind(part[0]) != _kind(param)):
+                self._buckets.append(_bucket(part))
+                part = []
+            part.append(param)
+        self._buckets += [_bucket(part)] if part else []
+        self._place = {param: place for place, bucket in enumerate(self._buckets) for param in bucket.params}
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _bucket(params: Sequence[Tensor]) -> _Bucket:
+    begins, numel = [], 0
+    for param in params:
+        begins.append(numel)
+        numel += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
+    if len(params) == 1:
+        numel = params[0].numel()
+    return _Bucket(tuple(params), tuple(begins), numel, _grad_dtype(params[0]))
+
+
+def _grad_dtype(param: Tensor) -> torch.dtype:
+    return param.grad_dtype or param.dtype
+
+
+def _kind(param: Tensor) -> tuple[torch.dtype, torch.device]:
+    return _grad_dtype(param), param.device
+
+
+def _bytes(param: Tensor) -> int:
+    return param.numel() * _grad_dtype(param).itemsize
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    """Whether elements that do not overlap fill a stretch of memory."""
+    reach = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _like(flat: Tensor, param: Tensor) -> Tensor:
+    """The beginning of flat memory in a parameter's shape, and in its order where it has no gaps."""
+    if param.is_contiguous() or not _fills_memory(param):
+        return flat[: param.numel()].view(param.shape)
+    return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
 
 
 def check_as_many(group: dist.ProcessGroup | None, microbatches: int, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """An allocator's error of one rank, raised on all, where no rank waits in a collective meanwhile."""
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +16,16 @@ class OnAllRanksError(torch.OutOfMemoryError):
 
 
 @contextmanager
-def oom_on_all(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Inside, no rank calls a collective; afterwards all go on, or none does.
+def oom_on_all(
+    group: dist.ProcessGroup | None, device: torch.device, before: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Inside, no rank waits for another; afterwards all go on, or none does.
 
     Args:
         group: ranks; None: the allocator's error is raised as it is.
         device: of what the ranks exchange.
+        before: called on every rank before they agree, also on one that has found no memory: calls the collectives that
+            were begun inside to their end.
 
     Raises:
         OnAllRanksError: an allocator found no memory on one of them.
@@ -35,5 +40,7 @@ def oom_on_all(group: dist.ProcessGroup | None, device: torch.device) -> Iterato
         if not is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0]
+        traceback.clear_frames(error.__traceback__)  # they hold what was computed up to it
+    before()
     if any_of(group, said is not None, device):
         raise OnAllRanksError("out of memory on another rank" if said is None else said)

@@ -31,7 +31,7 @@ from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.integer.trained import IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
-from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_ddp
+from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.mixed.derived import parametrizations
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
@@ -72,7 +72,7 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
     notes = [_store(plan)]
     if has_wide_gradients(model):
         notes.append(WIDE_GRADIENTS)
-        refuse_ddp(model)
+        refuse_wrappers(model)
     plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, *filter(None, notes))))
     _apply(model, plan, kernels)
     model.precision_report = plan.report

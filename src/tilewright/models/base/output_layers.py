@@ -3,10 +3,11 @@
 Not to be confused with `head`, the arithmetic of our own heads with their losses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from tilewright.models.base.own_weights import held_weight
 
@@ -26,10 +27,11 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
         >>> find_heads(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10)))  # layers by themselves: no model's output
         []
     """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules = _layers(model)
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
     tied = {held_weight(embedding) for embedding in embeddings} - {None}
-    repeated = {inner for module in model.modules() if _is_stack(module) for inner in module.modules()}
+    repeated = {inner for module in modules if _is_stack(module) for inner in module.modules()}
     with_base = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     found = {linear for linear in linears if held_weight(linear) in tied}
     found |= {head for part in with_base for head in _outside_of_base(part)} - repeated
@@ -39,7 +41,7 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
         if with_base:
             ends = last not in repeated and last.out_features in _output_widths(with_base[0])
         else:
-            ends = last.out_features != last.in_features and _is_behind(model, last, repeated)
+            ends = last.out_features != last.in_features and _is_behind(modules, last, repeated)
         if ends or last.out_features in widths:
             found.add(last)
     return [linear for linear in linears if linear in found]
@@ -61,9 +63,23 @@ def _output_widths(part: Any) -> set[int | None]:
     return {getattr(part.config, "num_labels", None), getattr(part.config, "vocab_size", None)}
 
 
-def _is_behind(model: nn.Module, last: nn.Linear, repeated: set[nn.Module]) -> bool:
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, without those that parametrizations of a weight are made of."""
+    lists = (module for module in model.modules() if isinstance(module, ParametrizationList))
+    parts = {inner for found in lists for inner in found.modules()}
+    return [module for module in model.modules() if module not in parts]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Of its own, or computed from others."""
+    own = list(module.parameters(recurse=False))
+    computed = module.parametrizations.parameters() if is_parametrized(module) else ()
+    return any(param.ndim >= 2 for param in (*own, *computed))
+
+
+def _is_behind(modules: Iterable[nn.Module], last: nn.Linear, repeated: set[nn.Module]) -> bool:
     """Whether `last` comes behind repeated layers, is in none of them, and nothing multiplies after it."""
-    order = [module for module in model.modules() if any(p.ndim >= 2 for p in module.parameters(recurse=False))]
+    order = [module for module in modules if _has_matrix(module)]
     return order[-1] is last and last not in repeated and any(module in repeated for module in order)
 
 

@@ -1,17 +1,25 @@
-"""Parameters in 16 bits have gradients in FP32, which torch's DistributedDataParallel does not take. Said in words
-before its backward pass fails ("Expected Half, got Float")."""
+"""Parameters in 16 bits have gradients in FP32, which torch's wrappers do not take. Said in words before DDP's backward
+pass fails ("Expected Half, got Float"), or FSDP2's makes gradients of 16 bits.
+
+Not seen is a call of `fully_shard` on parameters of several dtypes (16-bit matrices with FP32 norms): torch's own
+assertion comes before any code of a model ("FSDP expects uniform original parameter dtype"). The conversion's notes
+tell of it.
+"""
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.core.errors import ConfigError
 
+_LOW = (torch.float16, torch.bfloat16)
 WIDE_GRADIENTS = (
     "gradients are FP32: an optimizer must take them (DeepSeekAdam does; call its init_states() before torch's\n"
-    "get_state_dict or set_state_dict), and copies on several processes sum them by GradientReduction, not torch's DDP"
+    "get_state_dict or set_state_dict), copies on several processes sum them by GradientReduction, not torch's DDP,\n"
+    "and shards are made by parallel.shard.shard: torch's fully_shard wants one dtype for all parameters of a call"
 )
 
 
@@ -21,8 +29,9 @@ def has_wide_gradients(model: nn.Module) -> bool:
     return any(param.requires_grad and param.is_leaf and param.grad_dtype not in (None, param.dtype) for param in plain)
 
 
-def refuse_ddp(model: nn.Module) -> None:
-    """Let a model with such gradients raise in a forward pass of torch's DistributedDataParallel."""
+def refuse_wrappers(model: nn.Module) -> None:
+    """Let a model with such gradients raise in a forward pass of torch's DistributedDataParallel, and of `fully_shard`
+    where it was not called by `parallel.shard`: its parts would have gradients in 16 bits, without a word."""
     if _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check)
 
@@ -30,6 +39,14 @@ def refuse_ddp(model: nn.Module) -> None:
 def _check(model: nn.Module, inputs: Any) -> None:
     if model.training and DistributedDataParallel._get_active_ddp_module() is not None and has_wide_gradients(model):
         raise storage_refused("torch's DistributedDataParallel")
+    if model.training and _has_narrow_parts(model):
+        raise storage_refused("torch's fully_shard")
+
+
+def _has_narrow_parts(model: nn.Module) -> bool:
+    low = (param for param in model.parameters() if param.requires_grad and param.dtype in _LOW)
+    part = next((param for param in low if isinstance(param, DTensor)), None)
+    return part is not None and part.grad_dtype in (None, part.dtype)
 
 
 def storage_refused(wrapper: str) -> ConfigError:

@@ -35,7 +35,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
-from tilewright.parallel.oom import OnAllRanksError, oom_on_all
+from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
@@ -252,17 +252,17 @@ class StandardExecutor:
         aux: dict[str, Tensor] = {}
         targets = [count_targets([batch]) for batch in microbatches]
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
-        # Copies of a model meet after their passes; parts of one meet in them, where none can stop alone.
-        apart = self._group is not None and not self._sharded
-        with oom_on_all(self._group, self.device) if apart else nullcontext():
+        with self._gradients.passes(self.device):
             for index, host_batch in enumerate(microbatches):
-                if self._sharded:
-                    self._gradients.begin(last=index + 1 == len(microbatches))
+                last = index + 1 == len(microbatches)
+                self._gradients.begin(last=last)
                 batch = to_device(host_batch, self.device)
                 with self._phase("forward"):
                     output = self.model.loss(batch)
                 with self._phase("backward"):
                     (output.loss_sum * factor).backward()
+                    if last:
+                        self._gradients.passed()
                 loss_sum += output.loss_sum.detach()
                 add_weighed(aux, output.aux, targets[index])
         with self._phase("update"):
