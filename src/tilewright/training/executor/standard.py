@@ -252,23 +252,25 @@ class StandardExecutor:
         aux: dict[str, Tensor] = {}
         targets = [count_targets([batch]) for batch in microbatches]
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
-        with self._gradients.passes(self.device):
+        gradients = None if self._group is None else self._gradients
+        with nullcontext() if gradients is None else gradients.passes(self.device):
             for index, host_batch in enumerate(microbatches):
                 last = index + 1 == len(microbatches)
-                self._gradients.begin(last=last)
+                if gradients is not None:
+                    gradients.begin(last=last)
                 batch = to_device(host_batch, self.device)
                 with self._phase("forward"):
                     output = self.model.loss(batch)
                 with self._phase("backward"):
                     (output.loss_sum * factor).backward()
-                    if last:
-                        self._gradients.passed()
+                    if last and gradients is not None:
+                        gradients.passed()
                 loss_sum += output.loss_sum.detach()
                 add_weighed(aux, output.aux, targets[index])
         with self._phase("update"):
-            if self._group is not None:
+            if gradients is not None:
                 sum_over(self._group, [loss_sum])
-                self._gradients.finish()
+                gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
         return _StandardAttempt(loss, norm, skipped, aux, sum(targets))
