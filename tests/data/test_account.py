@@ -24,6 +24,7 @@ from tilewright.data.corpus.read import collect
 from tilewright.data.prepare import prepare
 from tilewright.data.sources.documents import printable
 from tilewright.data.sources.files import user_source
+from tilewright.data.sources.walk import find_files
 
 
 def read(root, tmp_path, max_bytes=0, domains=()):
@@ -261,16 +262,33 @@ def test_links_are_followed_once(folder, tmp_path):
     (outside / "deep" / "loop").symlink_to(outside)
     (folder / "other").symlink_to(outside)
     (folder / "parent").symlink_to(tmp_path)
+    (folder / "far.txt").symlink_to(outside / "deep" / "b.txt")
     texts, rejects, summary = read(folder, tmp_path / "..")
-    assert len(texts) == 3
+    assert len(texts) == 2
     assert {where: reason for where, reason in rejects} == {
         "again": "link to a folder that is read already",
         "copy.txt": "link to a file that is read already",
-        "other/deep/loop": "link to a folder that is read already",
+        "other": "link out of the source",
+        "far.txt": "link out of the source",
         "parent": "link to a folder that it is in",
         "real/up": "link to a folder that is read already",
     }
-    assert summary["read"]["files"] == {"found": 8, "used": 3, "refused": 5}
+    assert summary["read"]["files"] == {"found": 8, "used": 2, "refused": 6}
+
+
+def test_a_snapshot_of_the_hub_is_links_into_its_cache(tmp_path):
+    """A cached repository: its files are links to blobs beside the snapshot, and are read."""
+    cached = tmp_path / "datasets--org--name"
+    (cached / "blobs").mkdir(parents=True)
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    for i in range(6):
+        (cached / "blobs" / f"{i}").write_text(write_text(i, 80))
+        (cached / "snapshots" / "abc" / f"{i}.txt").symlink_to(f"../../blobs/{i}")
+    (tmp_path / "far.txt").write_text(write_text(9, 80))
+    (cached / "snapshots" / "abc" / "far.txt").symlink_to(tmp_path / "far.txt")
+    found = find_files(cached / "snapshots" / "abc")
+    assert len(found.files) == 6
+    assert [(reject.where, reject.reason) for reject in found.rejects] == [("far.txt", "link out of the source")]
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", b"new\nline", b"\x1b[31m", b"back\\slash", b"\xff" * 50])

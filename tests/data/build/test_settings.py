@@ -9,6 +9,7 @@ from tests.data.build import test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus, write_media
 from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import schema
+from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.build.inputs import list_inputs
 from tilewright.data.build.stages import read
@@ -19,6 +20,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "read.source": ("in/rows", {}),
     "read.sources": ({"one": "in/rows"}, {}),
     "read.text_field": ("other", {}),
+    "read.suffixes": ({".jsonl": "none"}, {}),
     "read.domains": (("rows",), {}),
     "read.max_bytes": (60_000, {}),
     "read.seed": (4, {"read": {"max_bytes": 60_000}}),
@@ -148,3 +150,14 @@ def test_a_setting_without_effect_is_told(tmp_path, caplog):
     told = [record.getMessage() for record in caplog.records]
     assert [text.partition(" has no effect here: ")[0] for text in told] == ["duplicates.keep", "chunk.overlap"]
     assert "data.toml:2" in told[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", ['{ ".dat" = "words" }', '{ "dat" = "text" }', '{ ".DAT" = "text" }', '{ "" = "text" }']
+)
+def test_an_unknown_kind_of_files_is_refused(wrong, tmp_path):
+    (tmp_path / "data.toml").write_text(f"[read]\nsuffixes = {wrong}\n")
+    with pytest.raises(ConfigError, match="Unknown kind of files") as caught:
+        load_data_toml(tmp_path / "data.toml")
+    (tmp_path / "data.toml").write_text(f"[read]\n{caught.value.problems[0].try_}\n")
+    assert load_data_toml(tmp_path / "data.toml").read.suffixes == {".dat": "text"}

@@ -139,7 +139,7 @@ def test_a_missing_package_names_itself(tmp_path, monkeypatch):
         assert 'pip install "tilewright[data]"' in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.docx", "a.XLSX", "a.odt", "a.doc"])
+@pytest.mark.parametrize("name", ["a.pptx", "a.XLSX", "a.odt", "a.doc"])
 def test_office_documents_say_what_to_do(name, tmp_path):
     """They are archives of XML, which is no text to learn from."""
     inside = {"[Content_Types].xml": b"<Types/>", "word/document.xml": b"<w:document>text</w:document>"}

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.readers.made import every_format, read
+from tests.data.readers.packed import docx_bytes, epub_bytes, notebook_bytes, warc_bytes
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 
-FILES = every_format()
+PACKED = {"a.ipynb": notebook_bytes(), "a.docx": docx_bytes(), "a.epub": epub_bytes()}
+FILES = every_format() | PACKED
+ALL = FILES | {"a.warc": warc_bytes()}
 LIMITS = ReadLimits(parse_s=5, unpacked_bytes=64 << 20)
 OPTIONS = ReadOptions(image_size=8, log_mel=True)
 
@@ -59,11 +62,11 @@ def test_a_whole_file_is_read_without_a_reject(name, tmp_path):
     assert rejects == []
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_damaged_file(name, tmp_path):
     draw = random.Random(name)
     for number in range(12):
-        check(tmp_path / name, damage(FILES[name], HOW[number % len(HOW)], draw))
+        check(tmp_path / name, damage(ALL[name], HOW[number % len(HOW)], draw))
 
 
 @given(st.binary(min_size=1, max_size=300), st.sampled_from(sorted(FILES)))
@@ -81,10 +84,10 @@ def test_the_start_of_one_format_under_the_name_of_another(tmp_path_factory, tai
 @pytest.mark.timeout(3600)
 def test_ten_thousand_damaged_files(tmp_path):
     draw, before = random.Random(0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    names, slowest = sorted(FILES), (0.0, "")
+    names, slowest = sorted(ALL), (0.0, "")
     for number in range(10_000):
         name = names[number % len(names)]
-        data = FILES[name]
+        data = ALL[name]
         for _ in range(draw.randint(1, 3)):
             data = damage(data, draw.choice(HOW), draw) or b"x"
         start = time.process_time()

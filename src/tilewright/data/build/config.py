@@ -21,6 +21,7 @@ from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.build.stages.scores import settings as scores
 from tilewright.data.build.stages.scores.settings import NoiseSection, QualitySection, SampleSection
+from tilewright.data.readers.kinds import KINDS, SUFFIX
 
 log = get_logger(__name__)
 
@@ -38,6 +39,10 @@ class ReadSection(Section):
     """Several paths, or `installed`, each a domain of the name that it is given, in the place of `source`."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and table rows that holds the text."""
+    suffixes: dict[str, str] = Field(default={})
+    """What files of a suffix are, in place of what is known of it: `text`, `markdown`, `html`, `jsonl`, `json`, `csv`,
+    `tsv`, `parquet`, `arrow`, `pdf`, `notebook`, `docx`, `epub`, `warc`, `image`, `audio`, `zip`, `tar`, or `none` to
+    leave them out."""
     domains: tuple[str, ...] = ()
     """Keep only these domains. Empty: all."""
     max_bytes: Bytes = Field(default=0, ge=0)
@@ -284,6 +289,11 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
     """Settings that are right one by one and not together."""
     problems = []
     rules = build.rules
+    for suffix, kind in build.read.suffixes.items():
+        if kind not in KINDS or not SUFFIX.fullmatch(suffix):
+            got, need = f'"{suffix}" = "{kind}"', "a suffix in small letters, and one of " + ", ".join(KINDS)
+            place = places["read.suffixes"]
+            problems.append(Problem("Unknown kind of files", got, need, 'suffixes = { ".dat" = "text" }', place))
     for name, low in rules:
         high = getattr(rules, name.replace("min_", "max_", 1), None) if name.startswith("min_") else None
         if low is not None and high is not None and low > high:

@@ -126,11 +126,11 @@ def _items(read: ReadSection, listing: Listing, installed: Source | None, conten
             if path == INSTALLED:
                 yield from _installed(installed, listing, domain)
             else:
-                yield from _files(path, domain, read.shard_bytes, listing, contents, f"{domain}/")
+                yield from _files(path, domain, read, listing, contents, f"{domain}/")
     elif read.source == INSTALLED:
         yield from _installed(installed, listing)
     else:
-        yield from _files(read.source, "", read.shard_bytes, listing, contents, "")
+        yield from _files(read.source, "", read, listing, contents, "")
 
 
 def _installed(source: Source | None, listing: Listing, domain: str = "") -> Iterator[Item]:
@@ -141,7 +141,7 @@ def _installed(source: Source | None, listing: Listing, domain: str = "") -> Ite
 
 
 def _files(
-    source: str, domain: str, shard_bytes: int, listing: Listing, contents: Contents, prefix: str
+    source: str, domain: str, read: ReadSection, listing: Listing, contents: Contents, prefix: str
 ) -> Iterator[Item]:
     source = hub_dataset(source) if source.startswith(PREFIX) else source
     root = existing(Path(source).expanduser(), source)
@@ -166,7 +166,7 @@ def _files(
             try:
                 content = contents.of(path, status)
                 key = content.digest + _key_beside(name, path, media, contents)
-                spans = list(_segments(path, size, shard_bytes, is_utf8=content.is_utf8))
+                spans = list(_segments(path, size, read, is_utf8=content.is_utf8))
             except OSError as error:
                 if is_of_machine(error):
                     raise machine_error(error, str(path)) from error
@@ -196,13 +196,18 @@ def _key_beside(name: str, path: Path, media: set[str] | None, contents: Content
     return ""
 
 
-def _segments(path: Path, size: int, shard_bytes: int, *, is_utf8: bool) -> Iterator[tuple[int, int]]:
+def _segments(path: Path, size: int, read: ReadSection, *, is_utf8: bool) -> Iterator[tuple[int, int]]:
     """Ranges of a large file of lines in UTF-8; (0, 0) for any other file, which is read whole: another encoding is
     found from all of it."""
+    shard_bytes = read.shard_bytes
     if size > shard_bytes and is_utf8:
         with path.open("rb") as file:
             head = file.read(1 << 16)
-        if kind_of(path.name, head[:HEAD_BYTES]) in LINES and not wide_encoding_of(head) and b"\n" in head:
+        if (
+            kind_of(path.name, head[:HEAD_BYTES], read.suffixes) in LINES
+            and not wide_encoding_of(head)
+            and b"\n" in head
+        ):
             yield from ((start, min(size, start + shard_bytes)) for start in range(0, size, shard_bytes))
             return
     yield 0, 0

@@ -173,10 +173,10 @@ def _tokenizer_key(c: Context) -> list[str]:
 
 STAGES = (
     BuildStage(
-        *("read", "reading files", 3, _shards),
+        *("read", "reading files", 4, _shards),
         lambda c, i: [
             *(c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()),
-            c.build.media.model_dump(),
+            *(c.build.media.model_dump(), c.build.read.suffixes),
         ],
         _read,
     ),

@@ -1,6 +1,7 @@
 """How much of a file the readers of a data build take before they set it aside, and what they make on request."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class ReadLimits:
     """Bytes that a compressed file, or an archive with all of its members, may unpack to. They go to temporary
     files."""
     document_bytes: int = 32 << 20
-    """Bytes of a document that is in memory whole: HTML, Markdown, a caption; of a PDF, its text."""
+    """Bytes of a document that is in memory whole: HTML, a notebook, a caption; of a PDF, a .docx or an EPUB,
+    its text and each of its parts."""
     line_bytes: int = 16 << 20
     """Bytes of a line of text or a row."""
     members: int = 100_000
@@ -30,7 +32,8 @@ class ReadLimits:
     pages: int = 5000
     """Pages of a PDF that are read; the pages after them are rejected."""
     parse_s: int = 60
-    """Processor seconds for one HTML document or PDF: a process of its own reads it, which ends then."""
+    """Processor seconds for one HTML document, notebook, PDF, .docx or EPUB: a process of its own reads it, which ends
+    then."""
     parse_memory_bytes: int = 1 << 30
     """Address space of that process."""
 
@@ -39,9 +42,10 @@ class ReadLimits:
 class ReadOptions:
     """What the readers do beyond the plain text and facts of a file.
 
-    `text_field` is the field of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the
-    middle square scaled; 0: none. `log_mel` asks for float32 [frames, num_mels] of windows of `window_ms` milliseconds
-    each `hop_ms`. `language` asks for the language of texts.
+    `suffixes` says what files of a suffix are (`kinds.KINDS`), before what is known of it. `text_field` is the field
+    of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the middle square scaled; 0: none.
+    `log_mel` asks for float32 [frames, num_mels] of windows of `window_ms` milliseconds each `hop_ms`. `language` asks
+    for the language of texts.
     """
 
     text_field: str = "text"
@@ -51,3 +55,4 @@ class ReadOptions:
     window_ms: float = 25.0
     hop_ms: float = 10.0
     language: bool = False
+    suffixes: Mapping[str, str] = field(default_factory=dict)

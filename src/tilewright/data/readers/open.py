@@ -14,15 +14,17 @@ from tilewright.data.readers.media.audio import read_audio
 from tilewright.data.readers.media.captions import described_file
 from tilewright.data.readers.media.images import read_image
 from tilewright.data.readers.scratch import temporary_error
-from tilewright.data.readers.text.documents import read_html, read_pdf
+from tilewright.data.readers.text.documents import read_book, read_html, read_notebook, read_pdf, read_word
 from tilewright.data.readers.text.languages import find_language
 from tilewright.data.readers.text.plain import read_markdown, read_text
 from tilewright.data.readers.text.rows import read_rows
 from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
+from tilewright.data.readers.web_archive import unpack_warc
 from tilewright.data.records import Record, Rejected
 
 _READERS = {
     **{"text": read_text, "markdown": read_markdown, "html": read_html, "pdf": read_pdf},
+    **{"notebook": read_notebook, "docx": read_word, "epub": read_book},
     **{"image": read_image, "audio": read_audio},
 }
 LINES = ("text", "markdown", "jsonl")
@@ -87,7 +89,7 @@ def _read(entry: Entry) -> Items:
 
 def _of_kind(entry: Entry, size: int) -> Items:
     with entry.path.open("rb") as file:
-        kind = kind_of(entry.inner, file.read(HEAD_BYTES))
+        kind = kind_of(entry.inner, file.read(HEAD_BYTES), entry.options.suffixes)
     if not kind:
         suffix = PurePosixPath(entry.inner).suffix.lower()[:12]
         yield entry.reject("file type is not read", suffix or "none", "text, rows, image, audio", num_bytes=size)
@@ -107,7 +109,9 @@ def _of_kind(entry: Entry, size: int) -> Items:
         depth, most = float(entry.depth + 1), entry.limits.depth
         yield entry.reject("depth of archives", depth, most, num_bytes=size)
     else:
-        unpack = {"zip": unpack_zip, "tar": unpack_tar}.get(kind) or partial(unpack_compressed, kind=kind)
+        unpack = {"zip": unpack_zip, "tar": unpack_tar, "warc": unpack_warc}.get(kind) or partial(
+            unpack_compressed, kind=kind
+        )
         for group in unpack(entry):
             if isinstance(group, Rejected):
                 yield group

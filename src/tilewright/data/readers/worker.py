@@ -1,4 +1,6 @@
-"""A process that parses HTML and PDF, so that a document that hangs its parser, or eats memory, ends that one alone.
+"""A process that parses HTML, PDF, notebooks, .docx and EPUB.
+
+So a document that hangs its parser, or eats memory, ends that one alone.
 
 An HTML parser takes minutes for a megabyte of open tags, and a Python loop in a PDF may never end; neither can be
 interrupted from within. See `common.limited_process`.
@@ -12,14 +14,14 @@ from typing import Any
 from tilewright.core.errors import is_damage
 from tilewright.data.common.limited_process import LimitedProcess, serve
 from tilewright.data.readers.damage import PARSER_ERRORS, failure
-from tilewright.data.readers.text import parse
+from tilewright.data.readers.text import packed, parse
 
 
 @lru_cache(maxsize=1)
 def parser_process(pid: int) -> LimitedProcess:
     """The parser of the process `pid`, which must be the caller's: after a fork, the child gets one of its own.
 
-    Its requests: "kind" html or pdf, and the arguments of the function in `parse`.
+    Its requests: "kind" html, notebook, docx, epub or pdf, and the arguments of the function in `parse` or `packed`.
     """
     assert pid == os.getpid()
     return LimitedProcess(__name__)
@@ -27,10 +29,19 @@ def parser_process(pid: int) -> LimitedProcess:
 
 def _answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
-        if request["kind"] == "html":
+        kind, most = request["kind"], request.get("max_bytes", 0)
+        if kind == "html":
             yield parse.html_document(request["html"])
+        elif kind == "notebook":
+            yield packed.notebook_document(request["text"])
+        elif kind == "docx":
+            yield packed.word_document(request["path"], most)
+        elif kind == "epub":
+            yield from packed.book_chapters(request["path"], most)
         else:
-            yield from parse.pdf_pages(request["path"], request["max_pages"], request["max_bytes"])
+            yield from parse.pdf_pages(request["path"], request["max_pages"], most)
+    except packed.TooLargeError as error:
+        yield {"error": str(error), "large": True}
     except PARSER_ERRORS as error:
         if isinstance(error, OSError) and not is_damage(error):  # for the process that asked to raise
             yield {"errno": error.errno, "error": str(error.strerror)}

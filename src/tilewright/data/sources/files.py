@@ -1,9 +1,9 @@
 """The user's own data: a folder, one file, or a Hugging Face dataset on disk, as parts that can be sampled.
 
-Text files (the suffixes below), .jsonl, .json, .csv and .tsv, all of these also compressed, .parquet and .arrow. The
-first sub-folder names the domain; files at the top are domain `text`. Large plain files become several parts, so that a
-byte limit samples the whole file and not its beginning. Compressed files, .json and tables of text cannot be entered in
-the middle and are read from the start.
+Text files (the suffixes below, and those without one that are text), .jsonl, .json, .csv and .tsv, all of these also
+compressed, .parquet and .arrow. The first sub-folder names the domain; files at the top are domain `text`. Large plain
+files become several parts, so that a byte limit samples the whole file and not its beginning. Compressed files, .json
+and tables of text cannot be entered in the middle and are read from the start.
 """
 
 import os
@@ -19,7 +19,16 @@ import xxhash
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
-from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable, wide_encoding
+from tilewright.data.sources.documents import (
+    Document,
+    Part,
+    Reject,
+    Source,
+    decode,
+    looks_binary,
+    printable,
+    wide_encoding,
+)
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
@@ -32,7 +41,7 @@ SEGMENT_BYTES = 1 << 20
 TEXT_SUFFIXES = """
     .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
     .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
-    .zig .nim .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
+    .zig .nim .log .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
 """
 _EXPANSION = 4  # text bytes per compressed byte, for size estimates only
 _SHORT_SUFFIX = re.compile(r"\.[a-z0-9_+-]{1,10}\Z")
@@ -174,7 +183,7 @@ def parts_of_file(root: Path, name: str, path: Path, status: os.stat_result, fie
         read = partial(read_json, name, path, field)
     elif kind in (".csv", ".tsv"):
         read = partial(read_csv, name, path, "," if kind == ".csv" else "\t", field)
-    elif field is None or (kind not in TEXT_SUFFIXES.split() and path != root):
+    elif field is None or (path != root and kind not in TEXT_SUFFIXES.split() and (kind or not _is_text(path))):
         return [Reject(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
     elif size <= SEGMENT_BYTES and not compressed:
         read = partial(_read_text, name, path)
@@ -194,6 +203,20 @@ def _suffix(kind: str) -> str:
 def _is_wide(path: Path) -> bool:
     with path.open("rb") as file:
         return bool(wide_encoding(file.read(4)))
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file without a suffix begins as text in UTF-8, UTF-16 or UTF-32."""
+    with path.open("rb") as file:
+        head = file.read(1 << 13)
+    if wide_encoding(head):
+        return True
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:
+            return False
+    return not looks_binary(head)
 
 
 def _has_lines(path: Path) -> bool:

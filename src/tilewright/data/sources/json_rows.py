@@ -2,7 +2,7 @@
 
 A .json file holds an array of rows, one object with a list of rows in it, one object that is a row, or one row per
 line. Arrays are read in bounded memory: a row has a greatest length. A row is an object with the text in a field, or,
-in an array, the text itself.
+in an array that is the whole file, the text itself. Lists of other values in an object are no rows and are counted.
 """
 
 import codecs
@@ -151,8 +151,11 @@ def _rows_in_list(
     name: str, head: str, pieces: Iterator[str], field: str | None, depth: int, longest: int
 ) -> Iterator[Document | Reject]:
     """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
+    others, size, example = 0, 0, ""
     for number, item in enumerate(_items(head, pieces, depth, longest), 1):
-        if isinstance(item, str) and len(item) > longest:
+        if isinstance(item, str) and depth > 1 and not item.lstrip().startswith("{"):
+            others, size, example = others + 1, size + len(item), example or item.strip()[:40]
+        elif isinstance(item, str) and len(item) > longest:
             yield too_long(name, longest, len(item))
         elif isinstance(item, str):
             yield from row(name, f"row {number}", item.encode("utf-8", "surrogateescape"), field, bare=True)
@@ -160,6 +163,8 @@ def _rows_in_list(
             yield Reject(name, "truncated JSON, the rest is lost", num_bytes=-item)
         else:
             yield too_long(name, longest, item)
+    if others:
+        yield Reject(name, "list of values in an object, not of rows", others, f"as {example}", size)
 
 
 def _items(text: str, pieces: Iterator[str], depth: int, longest: int) -> Iterator[str | int]:

@@ -14,6 +14,7 @@ from tilewright.core.errors import check_damage
 from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
 from tilewright.data.sources.documents import Document, Part, Reject, printable
 from tilewright.data.sources.json_rows import whole_row
+from tilewright.data.sources.lines import LONGEST_LINE, too_long
 
 _ARROW_ROWS = 4096  # rows in one part of an Arrow file
 _BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary
@@ -21,7 +22,12 @@ _DAMAGE = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises on dam
 
 
 def parquet_parts(
-    domain: str, name: str, path: Path, field: str | None, max_expansion: float = MAX_EXPANSION
+    domain: str,
+    name: str,
+    path: Path,
+    field: str | None,
+    max_expansion: float = MAX_EXPANSION,
+    longest: int = LONGEST_LINE,
 ) -> list[Part | Reject]:
     """One part a row group, or a reject where the file is damaged or has no such text column."""
     try:
@@ -38,7 +44,7 @@ def parquet_parts(
         if size > FREE_EXPANSION + max_expansion * compressed:
             parts.append(replace(expands_too_much(name, size, compressed, max_expansion), count=rows[group]))
         else:
-            read = partial(_read_row_group, name, path, group, field)
+            read = partial(_read_row_group, name, path, group, field, longest)
             parts.append(Part(domain, f"{name}@{group}", size, read, name))
     return parts or [Reject(name, "no rows")]
 
@@ -50,13 +56,13 @@ def _column_bytes(row_group: pq.RowGroupMetaData, field: str | None) -> tuple[in
     return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
 
 
-def _read_row_group(name: str, path: Path, group: int, field: str | None) -> Iterator[Document | Reject]:
+def _read_row_group(name: str, path: Path, group: int, field: str | None, longest: int) -> Iterator[Document | Reject]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
             columns = None if field is None else [field]
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
-                yield from _documents(name, f"{name}@{group}", row, _column(batch, field))
+                yield from _documents(name, f"{name}@{group}", row, _column(batch, field), longest)
                 row += batch.num_rows
     except _DAMAGE as error:
         yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=damage_in(error))
@@ -100,7 +106,9 @@ def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> l
     return parts
 
 
-def arrow_parts(domain: str, name: str, path: Path, field: str | None) -> list[Part | Reject]:
+def arrow_parts(
+    domain: str, name: str, path: Path, field: str | None, longest: int = LONGEST_LINE
+) -> list[Part | Reject]:
     """One part for each few thousand rows of an Arrow file, or a reject."""
     try:
         table = _open_arrow(path)
@@ -113,7 +121,7 @@ def arrow_parts(domain: str, name: str, path: Path, field: str | None) -> list[P
     starts = range(0, table.num_rows, _ARROW_ROWS)
     share = size // max(1, len(starts))
     found: list[Part | Reject] = [
-        Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field), name) for i in starts
+        Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field, longest), name) for i in starts
     ]
     return found or [Reject(name, "no rows")]
 
@@ -127,13 +135,13 @@ def _open_arrow(path: Path) -> pa.Table:
     return pa.ipc.open_stream(source).read_all()
 
 
-def _read_arrow(name: str, path: Path, start: int, field: str | None) -> Iterator[Document | Reject]:
+def _read_arrow(name: str, path: Path, start: int, field: str | None, longest: int) -> Iterator[Document | Reject]:
     try:
         rows = _open_arrow(path).slice(start, _ARROW_ROWS)
         if field is not None:
             rows = rows.select([field])
         rows.validate(full=True)  # offsets of a damaged file may lie outside of it
-        yield from _documents(name, name, start, _column(rows, field))
+        yield from _documents(name, name, start, _column(rows, field), longest)
     except _DAMAGE as error:
         yield Reject(name, "damaged Arrow file", example=damage_in(error))
 
@@ -145,12 +153,14 @@ def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[obje
     return iter(rows.to_pylist())
 
 
-def _documents(file: str, name: str, first_row: int, values: Iterator[object]) -> Iterator[Document | Reject]:
+def _documents(
+    file: str, name: str, first_row: int, values: Iterator[object], longest: int
+) -> Iterator[Document | Reject]:
     for row, value in enumerate(values, first_row):
-        if isinstance(value, dict):
-            yield Document(f"{name}:{row}", whole_row(value))
-        elif isinstance(value, str):
-            yield Document(f"{name}:{row}", value)
+        text = whole_row(value) if isinstance(value, dict) else value
+        if isinstance(text, str):
+            size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            yield Document(f"{name}:{row}", text) if size <= longest else too_long(file, longest, size)
         else:
             yield Reject(file, "row without text", example=f"row {row}: {str(value)[:40]!r}")
 

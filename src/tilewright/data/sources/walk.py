@@ -1,4 +1,5 @@
-"""The files below a folder, each once: links are followed once, loops and what cannot be read come out as rejects."""
+"""The files below a folder, each once. Links in it are followed once; links out of it, loops and what cannot be read
+come out as rejects."""
 
 import os
 from dataclasses import dataclass, field
@@ -6,6 +7,9 @@ from pathlib import Path
 
 from tilewright.core.errors import is_of_machine, machine_error
 from tilewright.data.sources.documents import Reject, printable
+
+OUTSIDE = "link out of the source"
+"""Reason of a link that is not followed: what it leads to is no part of the source."""
 
 
 @dataclass
@@ -37,8 +41,9 @@ def find_files(root: Path) -> Found:
     """
     found = Found()
     if not root.is_dir():
-        _add(found, printable(root.name), root, set())
+        _add(found, printable(root.name), root, set(), Path(os.path.realpath(root)))
         return found
+    inside = _bounds(root)
     seen: set[str] = {os.path.realpath(root)}
     files: set[str] = set()
     links: list[tuple[str, Path]] = []
@@ -46,15 +51,29 @@ def find_files(root: Path) -> Found:
     while todo or links:
         if not todo:
             prefix, path = links.pop(0)
-            _follow(found, prefix, path, seen, files, todo)
+            _follow(found, prefix, path, seen, files, todo, inside)
             continue
         prefix, folder = todo.pop()
-        todo += reversed(_list(found, prefix, folder, seen, files, links))
+        todo += reversed(_list(found, prefix, folder, seen, files, links, inside))
     return found
 
 
+def _bounds(root: Path) -> Path:
+    """The folder that links may lead into: the source, or all of a cached repository of the hub, whose snapshots are
+    links into its `blobs`."""
+    real = Path(os.path.realpath(root))
+    cached = real.parent.parent
+    return cached if real.parent.name == "snapshots" and (cached / "blobs").is_dir() else real
+
+
 def _list(
-    found: Found, prefix: str, folder: Path, seen: set[str], files: set[str], links: list[tuple[str, Path]]
+    found: Found,
+    prefix: str,
+    folder: Path,
+    seen: set[str],
+    files: set[str],
+    links: list[tuple[str, Path]],
+    inside: Path,
 ) -> list[tuple[str, Path]]:
     """Add the files of `folder`; returns its sub-folders. Links are put off until everything real is known."""
     try:
@@ -75,24 +94,34 @@ def _list(
             seen.add(os.path.realpath(path))
             folders.append((name + "/", path))
         else:
-            _add(found, name, path, files)
+            _add(found, name, path, files, inside)
     return folders
 
 
-def _follow(found: Found, name: str, link: Path, seen: set[str], files: set[str], todo: list[tuple[str, Path]]) -> None:
+def _follow(
+    found: Found,
+    name: str,
+    link: Path,
+    seen: set[str],
+    files: set[str],
+    todo: list[tuple[str, Path]],
+    inside: Path,
+) -> None:
     real = os.path.realpath(link)
     if not os.path.isdir(real):
-        _add(found, name, link, files)
+        _add(found, name, link, files, inside)
     elif real in seen:
         found.refuse(name, "link to a folder that is read already", printable(real))
     elif Path(os.path.realpath(link.parent)).is_relative_to(real):
         found.refuse(name, "link to a folder that it is in", printable(real))
+    elif not Path(real).is_relative_to(inside):
+        found.refuse(name, OUTSIDE, printable(real))
     else:
         seen.add(real)
         todo.append((name + "/", link))
 
 
-def _add(found: Found, name: str, path: Path, files: set[str]) -> None:
+def _add(found: Found, name: str, path: Path, files: set[str], inside: Path) -> None:
     real = os.path.realpath(path)
     try:
         status = path.stat()
@@ -102,6 +131,9 @@ def _add(found: Found, name: str, path: Path, files: set[str]) -> None:
         return
     if real in files:
         found.refuse(name, "link to a file that is read already", printable(real))
+        return
+    if not Path(real).is_relative_to(inside):
+        found.refuse(name, OUTSIDE, printable(real), status.st_size)
         return
     files.add(real)
     found.sizes[name] = status.st_size

@@ -104,7 +104,8 @@ def _read(item: Item, build: DataBuild) -> Items:
         yield from _documents(item, item.part.read())
     else:
         limits = ReadLimits(**build.limits.model_dump())
-        options = ReadOptions(text_field=build.read.text_field, **build.media.model_dump())
+        read = build.read
+        options = ReadOptions(text_field=read.text_field, suffixes=read.suffixes, **build.media.model_dump())
         span = Span(item.start, item.stop) if item.stop else None
         yield from read_file(Path(item.path), item.name, item.domain, limits, options, span)
 

@@ -1,4 +1,4 @@
-"""HTML and PDF files as records of text: parsed by a process of its own, within limits."""
+"""HTML, notebooks, .docx, EPUB and PDF as records of text: parsed by a process of its own, within limits."""
 
 import os
 import signal
@@ -75,6 +75,57 @@ def read_pdf(entry: Entry) -> Items:
         yield entry.reject("page without text", float(blank), 0.0, count=blank)
     if not any("encrypted" in item or ("error" in item and "page" not in item) for item in found):
         yield from _without_end(entry, size)
+
+
+def read_notebook(entry: Entry) -> Items:
+    """One record: the cells of a Jupyter notebook, code in fences."""
+    size, longest = entry.path.stat().st_size, entry.limits.document_bytes
+    if size > longest:
+        yield entry.reject("document size in bytes", float(size), longest, num_bytes=size)
+        return
+    text = entry.path.read_bytes().decode("utf-8-sig", "replace")
+    yield from _documents(entry, "damaged notebook", kind="notebook", text=text)
+
+
+def read_word(entry: Entry) -> Items:
+    """One record: the paragraphs of a .docx, its title as a fact."""
+    entry.need("defusedxml")
+    yield from _documents(entry, "damaged .docx", kind="docx", **_packed(entry))
+
+
+def read_book(entry: Entry) -> Items:
+    """A record per chapter of an EPUB. Where one is too large, or the parser is ended, no chapter stays."""
+    entry.need("selectolax")
+    entry.need("defusedxml")
+    yield from _documents(entry, "damaged EPUB", kind="epub", **_packed(entry))
+
+
+def _packed(entry: Entry) -> dict[str, Any]:
+    return {"path": str(entry.path), "max_bytes": entry.limits.document_bytes}
+
+
+def _documents(entry: Entry, damaged: str, **request: Any) -> Items:
+    """The records of a document that comes whole, or chapter by chapter; a reject with the rule `damaged`."""
+    size, found = _size(entry), list(_parsed(entry, **request))
+    ended = [item for item in found if isinstance(item, Rejected)]
+    if ended:
+        yield from ended
+        return
+    too_large = next((item["error"] for item in found if "large" in item), "")
+    if too_large:
+        longest = entry.limits.document_bytes
+        yield entry.reject("text of a document in bytes", too_large, longest, num_bytes=size)
+        return
+    for item in found:
+        part = f"chapter {item['chapter']}" if "chapter" in item else ""
+        if "encrypted" in item:
+            yield entry.reject("encrypted EPUB", "a key", "none", num_bytes=size)
+        elif "error" in item:
+            yield entry.reject(damaged, item["error"], part=part, num_bytes=0 if part else size)
+        else:
+            text = item["text"].encode("utf-8", "replace").decode()
+            facts = {"title": item["title"].strip()[:200]} if item["title"].strip() else {}
+            yield from text_record(entry, text, 0, 0 if part else size, facts, part)
 
 
 def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:

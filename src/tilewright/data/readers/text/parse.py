@@ -10,7 +10,10 @@ from typing import Any
 
 from tilewright.data.readers.damage import PARSER_ERRORS, failure, only_damage
 
-_DROP = "script style noscript template nav aside footer form iframe svg button select"
+_DROP = "script style noscript template iframe svg button select textarea"
+_AROUND = "nav, aside, footer, form, body > header"
+"""Dropped where the page is around them; one that holds most of its text is the page itself."""
+_MOST_SHARE = 0.5
 _LINK_SHARE = 0.5
 _MAIN_SHARE = 0.2
 _PARAGRAPH = """
@@ -40,11 +43,13 @@ def html_document(html: str) -> dict[str, str]:
     root = tree.css_first("html")
     language = (root.attributes.get("lang") or "") if root is not None else ""
     tree.strip_tags(_DROP.split())
-    for header in tree.css("body > header"):
-        header.decompose()
     body = tree.body
     if body is None:
         return {"title": title, "language": language[:20], "text": ""}
+    whole = len(body.text())
+    around = [part for part in body.css(_AROUND) if len(part.text()) <= _MOST_SHARE * whole]
+    for part in reversed(around):  # what is in another one first
+        part.decompose()
     for items in body.css("ul, ol, menu"):
         size = len(items.text().strip())
         if size and sum(len(link.text().strip()) for link in items.css("a")) > _LINK_SHARE * size:

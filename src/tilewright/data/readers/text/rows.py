@@ -42,9 +42,9 @@ def read_rows(entry: Entry, kind: str) -> Items:
     elif kind in ("csv", "tsv"):
         found = read_csv(entry.name, entry.path, _DELIMITER[kind], field, longest)
     elif kind == "parquet":
-        found = _of_parts(parquet_parts(entry.domain, entry.name, entry.path, field, entry.limits.ratio))
+        found = _of_parts(parquet_parts(entry.domain, entry.name, entry.path, field, entry.limits.ratio, longest))
     else:
-        found = _of_parts(arrow_parts(entry.domain, entry.name, entry.path, field))
+        found = _of_parts(arrow_parts(entry.domain, entry.name, entry.path, field, longest))
     yield from _converted(entry, iter(found))
 
 
@@ -123,6 +123,10 @@ def _converted(entry: Entry, found: Iterator[Document | Reject], facts: dict[str
             return
         if isinstance(item, Reject):
             yield told(entry, item)
+            continue
+        size = len(item.text.encode("utf-8", "surrogatepass"))
+        if size > entry.limits.line_bytes:  # a table's reader bounds blocks of rows, and not each row
+            yield entry.reject("line length", float(size), entry.limits.line_bytes, num_bytes=size)
             continue
         group, _, number = item.name.removeprefix(entry.name).rpartition(":")
         part = f"row {number}" + (f" of group {group[1:]}" if group.startswith("@") else "")
