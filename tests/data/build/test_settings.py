@@ -116,7 +116,7 @@ def test_every_setting_has_a_probe():
 def test_limits_reach_the_readers(tmp_path, monkeypatch):
     """Every one as it is set."""
     seen = []
-    monkeypatch.setattr(read, "read_file", lambda path, name, domain, limits, options: seen.append(limits) or iter(()))
+    monkeypatch.setattr(read, "read_file", lambda path, name, domain, limits, *_: seen.append(limits) or iter(()))
     values = {name: getattr(LimitsSection(), name) // 2 for name in LimitsSection.model_fields}
     (tmp_path / "a.txt").write_text("text")
     config = settings(tmp_path, limits=values)
