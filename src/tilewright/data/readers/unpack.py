@@ -31,7 +31,7 @@ Group = list[Entry]
 
 
 @dataclass
-class Budget:
+class UnpackBudget:
     """What an archive may still unpack to."""
 
     entry: Entry
@@ -57,7 +57,7 @@ class Budget:
 
 def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
     """The one file in a compressed file. What came before damage is kept, and a reject says that there was some."""
-    budget, name = Budget(entry, entry.path.stat().st_size), PurePosixPath(entry.inner)
+    budget, name = UnpackBudget(entry, entry.path.stat().st_size), PurePosixPath(entry.inner)
     inner = name.stem + (".tar" if name.suffix == ".tgz" else "")
     with ScratchFolder() as folder:
         target, problem = folder / f"member{_suffix(inner)}", None
@@ -100,7 +100,7 @@ def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
             for info in infos:
                 yield info.filename, (lambda info=info: archive.open(info)) if not info.flag_bits & 1 else "encrypted"
 
-        yield from _members(entry, Budget(entry, size), files())
+        yield from _members(entry, UnpackBudget(entry, size), files())
 
 
 def _zip_members(path: Path, size: int) -> int:
@@ -128,7 +128,7 @@ def unpack_tar(entry: Entry) -> Iterator[Group | Rejected]:
     size = entry.path.stat().st_size
     lost: list[Rejected] = []
     with entry.path.open("rb") as file:
-        yield from _members(entry, Budget(entry, size), _tar_files(entry, _Bounded(file), lost))
+        yield from _members(entry, UnpackBudget(entry, size), _tar_files(entry, _Bounded(file), lost))
     yield from lost
 
 
@@ -177,7 +177,7 @@ class _Bounded:
         return self._file.tell()
 
 
-def _members(entry: Entry, budget: Budget, files: Iterator[tuple[str, Any]]) -> Iterator[Group | Rejected]:
+def _members(entry: Entry, budget: UnpackBudget, files: Iterator[tuple[str, Any]]) -> Iterator[Group | Rejected]:
     """Groups of members that were written to a folder of their own, and the rejects of others."""
     group: Group = []
     folder, stem = _Folders(), ""
@@ -211,7 +211,7 @@ def _members(entry: Entry, budget: Budget, files: Iterator[tuple[str, Any]]) -> 
         folder.close()
 
 
-def _write(entry: Entry, budget: Budget, shown: str, target: Path, opened: Any) -> tuple[bool, Rejected | None]:
+def _write(entry: Entry, budget: UnpackBudget, shown: str, target: Path, opened: Any) -> tuple[bool, Rejected | None]:
     """Copy a member to `target`; whether the archive is left, and why the member is not there."""
     with ScratchFile(target) as out:
         try:

@@ -11,7 +11,7 @@ from typing import IO
 
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
-from tilewright.data.readers.unpack import Budget
+from tilewright.data.readers.unpack import UnpackBudget
 from tilewright.data.records import Rejected
 from tilewright.data.sources.documents import printable
 
@@ -32,7 +32,7 @@ class _DamageError(Exception):
 def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
     """The pages in a web archive in its order, one at a time in a temporary file."""
     size, others = entry.path.stat().st_size, 0
-    budget = Budget(entry, size)
+    budget = UnpackBudget(entry, size)
     with entry.path.open("rb") as file:
         at = 0
         while at < size:
@@ -64,7 +64,7 @@ def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
 
 
 def _page(
-    entry: Entry, budget: Budget, file: IO[bytes], fields: dict[str, str], length: int
+    entry: Entry, budget: UnpackBudget, file: IO[bytes], fields: dict[str, str], length: int
 ) -> Iterator[list[Entry] | Rejected]:
     shown = printable(fields.get("warc-target-uri", "").strip("<>")[:300]) or "a record without an address"
     if length > entry.limits.document_bytes:
