@@ -8,9 +8,9 @@ import sys
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
-from tests.cli.tuned import SHAPE, arguments, make_talks
+from tests.cli.tuned import MODELS, SHAPE, arguments, make_talks
 from tests.data.chat.families import FAMILIES, make_folder
 from tests.serving.scripted import PROMPT, scripted
 from tilewright.cli.app import run
@@ -74,10 +74,11 @@ def ends(found, scripts):
     return {script[2] for ids, script in zip(found, scripts, strict=True) if len(ids) < len(script)}
 
 
-def make(folder, name, **config):
+def make(folder, name, kind="llama", **config):
     """A published model's folder, of random weights."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**(SHAPE | config))).save_pretrained(folder)
+    configured, net = MODELS[kind]
+    net(configured(**(SHAPE | config))).save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     family = FAMILIES[name]
     make_folder(folder, name)
@@ -176,9 +177,16 @@ def test_a_tuned_model_with_pieces_ends_where_transformers_ends_it(name, tmp_pat
     assert_ends_alike(tuned, tmp_path, set(FAMILIES[name].stops))
 
 
-@pytest.mark.parametrize("how", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_what_a_base_model_was_taught_is_what_its_merged_folder_says(how, tmp_path):
-    folder = make(tmp_path / "model", "smollm", vocab_size=1000)
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("lora", "llama"),
+        pytest.param("full", "llama", marks=pytest.mark.slow),
+        pytest.param("full", "qwen3", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_base_model_was_taught_is_what_its_merged_folder_says(how, kind, tmp_path):
+    folder = make(tmp_path / "model", "smollm", kind, vocab_size=1000)
     end, old = ("<|im_end|>", "<|endoftext|>")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.convert_tokens_to_ids([end, old])
@@ -192,9 +200,10 @@ def test_what_a_base_model_was_taught_is_what_its_merged_folder_says(how, tmp_pa
     tuned = tune(folder, tmp_path, how, data__chat_template="chatml")
     _, scripts = assert_ends_alike(tuned, tmp_path, {end, old})
     merged = tmp_path / "merged"
-    said = {name: json.loads((merged / f"{name}.json").read_text()) for name in ("config", "generation_config")}
-    assert said["config"]["eos_token_id"] == ids[0]
-    assert said["generation_config"]["eos_token_id"] == ids
+    for place in (merged, *([tuned / "hf"] if how == "full" else [])):
+        said = {name: json.loads((place / f"{name}.json").read_text()) for name in ("config", "generation_config")}
+        assert said["config"]["eos_token_id"] == ids[0]
+        assert said["generation_config"]["eos_token_id"] == ids
     again = AutoTokenizer.from_pretrained(merged)
     assert (again.eos_token, again.eos_token_id, again.bos_token) == (end, ids[0], old)
     assert AutoTokenizer.from_pretrained(tuned / "hf").eos_token == end
