@@ -20,7 +20,7 @@ import xxhash
 from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import FIRST, Row
-from tilewright.data.chat.rows import fields_not_read, is_pair, read_row
+from tilewright.data.chat.rows import is_pair, read_row, read_whole
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
@@ -55,17 +55,16 @@ class _Recogniser:
     def __call__(self, record: PartRecord, document: Document) -> Iterator[Document | Reject]:
         size = len(document.text.encode("utf-8", "surrogatepass"))
         try:
-            given = json.loads(document.text)
-            shape, row = read_row(given, self.pairs)
+            read = read_whole(json.loads(document.text), self.pairs)
         except ChatError as error:
             yield _reject(record, document.name, error, size)
             return
         except (ValueError, RecursionError) as error:
             yield Reject(record.file, "row that cannot be read", example=str(error), num_bytes=size)
             return
-        self.shapes.setdefault(record.file, Counter())[shape] += 1
-        self.not_read.update(fields_not_read(given, row))
-        yield Document(document.name, json.dumps(row, ensure_ascii=False))
+        self.shapes.setdefault(record.file, Counter())[read.shape] += 1
+        self.not_read.update(read.not_read)
+        yield Document(document.name, json.dumps(read.found, ensure_ascii=False))
 
 
 @dataclass

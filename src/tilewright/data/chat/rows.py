@@ -12,6 +12,7 @@ Which one it is, a row says by its fields. Any of them may have `tools` (or Open
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tilewright.data.chat.errors import ChatError
@@ -30,6 +31,21 @@ _LABELS = ("label", "kto_tag")
 _WHOLE = ("1", "1.0", "True", "true")
 
 
+@dataclass(frozen=True)
+class ReadRow:
+    """What a row is.
+
+    Args:
+        shape: its shape.
+        found: what it says, see `read_row`.
+        not_read: names of its fields that are no part of that.
+    """
+
+    shape: str
+    found: Row
+    not_read: list[str]
+
+
 def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
     """The shape of a row, and what it says: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
 
@@ -43,6 +59,16 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
         'Alpaca'
         >>> read_row({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, False)[1]
         {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]}
+    """
+    read = read_whole(row, pairs)
+    return read.shape, read.found
+
+
+def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
+    """As `read_row`, with the names of what is not read.
+
+    Raises:
+        ChatError: as there.
     """
     row = _pair_of_openai(row)
     if is_pair(row):
@@ -63,11 +89,11 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
         if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
             raise ChatError("chat_template_kwargs that are not an object", got=type(variables).__name__)
         found["variables"] = variables
-    left = fields_not_read(row, found)
+    left = _not_read(row, found)
     meant = next((n for n in left if n in _MEANT and not (n == "weight" and str(row[n]) in _WHOLE)), None)
     if meant:
         raise ChatError(f"field {meant!r} that rows of the shape {shape} do not have")
-    return shape, found
+    return ReadRow(shape, found, left)
 
 
 def is_pair(row: Mapping[str, Any]) -> bool:
@@ -85,9 +111,8 @@ def _pair_of_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"prompt": asked.get("messages"), **{k: v for k, v in asked.items() if k != "messages"}, **rest}
 
 
-def fields_not_read(row: Mapping[str, Any], found: Row) -> list[str]:
-    """Names of the fields of a row whose texts are not in what `read_row` makes of it, such as ids and sources."""
-    row = _pair_of_openai(row)
+def _not_read(row: Mapping[str, Any], found: Row) -> list[str]:
+    """Names of the fields of a row whose texts are not in what is made of it, such as ids and sources."""
     used = "\n".join(text.strip() for text in _texts(found))
     left = []
     for name, value in row.items():

@@ -14,6 +14,7 @@ put behind the last answer. Answers of `weight` 0, and messages behind the last 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -148,6 +149,11 @@ class _Rendering:
             closed += chat.ending.closing_call if last.get("tool_calls") else chat.ending.closing
         return cls(closed, len(text), *chat.encode_rendered(closed, names))
 
+    @cached_property
+    def columns(self) -> np.ndarray:
+        """The first and the last character of each id, int64 [2, T]."""
+        return np.array(self.ranges, np.int64).reshape(-1, 2).T
+
     def spans(self, chat: ChatTemplate, answer: "_Answer") -> list[tuple[int, int]]:
         """Character ranges of an answer, with its end."""
         *before, (begin, end) = answer.spans
@@ -158,13 +164,16 @@ class _Rendering:
         end = answer.spans[-1][1]
         if not self.text.startswith(answer.text[:end]):
             return False
-        return self.text[: self.written] == answer.text or not any(first < end < last for first, last in self.ranges)
+        if self.text[: self.written] == answer.text:
+            return True
+        first_T, last_T = self.columns
+        return not ((first_T < end) & (last_T > end)).any()
 
 
 def _sample(rendering: _Rendering, answers: Sequence[Sequence[tuple[int, int]]]) -> ChatSample:
     """A rendering in which answers, by the ranges of each, are trained."""
     spans = [span for answer in answers for span in answer]
-    first_T, last_T = np.array(rendering.ranges, np.int64).reshape(-1, 2).T
+    first_T, last_T = rendering.columns
     trained_T = np.zeros(len(rendering.ids), bool)
     for begin, end in spans:
         trained_T |= (first_T < end) & (last_T > begin) & (first_T < last_T)
