@@ -93,16 +93,16 @@ def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.n
     edge = begins.copy()
     edge[starts] = True
     edges = np.flatnonzero(edge)
-    counted = np.cumsum(kind > _SEPARATOR)
-    ahead = counted[edges] - (kind[edges] > _SEPARATOR)
+    counted = np.cumsum(kind > _SEPARATOR, dtype=np.int32)
+    ahead = counted[edges] - (kind[edges] > _SEPARATOR).astype(np.int32)
     place = counted - np.repeat(ahead, np.diff(np.append(edges, len(data))))  # white space counts for nothing
-    value = value_of[data] * (kind > _SEPARATOR)
+    value = value_of[data]
+    value[at[~is_sign]] = 0
     sums = np.add.reduceat(value * power_of[place & 63], edges)
     hashes = sums[begins[edges]]
     before = np.flatnonzero(~begins[starts] & (counts > 0))  # documents that begin with no word
-    hashes[(np.cumsum(counts) - counts)[before]] += mix64(sums[np.searchsorted(edges, starts[before])]) - mix64(
-        _NOTHING
-    )
+    ahead_of_it = mix64(sums[np.searchsorted(edges, starts[before])]) - mix64(_NOTHING)
+    hashes[(np.cumsum(counts) - counts)[before]] += ahead_of_it
     return mix64(hashes), counts
 
 
