@@ -23,6 +23,7 @@ from tilewright.compress.prove.held_out import ask_held_out
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import CheckpointError, NumericsError
+from tilewright.data.chat import sandbox
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import write_report
 from tilewright.training.loop import train
@@ -279,3 +280,14 @@ def test_a_prompt_of_a_run_is_that_of_its_merged_folder_in_transformers(trained,
         assert ids[0] == tokenizer.bos_id
         assert tokenizer.encode(text) == load_tokenizer(trained / "tokenizer.json").encode(text)
     assert load_tokenizer(tmp_path / "merged").prompt_ids("a<|eos|>") == tokenizer.prompt_ids("a<|eos|>")
+
+
+@pytest.mark.parametrize("template", ["{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2, "{% if %}"])
+def test_a_template_that_takes_too_much_is_no_reason_to_lose_a_model(finished, template, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sandbox, "_CPU_S", 0.5)
+    (finished / "chat_template.jinja").write_text(template)
+    assert run(["merge", str(finished), "--out", str(tmp_path / "merged")]) == 0
+    assert "ends no answer" in capsys.readouterr().err
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == template
+    tokenizer = load_tokenizer(tmp_path / "merged")
+    assert tokenizer.stop_ids == (tokenizer.eos_id,)

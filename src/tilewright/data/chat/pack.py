@@ -47,7 +47,8 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
         reason = np.where(column["first"] <= seq_len, "", BEHIND)
         if pairs:
             behind = np.repeat((reason != "").reshape(-1, 2).any(1), 2)
-            equal = np.repeat(_equal(np.load(corpus / f"{split}.npy", mmap_mode="r"), column["length"], seq_len), 2)
+            tokens = np.load(corpus / f"{split}.npy", mmap_mode="r", allow_pickle=False)
+            equal = np.repeat(_equal(tokens, column["length"], seq_len), 2)
             reason = np.where(behind, BEHIND, np.where(equal, EQUAL, ""))
         fits = reason == ""
         domain_of = np.array(here["domain"].to_pylist())

@@ -74,12 +74,12 @@ class TextRules:
         source = folder_templates(folder)[_DEFAULT]
         try:
             chat = ChatTemplate.load(str(folder), tokenizer)
+            taught, stops = _taught(recipe, chat), chat.stops.ids
+            named = taught is not None and chat.renders_with({"eos_token": chat.tokenizer.backend.id_to_token(taught)})
         except DataError as error:  # the text goes with the model all the same: it may be right for others
             say(f"note: the chat template of {folder} ends no answer: {error.problems[0].got}", error=True)
             return cls(begin, end, source, config, stops_of(tokenizer, None).ids)
-        taught = _taught(recipe, chat)
-        named = taught is not None and chat.renders_with({"eos_token": chat.tokenizer.backend.id_to_token(taught)})
-        return cls(begin, end, source, config, chat.stops.ids, taught, named)
+        return cls(begin, end, source, config, stops, taught, named)
 
     def eos_id(self, tokenizer: Tokenizer) -> int:
         """The artefact's end of a text, as its tokenizer has it."""
