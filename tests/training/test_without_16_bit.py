@@ -5,13 +5,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CASES = Path(__file__).with_name("without_16_bit.py")
 RESTRICTED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
-def test_no_16_bit_matrix_reaches_torch():
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_no_16_bit_matrix_reaches_torch(marked):
     """In a process of its own: oneDNN and ATen read their variables once."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(CASES)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        marked,
+        "-p",
+        "no:cacheprovider",
+        "--durations=8",
+        str(CASES),
+    ]
     environ = os.environ | RESTRICTED | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environ)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

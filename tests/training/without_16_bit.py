@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contracts.observe import fixed_ceilings
 from tests.ops.cases import attention_cases
 from tests.precision.test_fp8_cover import build, ids
+from tests.training.test_dpo import dpo, model, pairs  # noqa: F401  the last two are fixtures
 from tests.training.tiny import tiny
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.kernels import Kernels
+from tilewright.planner.machine import ceilings
 from tilewright.precision.convert import convert
 from tilewright.training.loop import train
 
@@ -36,6 +39,12 @@ def no_16_bit_products():
     found = {f"{e.name()} {e.shapes()[:2]}" for e in events if e.name() in SLOW and set(e.dtypes()[:3]) & set(LOW)}
     assert not found, f"{len(found)} kinds of products of 16-bit operands, the first: {sorted(found)[:5]}"
     assert any(e.name() in SLOW for e in events), "the profiler sees products"
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch):
+    """No run measures the machine, which takes seconds under these instruction sets."""
+    monkeypatch.setattr(ceilings, "measure", fixed_ceilings)
 
 
 @functools.cache
@@ -83,34 +92,84 @@ def test_operations(dtype, autocast):
         run.tile_gemm(a, b, out_dtype=dtype)
 
 
+MLA = {"model__attention": "mla", "model__q_lora_rank": 8, "model__kv_lora_rank": 8}
+NARROW = {"optim__moments": "8bit", "optim__master_weights": "stochastic"}
 RECIPES = {
     "bf16_mixed": {},
     "muon": {"optim__kind": "muon"},
-    "hybrid": {"precision__mode": "hybrid"},
     "pure_fp16": {"precision__mode": "pure_fp16"},
     "fp8_tile": {"precision__mode": "fp8_tile"},
-    "fp8_tensorwise": {"precision__mode": "fp8_tensorwise"},
     "lora": {"lora__rank": 4, "lora__alpha": 8.0},
-    "moe": {"model__num_experts": 4},
-    "mla": {"model__attention": "mla", "model__q_lora_rank": 8, "model__kv_lora_rank": 8},
+    "experts": {"model__num_experts": 4} | MLA,
+    "layer_major": {"memory__executor": "layer_major"} | NARROW,
+}
+LONGER = {
+    "hybrid": {"precision__mode": "hybrid"},
+    "fp8_tensorwise": {"precision__mode": "fp8_tensorwise"},
+    "experts_fp8": {"precision__mode": "fp8_tile", "model__num_experts": 4},
+    "mla": MLA,
+    "narrow": NARROW,
     "layer_major": {"memory__executor": "layer_major", "optim__moments": "8bit"},
-    "narrow": {"optim__moments": "8bit", "optim__master_weights": "stochastic"},
+}
+
+
+SHORT = {
+    "train__steps": 3,
+    "train__eval_interval": 2,
+    "train__global_batch_size": 2,
+    "train__micro_batch_size": 1,
+    "train__sample_tokens": 2,
+    "checkpoint__interval": 0,
+    "checkpoint__save_last": False,
+    "log__report": False,
+    "ops__cross_entropy": "native",
+    "precision__eval_fp32": False,
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_three_steps_evaluation_and_a_sample(name, data, tmp_path):
-    short = {"train__steps": 3, "train__eval_interval": 2, "checkpoint__interval": 0, "ops__cross_entropy": "native"}
     with no_16_bit_products():
-        train(tiny(data, tmp_path, **short, precision__eval_fp32=False, **RECIPES[name]))
+        train(tiny(data, tmp_path, **SHORT | RECIPES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
+def test_three_steps_of_more_recipes(name, data, tmp_path):
+    with no_16_bit_products():
+        train(tiny(data, tmp_path, **SHORT | LONGER[name]))
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", pytest.param("fp8_tile", marks=pytest.mark.slow)])
+def test_a_teacher_beside_the_steps(mode, data, tmp_path):
+    """Which computes in BF16 where the student does."""
+    last = {"checkpoint__save_last": True, "train__steps": 1, "run__name": "teacher", "precision__mode": "fp32"}
+    folder = train(tiny(data, tmp_path, **SHORT | last)).run_dir
+    with no_16_bit_products():
+        train(tiny(data, tmp_path, **SHORT, precision__mode=mode, distill__teacher=folder))
+
+
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("hf", marks=pytest.mark.slow)])
+def test_preferences_and_their_reference(kind, pairs, model, tmp_path):  # noqa: F811
+    few = {"train__steps": 2, "train__global_batch_size": 4, "train__micro_batch_size": 2, "train__eval_interval": 0}
+    with no_16_bit_products():
+        train(dpo(pairs, model, tmp_path, **SHORT | few, model__kind=kind, precision__mode="bf16_mixed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16_mixed", "fp8_tile", "muon"])
+def test_compiled_layers_loss_and_optimizer(name, data, tmp_path):
+    compiled = {"train__compile": "on", "ops__cross_entropy": "auto", "ops__adam": "auto"}
+    with no_16_bit_products():
+        train(tiny(data, tmp_path, **SHORT | RECIPES[name] | compiled))
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid", "fp8_tile"])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_models_with_code_of_their_own(name, mode):
-    model = convert(build(name), mode)
+    net = convert(build(name), mode)
     with no_16_bit_products():
-        model(input_ids=ids(), labels=ids()).loss.backward()
+        net(input_ids=ids(), labels=ids()).loss.backward()
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid"])
@@ -126,6 +185,6 @@ def test_convolutions_and_functions(mode):
             x = self.heads(x, x, x)[0] @ self.weight
             return torch.einsum("bsd,de->bse", x, self.weight).sum()
 
-    model = convert(Net(), mode)
+    net = convert(Net(), mode)
     with no_16_bit_products():
-        model(torch.randn(2, 3, 6, 6)).backward()
+        net(torch.randn(2, 3, 6, 6)).backward()

@@ -19,6 +19,7 @@ from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
 from tilewright.models.base.protocols import LossOutput
 from tilewright.ops.base.labels import check_labels
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import machines_linear
 
 HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
 """Of a batch: the teacher's last hidden values [B, S, E], the weight of its head [V, E], and FP32 [temperature,
@@ -66,10 +67,10 @@ def _chunk(
 ) -> Tensor:
     """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32."""
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
-    logits_CV = (x_CD @ weight_VD.to(x_CD.dtype).T).float().masked_fill(ignored_C1, 0.0)
+    logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
     entropy = F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="sum")
     with torch.no_grad():
-        theirs_CV = (hidden_CE @ head_VE.to(hidden_CE.dtype).T).float().masked_fill(ignored_C1, 0.0)
+        theirs_CV = machines_linear(hidden_CE, head_VE).float().masked_fill(ignored_C1, 0.0)
         theirs_CV = (theirs_CV / temperature).log_softmax(-1)
     ours_CV = (logits_CV / temperature).log_softmax(-1)
     each_C1 = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
