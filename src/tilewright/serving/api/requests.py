@@ -231,9 +231,10 @@ def _as_api_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     the one that it came closest to."""
     found = [(_path(values, one["loc"], one["type"]), one) for one in error.errors(include_url=False)]
     path, first = min(found, key=lambda pair: (pair[1]["type"] != "extra_forbidden", -len(pair[0])))
-    what = first["msg"].removeprefix("Value error, ")
+    unknown = first["type"] == "extra_forbidden"
+    what = "this server knows no such field" if unknown else first["msg"].removeprefix("Value error, ")
     param = ".".join(path) or what.split()[0]
-    code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+    code = "unknown_parameter" if unknown else "invalid_value"
     return ApiError(400, f"{param[:200]}: {what}", param[:200], code)
 
 
