@@ -245,8 +245,10 @@ class Server:
         """The most tokens of an answer: as asked for, else as many as the server gives, and memory has room for."""
         tokens, field = asked.asked_tokens()
         most = self.worker.draws.most_positions
-        if most is not None and num_prompt + (tokens or 1) > most:
-            what = f"The server has memory for {most} tokens of prompt and answer, not for {num_prompt} + {tokens or 1}"
+        room = self.session.max_positions
+        needed = (tokens or 1) if room is None else max(1, min(tokens or 1, room - num_prompt))
+        if most is not None and num_prompt + needed > most:
+            what = f"The server has memory for {most} tokens of prompt and answer, not for {num_prompt} + {needed}"
             raise ApiError(400, what, field if tokens else None, "context_length_exceeded")
         if tokens is not None:
             return tokens
