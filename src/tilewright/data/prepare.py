@@ -35,7 +35,7 @@ from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
-_CHAT_FORMAT = 5  # of entries of conversations
+_CHAT_FORMAT = 6  # of entries of conversations
 _FORMAT = 5  # of the cache entries; a change makes old entries unused
 
 

@@ -333,3 +333,27 @@ def test_conversations_and_their_renderings_are_counted_apart(tmp_path):
     lost = prepared.summary["chat"]["lost"]["answer begins behind data.seq_len"]
     assert lost == {"rows": 31, "documents": 31, "refused": 1}
     assert any("31 of the renderings of 31 conversations are not trained" in line for line in prepared.preview())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_fields_that_a_table_fills_up_are_not_there(tmp_path, kind):
+    """A table gives all arguments the names of all calls, and all tools those of all tools."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    rows = []
+    for i in range(20):
+        names = ("city", "unit") if i % 2 else ("title",)
+        call = {"function": {"name": f"f{i % 2}", "arguments": {name: f"{name} {i}" for name in names}}}
+        asked = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        properties = {name: {"type": "string"} for name in names}
+        function = {"name": f"f{i % 2}", "parameters": {"type": "object", "properties": properties}}
+        rows.append({"messages": asked, "tools": [{"type": "function", "function": function}]})
+    plain = chat(write(tmp_path / "a.jsonl", rows), folder, tmp_path, seq_len=512)
+    if kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(tmp_path / "table")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table.parquet")
+    path = tmp_path / ("table" if kind == "saved" else "table.parquet")
+    table = chat(path, folder, tmp_path, seq_len=512)
+    assert table.summary["read"]["documents"] == plain.summary["read"]["documents"]
+    for name in ("tokens", "trained_tokens"):
+        assert table.summary[name] == plain.summary[name]

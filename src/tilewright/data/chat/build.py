@@ -20,7 +20,7 @@ import xxhash
 from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import FIRST, Row
-from tilewright.data.chat.rows import is_pair, read_row, read_whole
+from tilewright.data.chat.rows import is_pair, read_row, read_whole, without_none
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
@@ -39,6 +39,8 @@ from tilewright.data.sources.files import user_source
 
 _MAX_HEAVY = 3
 """Rows whose rendering takes more time or memory than it gets and that are set aside."""
+_TABLES = (".parquet", ".arrow")
+"""Files in which all objects of a column have the fields of all of them, those that were not there as null."""
 _EXAMPLE_CHARS = 4000
 _NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
 
@@ -55,7 +57,9 @@ class _Recogniser:
     def __call__(self, record: PartRecord, document: Document) -> Iterator[Document | Reject]:
         size = len(document.text.encode("utf-8", "surrogatepass"))
         try:
-            read = read_whole(json.loads(document.text), self.pairs)
+            row = json.loads(document.text)
+            row = without_none(row) if record.file.endswith(_TABLES) else row
+            read = read_whole(row, self.pairs)
         except ChatError as error:
             yield _reject(record, document.name, error, size)
             return

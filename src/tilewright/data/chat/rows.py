@@ -101,6 +101,18 @@ def is_pair(row: Mapping[str, Any]) -> bool:
     return any(name in row for name in ("chosen", "rejected", "preferred_output", "non_preferred_output"))
 
 
+def without_none(value: Any) -> Any:
+    """A row without the fields that are null, at any depth.
+
+    Example:
+        >>> without_none({"a": None, "b": [{"c": None, "d": 1}, None]})
+        {'b': [{'d': 1}, None]}
+    """
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
 def _pair_of_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """A pair as OpenAI's fine-tuning takes it, with the names of others; any other row as it is."""
     asked = row.get("input")
