@@ -252,7 +252,7 @@ class StandardExecutor:
         aux: dict[str, Tensor] = {}
         targets = [count_targets([batch]) for batch in microbatches]
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
-        gradients = None if self._group is None else self._gradients
+        gradients = self._gradients if self._sharded or self._group is not None else None
         with nullcontext() if gradients is None else gradients.passes(self.device):
             for index, host_batch in enumerate(microbatches):
                 last = index + 1 == len(microbatches)
