@@ -109,7 +109,7 @@ def test_a_template_that_cannot_be_compiled_ends(source, tokenizer):
         max_leaves=6,
     )
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_generated_templates_end(tokenizer, expression):
     ends("{% for m in messages %}{{ (" + expression + ") | string | length }}{% endfor %}", tokenizer)
 

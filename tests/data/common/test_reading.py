@@ -161,7 +161,7 @@ def test_trained_and_published_layouts_read_in_this_process(tmp_path):
 
 
 RUNS = [
-    unit * (20_000 // len(unit))
+    unit * (8_000 // len(unit))
     for unit in ("a", "A", " ", "\n", " \n", "1", "!", "'s", "aA", "é", "一", "\u0301", "a ")
 ]
 

@@ -52,7 +52,8 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         notes += [_NORMALIZED.format(form=form)] if form else []
     else:
         notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
-    unknown = [source.tokenizer.backend.id_to_token(i) for i in beyond(rules.eos_id(source.tokenizer), rules.stops)]
+    eos_id = rules.eos_id(source.tokenizer)
+    unknown = beyond(eos_id, rules.stops, words.tokens) if words else ()
     if unknown:
         notes.append(f"llama.cpp has room for three tokens that end an answer; callers stop at {', '.join(unknown)}")
     coded = source.four_bits_signed if asked == "q4_0" else Coded(source.model)
@@ -66,7 +67,7 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         codes=coded.of_net(),
         name=source.run.resolve().name,
         bos_id=source.tokenizer.bos_id,
-        eos_id=rules.eos_id(source.tokenizer),
+        eos_id=eos_id,
         stops=rules.stops,
         pad_id=source.tokenizer.pad_id,
         chat_template=rules.template,

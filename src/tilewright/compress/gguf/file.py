@@ -55,7 +55,7 @@ def write_file(
             writer.add_tokenizer_model("none")
         else:
             _add_words(writer, words, bos_id, eos_id, pad_id)
-            _add_stops(writer, eos_id, stops)
+            _add_stops(writer, eos_id, stops, words.tokens)
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
         for theirs, array, blocks in named_tensors(weights, shape, codes or {}):
@@ -69,13 +69,28 @@ def write_file(
         writer.close()
 
 
-def beyond(eos_id: int, stops: Sequence[int]) -> tuple[int, ...]:
-    """Of the ids that end an answer those that a file has no place for."""
-    return tuple(i for i in stops if i != eos_id)[2:]
+_ENDS_BY_NAME = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+"""Tokens at which llama.cpp ends an answer wherever a vocabulary has them."""
 
 
-def _add_stops(writer: "gguf.GGUFWriter", eos_id: int, stops: Sequence[int]) -> None:  # noqa: F821
+def beyond(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> tuple[str, ...]:
+    """Names of the tokens that end an answer and that a file has no place for.
+
+    Example:
+        >>> beyond(0, [1, 0, 2, 3, 4], ["</s>", "<|end|>", "<|im_end|>", "<|user|>", "<|tool|>"])
+        ('<|tool|>',)
+    """
+    return tuple(tokens[i] for i in _others(eos_id, stops, tokens)[2:] if tokens[i] not in _ENDS_BY_NAME)
+
+
+def _others(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> list[int]:
+    """What ends an answer beside the end of a text: the template's own first, then what llama.cpp has to be told."""
     others = [i for i in stops if i != eos_id]
+    return others[:1] + sorted(others[1:], key=lambda i: tokens[i] in _ENDS_BY_NAME)
+
+
+def _add_stops(writer: "gguf.GGUFWriter", eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> None:  # noqa: F821
+    others = _others(eos_id, stops, tokens)
     for add, i in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(i)
 
