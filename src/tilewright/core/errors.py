@@ -208,6 +208,9 @@ def machine_error(error: BaseException, where: str, *, disk: str = "free some sp
     if isinstance(error, MemoryError) or number in _MEMORY:
         way = f"fewer processes at the same time, or a higher limit (ulimit -v), {again}"
         return HardwareError("Not enough memory", got=got, need="memory for this process", try_=way, where=where)
+    if number == errno.EFBIG:
+        way = f"ulimit -f unlimited, {again}"
+        return DataError("File as large as a file may be", got=got, need="a higher limit", try_=way, where=where)
     if number in _FULL:
         way = f"{disk}, {again}"
         return DataError("No space left to write", got=got, need="room on the disk", try_=way, where=where)

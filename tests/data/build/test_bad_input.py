@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.build.corpora import build, prose, settings
+from tests.data.readers.made import HTML, pdf_bytes
+from tests.data.readers.packed import docx_bytes
+from tilewright.core.errors import HardwareError
 
 GOOD = 12
 
@@ -51,6 +55,30 @@ def test_damaged_files(folder, tmp_path):
         assert found.get(name), f"{name} has no reject"
     assert found["surrogate.jsonl"] == {"half a Unicode surrogate pair"}
     assert found["half.jsonl"] == {"half-written last line"}
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("a.pdf", "pypdf"), ("a.html", "selectolax"), ("a.docx", "defusedxml"), ("k.txt", "charset_normalizer")],
+)
+def test_a_missing_package_fails_the_build_and_the_hint_mends_it(folder, tmp_path, monkeypatch, name, package):
+    """Nothing is recorded as bad: with the package the same command reads the file."""
+    koi8 = "Все счастливые семьи похожи друг на друга, каждая несчастливая несчастлива.\n".encode("koi8-r")
+    made = {"a.pdf": pdf_bytes(["One page"]), "a.html": HTML.encode(), "a.docx": docx_bytes(), "k.txt": koi8}
+    (folder / name).write_bytes(made[name])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, package, None)
+        with pytest.raises(HardwareError, match=f"Package {package} is not installed") as caught:
+            build(settings(folder), tmp_path / "out")
+        problem = caught.value.problems[0]
+        assert all((problem.got, problem.need, problem.try_))
+        assert name in problem.got
+        assert ("suffixes" in problem.try_) == (name != "k.txt")
+        if name != "k.txt":  # or without such files
+            assert f'suffixes = {{ "{Path(name).suffix}" = "none" }}' in problem.try_
+            left_out = {"suffixes": {Path(name).suffix: "none"}}
+            assert outcome(folder, tmp_path / "other", read=left_out)[name] == {"file type is not read"}
+    assert not outcome(folder, tmp_path / "out").get(name)
 
 
 def test_endless_lines(folder, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from tests.data.build.corpora import prose
 from tests.data.readers.made import COMPRESS, TEXT, every_format, read, zip_bytes
 from tilewright.core import env
-from tilewright.core.errors import TilewrightError, is_of_machine
+from tilewright.core.errors import TilewrightError, is_of_machine, machine_error
 from tilewright.data.readers.scratch import ScratchFile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,3 +111,20 @@ def test_a_giant_number_in_a_file_is_not_the_machine():
     assert not is_of_machine(MemoryError())
     assert not is_of_machine(OSError("Invalid data stream"))
     assert not is_of_machine(OSError(errno.EINVAL, "Invalid argument"))
+
+
+@pytest.mark.parametrize(
+    ("error", "way"),
+    [
+        (OSError(errno.ENOSPC, "full"), "free some space"),
+        (OSError(errno.EMFILE, "many"), "ulimit -n"),
+        (OSError(errno.EFBIG, "large"), "ulimit -f"),
+        (OSError(errno.ENOMEM, "none"), "ulimit -v"),
+        (MemoryError(), "ulimit -v"),
+        (OSError(errno.EIO, "broken"), "read and write"),
+    ],
+)
+def test_what_to_do_is_what_mends_it(error, way):
+    problem = machine_error(error, "/somewhere").problems[0]
+    assert way in problem.try_
+    assert all((problem.what, problem.got, problem.need, problem.where))

@@ -5,7 +5,7 @@ Also the error of a package that is not installed.
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from tilewright.core.errors import HardwareError
@@ -71,25 +71,32 @@ class Entry:
         """What a parser says, as UTF-8 can hold it and without the place of the file on this machine."""
         return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
 
-    def need(self, package: str) -> None:
+    def need(self, package: str, *, of_format: bool = True) -> None:
         """Check that a package is there that this file needs.
+
+        Args:
+            package: by the name that it is imported by.
+            of_format: files of this suffix need it; False: this one for what is in it.
 
         Raises:
             HardwareError: it is not installed. A build without it would leave out files that are good.
         """
-        need_package(package, f"{self.name} > {self.part}" if self.part else self.name)
+        suffix = PurePosixPath(self.inner).suffix.lower() if of_format else ""
+        need_package(package, f"{self.name} > {self.part}" if self.part else self.name, suffix)
 
 
-def need_package(package: str, what: str) -> None:
-    """Check that `package` is installed, which `what` needs.
+def need_package(package: str, what: str, suffix: str = "") -> None:
+    """Check that `package` is installed, which `what` needs, as all files with `suffix` do.
 
     Raises:
         HardwareError: it is not.
     """
     if find_spec(package) is None:
+        way = f"{INSTALL}, and the same command again: finished units stay"
         raise HardwareError(
             f"Package {package} is not installed",
             got=what,
             need=f"{package}, which reads it",
-            try_=f"{INSTALL}, and the same command again: finished units stay",
+            try_=way
+            + (f'\nor in [read]: suffixes = {{ "{suffix}" = "none" }}, to leave such files out' if suffix else ""),
         )

@@ -77,7 +77,7 @@ def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
     Raises:
         HardwareError: the package that finds encodings is not installed.
     """
-    entry.need("charset_normalizer")
+    entry.need("charset_normalizer", of_format=False)
     sums = {"count": len(lost), "num_bytes": sum(len(line) + 1 for line in lost)}
     return entry.reject("unknown encoding", found or "none fits", "all bytes decode", ascii(lost[0][:80]), **sums)
 
@@ -85,7 +85,7 @@ def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
 def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, part: str = "", **fields) -> Items:
     """The record of a text that was decoded, with mojibake undone; nothing where it is blank."""
     if is_suspect(text):
-        entry.need("ftfy")
+        entry.need("ftfy", of_format=False)
         text, lines = undo_mojibake(text)
         facts = facts | ({"repaired": lines} if lines else {})
     try:

@@ -65,7 +65,7 @@ def _legacy_encoding(entry: Entry) -> str:
     whole = head[: head.rfind(b"\n") + 1] or head
     decoded = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
     if decoded.lost:
-        entry.need("charset_normalizer")
+        entry.need("charset_normalizer", of_format=False)
     return "" if decoded.lost or "utf-8" in decoded.encoding else decoded.encoding
 
 
@@ -98,7 +98,7 @@ def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
             continue
         text, encoding, lost, _ = decode_text(line, legacy)
         if lost:
-            entry.need("charset_normalizer")
+            entry.need("charset_normalizer", of_format=False)
         if lost or encoding not in ("utf-8", legacy):
             yield entry.reject("row is not UTF-8", encoding or "none fits", "utf-8", ascii(line[:60]), part)
             continue
