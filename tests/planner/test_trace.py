@@ -15,11 +15,13 @@ from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import free_pages
 from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.skeleton import skeleton_of
 from tilewright.planner.summary import make_plan
 from tilewright.planner.trace import trace
 from tilewright.planner.trace.byte_counter import LiveBytes, flops_of
 from tilewright.planner.trace.fake_model import KERNELS
-from tilewright.planner.trace.trace import DOCUMENTS_AS_ROWS, Untraceable, trace_model
+from tilewright.planner.trace.layer_trace import Measures
+from tilewright.planner.trace.trace import DOCUMENTS_AS_ROWS, ModelCalls, Tracer, Untraceable, trace_model
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 
@@ -202,3 +204,34 @@ def test_a_trace_leaves_the_model_as_it_was(tmp_path):
     assert all(p.is_meta for p in model.parameters())
     assert list(model.state_dict()) == list(before)
     assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear))
+
+
+ADAPTERS = {"rank": 4, "alpha": 8.0}
+LONGER_SHARED = [
+    ("llama", "fp8_tile", ADAPTERS),
+    ("mixtral", "fp8_tile", {}),
+    ("gpt2", "bf16_mixed", {}),
+    ("vit", "fp32", {}),
+]
+SHARED = [("llama", "hybrid", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONGER_SHARED)]
+
+
+@pytest.mark.parametrize(("name", "mode", "lora"), SHARED)
+def test_a_conversion_that_several_traces_share_changes_no_number(name, mode, lora, tmp_path):
+    """Against a conversion for each: to the byte and the FLOP, with all parts of a layer measured at once or alone."""
+    recipe = recipe_of(FAMILIES[name], tmp_path, precision={"mode": mode}, lora=lora)
+    skeleton, policy = skeleton_of(recipe, VOCAB), Policy.from_section(recipe.precision, "cpu")
+    args = skeleton.model, skeleton.names, recipe, policy, AMD
+    calls = ModelCalls()
+    shared = Tracer(*args, calls)
+    one, two = shared.trace(1, Measures.MEMORY | Measures.FLOPS), shared.trace(2, Measures.MEMORY)
+    again = Tracer(*args, calls).trace(2, Measures.TRAFFIC)
+    fresh = [trace_model(*args, rows) for rows in (1, 2)]
+    empty = {"layers": None}
+    assert [replace(found, **empty) for found in (one, two, again)] == [
+        replace(found, **empty) for found in (*fresh, fresh[1])
+    ]
+    assert (one.layers.memory, one.layers.flops) == (fresh[0].layers.memory, fresh[0].layers.flops)
+    assert (two.layers.memory, two.layers.flops) == (fresh[1].layers.memory, ())
+    assert (again.layers.memory, again.layers.traffic) == ((), fresh[1].layers.traffic)
+    assert len(fresh[0].layers.traffic) == len(skeleton.names)
