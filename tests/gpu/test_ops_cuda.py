@@ -16,11 +16,13 @@ from tests.ops.follow import DTYPES as FOLLOWED
 from tests.ops.follow import SHAPES, pair, same_bits
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_int8_linear import assert_exact
+from tests.ops.test_native_adam import master_row
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
-from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM
+from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
 from tilewright.ops.attention import ATTENTION, attention_kind
+from tilewright.ops.backends.ref.adam import adam as ref_adam
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.kernels import Kernels
@@ -181,6 +183,23 @@ def test_linear_cross_entropy(name, dtype):
         lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum"),
         [x, weight], dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@names(MASTER_ADAM)
+def test_masters_follow_writes_in_the_update(name, moments):
+    """A weight that was written in part, its master, and an update: the reference's, by roundings of FP32."""
+    run = run_poisoned(MASTER_ADAM, name, moments)
+    for step, shape in enumerate([(5,), (9, 37), (3, 129)], 1):
+        rows = list(master_row(torch.bfloat16, moments, shape))
+        ours = [x.to(DEVICE) for x in rows]
+        for update, (master, grad, first, second, weight) in ((run, ours), (ref_adam, rows)):
+            update([master], [grad], [first], [second], [0], hyper(step), [0], [weight])
+        for what, got, want in zip(("master", "grad", "exp_avg", "exp_avg_sq", "weight"), ours, rows, strict=True):
+            stored = torch.finfo(want.dtype).eps if want.dtype != torch.float32 else 0.0
+            size = max(1.0, want.double().abs().max().item())
+            error = (got.cpu().double() - want.double()).abs().max().item()
+            assert error <= (2 * stored + 16 * 2.0**-23) * size, f"{what} of {shape}: {error:.3g} off"
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 16, 24)], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.test_rows import assert_parts
+from tests.models.test_row_wise import assert_parts
 from tests.zoo.families import TRAINED
 from tilewright.models.hf.load import load_hf
 from tilewright.models.layerwise.lazy_init import stored_values
