@@ -68,6 +68,8 @@ TEXTS = ReferenceTexts(
         ([[1], [2], [5]], [[9, 5]], {}, ("1 of 3 texts", "'odd'", "[5] in place of [3, 4]")),
         ([[7], [2], [3, 4]], [[9, 3, 4]], {}, ("1 of 3 texts", "'a'")),
         ([[1], [2], [3, 4]], [[9, 3, 4]], {"positions": 32}, ("positions: 32 in place of 64",)),
+        (None, None, {"chat_template": "x\n"}, ()),  # Jinja drops it
+        (None, None, {"chat_template": "x\n\n"}, ("chat_template",)),
         (None, None, {"chat_template": "y"}, ("chat_template: 'y' in place of 'x'",)),
         (None, None, {}, ()),
     ],

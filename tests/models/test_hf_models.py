@@ -248,6 +248,14 @@ def test_wrong_task():
         load_hf(ViTConfig(**_VIT), "causal_lm")
 
 
+@pytest.mark.parametrize("name", ["llama", "bert", "resnet"])
+def test_a_model_whose_checkpointing_was_never_set_is_compiled(name, tmp_path):
+    """As an export's baseline loads one; layers compile when they first run."""
+    model = make(name)
+    model.net.save_pretrained(tmp_path)
+    load_hf(tmp_path, model.task, "load").compile_blocks()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert", "resnet"])
 def test_compiled_models_compute_the_same(name):

@@ -263,7 +263,8 @@ class HFModel(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
-        from_qdata = {layer for layer in self._layers() if layer._gradient_checkpointing_func is self._from_qdata}
+        name = "_gradient_checkpointing_func"  # there once checkpointing was set, on or off
+        from_qdata = {layer for layer in self._layers() if getattr(layer, name, None) is self._from_qdata}
         if from_qdata:
             self._from_qdata.compiles = True
             self._note("Layers that keep 8-bit inputs are compiled for training only, not for evaluation.")

@@ -75,8 +75,15 @@ def compare_texts(
 
 def _facts(expected: ReferenceTexts, facts: Mapping[str, Any] | None) -> str:
     wanted = expected.facts or {}
-    wrong = [name for name, value in (facts or {}).items() if name in wanted and wanted[name] != value]
+    wrong = [
+        name for name, value in (facts or {}).items() if name in wanted and _rendered(wanted[name]) != _rendered(value)
+    ]
     return "; ".join(f"{name}: {_short(facts[name])} in place of {_short(wanted[name])}" for name in wrong if facts)
+
+
+def _rendered(value: Any) -> Any:
+    """A template as Jinja reads it, without the newline at its end: llama.cpp tells it so."""
+    return value.removesuffix("\n") if isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:
