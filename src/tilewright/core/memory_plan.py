@@ -101,14 +101,14 @@ class MemoryPlan:
 def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
     """What a recipe's settings say without a plan: the same for all layers."""
     memory = recipe.memory
-    sliced = memory.executor == "layer_major"
-    parameters, states, inputs = memory.tiers if sliced else ("device",) * 3
+    parameters, states, inputs = memory.tiers if memory.can.offload else ("device",) * 3
+    kept = KIND_OF[recipe.train.activation_checkpoint] if memory.can.activation_checkpoint else "recompute"
     return MemoryPlan.uniform(
         num_layers,
         parameters=parameters,
         states=states,
         inputs=inputs,
-        activations="recompute" if sliced else KIND_OF[recipe.train.activation_checkpoint],
+        activations=kept,
         mlp_chunks=memory.mlp_chunks,
         attention_block=memory.attention_block,
     )

@@ -325,7 +325,7 @@ def build(
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
-        if recipe.memory.executor == "layer_major":
+        if recipe.memory.can.offload:
             sliced = slice_up(
                 recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
             )
@@ -378,7 +378,7 @@ def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tu
     model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)
     each = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
-    if recipe.memory.executor == "standard":
+    if recipe.memory.can.activation_checkpoint:
         checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:

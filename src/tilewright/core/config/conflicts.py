@@ -4,28 +4,79 @@
 places and leave out those whose fields are already known to be wrong.
 """
 
+import itertools
 from collections.abc import Iterator
 
+from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (
-        *MODEL_CHECKS,
-        _data,
-        _preferences,
-        _distill,
-        _integers,
-        _precision,
-        _precision_control,
-        _optim,
-        _lora,
-        _train,
-        _parallel,
-    )
-    return [conflict for check in checks for conflict in check(recipe)]
+    of_recipe = (check(recipe) for check in _CHECKS)
+    return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, recipe.memory.can)]
+
+
+def executor_conflicts(recipe: Recipe, can: Capabilities) -> Iterator[Conflict]:
+    """What a recipe asks of an executor that cannot do it."""
+    train, executor = recipe.train, f'memory.executor = "{recipe.memory.executor}"'
+    if recipe.data.format == "preferences" and not can.whole_model:
+        yield Conflict(
+            ("data.format", "memory.executor"),
+            "Preferences need the standard executor",
+            f'{executor}, data.format = "preferences"',
+            "both answers of a pair through the whole model before its loss",
+            'memory.executor = "standard", and lora.rank = 16 where memory is short',
+        )
+    if recipe.lora.rank and not can.adapters:
+        yield Conflict(
+            ("lora.rank", "memory.executor"),
+            "LoRA needs the standard executor",
+            f"lora.rank = {recipe.lora.rank}, {executor}",
+            'memory.executor = "standard"',
+            'memory.executor = "standard" with train.activation_checkpoint = "full"',
+        )
+    if can.activation_checkpoint and train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full":
+        yield Conflict(
+            ("train.checkpoint_inputs", "train.activation_checkpoint"),
+            "FP8 layer inputs need full activation checkpointing",
+            f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
+            'train.activation_checkpoint = "full" with FP8 inputs',
+            'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
+        )
+    if not can.activation_checkpoint and train.activation_checkpoint != "none":
+        yield Conflict(
+            ("train.activation_checkpoint", "memory.executor"),
+            "Activation checkpointing has no effect with the layer-major executor",
+            f'train.activation_checkpoint = "{train.activation_checkpoint}", {executor}',
+            'train.activation_checkpoint = "none"',
+            'train.activation_checkpoint = "none"; memory.layers_per_group for coarser recomputation',
+        )
+    if not can.whole_gradient and recipe.precision.moves_matmuls:
+        yield Conflict(
+            ("precision.controller.enabled", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
+            "FP8 switching needs a separate optimizer step",
+            f"precision.controller, fp8_from or fp8_until with {executor}",
+            "formats that stay",
+            'memory.executor = "standard", or precision.controller.enabled = false and no fp8_from and fp8_until',
+        )
+    if can.whole_gradient and recipe.optim.clip == "delayed":
+        yield Conflict(
+            ("optim.clip", "memory.executor"),
+            "Delayed clipping needs the layer-major executor",
+            f'optim.clip = "delayed", {executor}',
+            'optim.clip = "two_pass"',
+            'optim.clip = "two_pass", or memory.executor = "layer_major"',
+        )
+    if recipe.parallel.dp_shard > 1 and not can.shard:
+        yield Conflict(
+            ("parallel.dp_shard", "memory.executor"),
+            "Layer-major executor does not shard",
+            f"parallel.dp_shard = {recipe.parallel.dp_shard}, {executor}",
+            "copies of the model, each on a process: its layers travel between memories anyhow",
+            "--parallel.dp_shard 1 --parallel.dp_replicate N, or --memory.executor standard",
+        )
 
 
 def _data(recipe: Recipe) -> Iterator[Conflict]:
@@ -84,7 +135,7 @@ def _chat(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _preferences(recipe: Recipe) -> Iterator[Conflict]:
-    """A pair is two rows, which only the standard executor computes together."""
+    """A pair is two rows."""
     if recipe.data.format != "preferences":
         return
     train = recipe.train
@@ -96,14 +147,6 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
             "even numbers: a pair is two rows",
             f"train.global_batch_size = {train.global_batch_size + train.global_batch_size % 2}, "
             f"train.micro_batch_size = {train.micro_batch_size + train.micro_batch_size % 2}",
-        )
-    if recipe.memory.executor != "standard":
-        yield Conflict(
-            ("data.format", "memory.executor"),
-            "Preferences need the standard executor",
-            f'memory.executor = "{recipe.memory.executor}", data.format = "preferences"',
-            "both answers of a pair through the whole model before its loss",
-            'memory.executor = "standard", and lora.rank = 16 where memory is short',
         )
 
 
@@ -269,14 +312,6 @@ def _lora(recipe: Recipe) -> Iterator[Conflict]:
             "AdamW for adapters: Muon is for whole matrices, and an adapter is two thin factors of one",
             'optim.kind = "adamw", or lora.rank = 0',
         )
-    if recipe.memory.executor != "standard":
-        yield Conflict(
-            ("lora.rank", "memory.executor"),
-            "LoRA needs the standard executor",
-            f'lora.rank = {recipe.lora.rank}, memory.executor = "{recipe.memory.executor}"',
-            'memory.executor = "standard"',
-            'memory.executor = "standard" with train.activation_checkpoint = "full"',
-        )
     if recipe.checkpoint.export_hf and recipe.checkpoint.export_format != "keep":
         yield Conflict(
             ("lora.rank", "checkpoint.export_hf", "checkpoint.export_format"),
@@ -305,39 +340,6 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "train.steps = 0, train.minutes = 0.0",
             "a number of steps, or of minutes",
             "train.steps = 400, or train.minutes = 5",
-        )
-    layer_major = recipe.memory.executor == "layer_major"
-    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not layer_major:
-        yield Conflict(
-            ("train.checkpoint_inputs", "train.activation_checkpoint"),
-            "FP8 layer inputs need full activation checkpointing",
-            f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
-            'train.activation_checkpoint = "full" with FP8 inputs',
-            'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
-        )
-    if layer_major and train.activation_checkpoint != "none":
-        yield Conflict(
-            ("train.activation_checkpoint", "memory.executor"),
-            "Activation checkpointing has no effect with the layer-major executor",
-            f'train.activation_checkpoint = "{train.activation_checkpoint}", memory.executor = "layer_major"',
-            'train.activation_checkpoint = "none"',
-            'train.activation_checkpoint = "none"; memory.layers_per_group for coarser recomputation',
-        )
-    if layer_major and recipe.precision.moves_matmuls:
-        yield Conflict(
-            ("precision.controller.enabled", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
-            "FP8 switching needs a separate optimizer step",
-            'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
-            "formats that stay",
-            'memory.executor = "standard", or precision.controller.enabled = false and no fp8_from and fp8_until',
-        )
-    if recipe.optim.clip == "delayed" and not layer_major:
-        yield Conflict(
-            ("optim.clip", "memory.executor"),
-            "Delayed clipping needs the layer-major executor",
-            'optim.clip = "delayed", memory.executor = "standard"',
-            'optim.clip = "two_pass"',
-            'optim.clip = "two_pass", or memory.executor = "layer_major"',
         )
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(
@@ -368,11 +370,18 @@ def _parallel(recipe: Recipe) -> Iterator[Conflict]:
             "a number of processes, or -1 for as many as dp_replicate leaves",
             "--parallel.dp_shard -1",
         )
-    if recipe.memory.executor == "layer_major" and parallel.dp_shard > 1:
-        yield Conflict(
-            ("parallel.dp_shard", "memory.executor"),
-            "Layer-major executor does not shard",
-            f'parallel.dp_shard = {parallel.dp_shard}, memory.executor = "layer_major"',
-            "copies of the model, each on a process: its layers travel between memories anyhow",
-            "--parallel.dp_shard 1 --parallel.dp_replicate N, or --memory.executor standard",
-        )
+
+
+_CHECKS = (
+    *MODEL_CHECKS,
+    _data,
+    _preferences,
+    _distill,
+    _integers,
+    _precision,
+    _precision_control,
+    _optim,
+    _lora,
+    _train,
+    _parallel,
+)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tomlkit.items import Table
 
 from tilewright.core import env
-from tilewright.core.config import renamed, schema
+from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.config.recipe import Recipe, TrainSection
@@ -204,7 +204,7 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
     for section, content in toml.data.items():
         if section == schema.EXTENDS:
             continue
-        if not isinstance(content, dict) or (section not in known and section not in renamed.SECTIONS):
+        if not isinstance(content, dict) or section not in known:
             merged.problems.append(not_a_section(section, content, toml.place(section)))
         else:
             _put_section(merged, toml, section, content, source)

@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tilewright.core.config import renamed, schema
+from tilewright.core.config import schema
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import toml_text
 from tilewright.core.errors import Problem
@@ -46,7 +46,7 @@ def schema_problems(
             what = f"{path} lacks {inner[-1]!r}"
         words = [word for word in get_args(item.info.annotation) if isinstance(word, str)]
         near = difflib.get_close_matches(_start(values[path]), words, n=1)
-        likely = renamed.value(path, values[path]) or (near[0] if near else item.info.default)
+        likely = near[0] if near else item.info.default
         try_ = "" if likely in ((), {}, "") else f"{path.rpartition('.')[2]} = {toml_text(likely)}"
         found[path] = Problem(what, toml_text(values[path]), item.wants, try_, places[path])
     return list(found.items())
@@ -72,18 +72,6 @@ def broken_text(path: str, value: object, place: str) -> Problem:
 def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
     """A setting that the schema does not have."""
     section, _, name = path.rpartition(".")
-    if root is Recipe and path in renamed.SETTINGS:
-        now = renamed.SETTINGS[path]
-        section, _, field = now.rpartition(".")
-        found = renamed.value(now, value) or value
-        typed, written = f"--{now} {found}", f"{field} = {toml_text(found)} in [{section}]"
-        return Problem(
-            f"Setting {path} was renamed",
-            got=f"{name} = {toml_text(value)}",
-            need=now,
-            try_=typed if place.startswith("--") else written,
-            where=place,
-        )
     if path in schema.sections(root):
         return not_a_section(path, value, place, root)
     near = schema.suggest(path, root)

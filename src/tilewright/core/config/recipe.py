@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.section import Count, Section
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.precision import PrecisionSection
@@ -209,7 +210,7 @@ class MemorySection(Section):
     """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
     layer, and what would change the results comes last. A path: the plan file that `tilewright plan --out` wrote.
     Empty: everything as the recipe says."""
-    executor: Literal["standard", "layer_major"] = "standard"
+    executor: ExecutorName = "standard"
     """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
     layer group, then the next; backward recomputes a group, updates its parameters at once, and frees it."""
     layers_per_group: Count = Field(default=1, ge=1)
@@ -241,6 +242,11 @@ class MemorySection(Section):
     attention_block: Count = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
+
+    @property
+    def can(self) -> Capabilities:
+        """What the executor can do."""
+        return capabilities_of(self.executor)
 
     @property
     def tiers(self) -> tuple[Tier, Tier, Tier]:

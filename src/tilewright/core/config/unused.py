@@ -37,7 +37,7 @@ _LOW_PRECISION = (
 )
 
 
-_LAYER_MAJOR = (
+_OFFLOAD = (
     *("layers_per_group", "offload_params", "offload_optimizer", "offload_activations"),
     *("offload_dir", "prefetch", "rollback"),
 )
@@ -107,7 +107,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.ops.attention in _UNBLOCKED, "ops.attention is not in blocks", "memory", ("attention_block",)),
     (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
     (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_chunk_bytes",)),
-    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _LAYER_MAJOR),
+    (lambda r: not r.memory.can.offload, 'memory.executor = "standard"', "memory", _OFFLOAD),
     (lambda r: _tiers(r) == {"device"}, "everything lives on the device", "memory", ("prefetch",)),
     (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("offload_dir",)),
     (lambda r: r.optim.clip == "two_pass", 'optim.clip = "two_pass"', "memory", ("rollback",)),

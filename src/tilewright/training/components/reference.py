@@ -48,7 +48,7 @@ def attach_reference(
     """
     if not isinstance(prepared, PreparedChat) or not prepared.pairs:
         return
-    if recipe.memory.executor != "standard":
+    if not recipe.memory.can.whole_model:
         raise FitError(
             "Preferences do not fit into memory",
             got=f"a plan with the {recipe.memory.executor} executor",

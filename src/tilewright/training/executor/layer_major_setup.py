@@ -53,11 +53,6 @@ class LayerMajorParts:
         return {module for part in parts for module in part.modules}
 
 
-def has_layer_groups(recipe: Recipe) -> bool:
-    """Whether parameters get their first bytes layer group by layer group, each in its tier."""
-    return recipe.memory.executor == "layer_major"
-
-
 def slice_up(
     recipe: Recipe,
     model: Model,

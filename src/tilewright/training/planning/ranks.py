@@ -300,7 +300,7 @@ def check_world(world: World, recipe: Recipe) -> None:
     """
     if world.size == 1:
         return
-    if recipe.memory.executor == "layer_major" and world.sizes.dp_shard > 1:
+    if not recipe.memory.can.shard and world.sizes.dp_shard > 1:
         raise ConfigError(
             "Layer-major executor does not shard",
             got=f'{world.size} processes, parallel.dp_shard = {world.sizes.dp_shard}, memory.executor = "layer_major"',

@@ -26,7 +26,6 @@ from tilewright.parallel.shard import Sharding, is_sharded, shard
 from tilewright.parallel.world import World
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.components.weights.lora_model import fill_lazy
-from tilewright.training.executor.layer_major_setup import has_layer_groups
 
 
 def on_meta(recipe: Recipe, world: World) -> bool:
@@ -38,7 +37,7 @@ def on_meta(recipe: Recipe, world: World) -> bool:
     Raises:
         ConfigError: shards, and the layer-major executor, whose layers travel whole.
     """
-    if has_layer_groups(recipe) and world.fsdp_mesh is not None:
+    if not recipe.memory.can.shard and world.fsdp_mesh is not None:
         raise ConfigError(
             "Layer-major executor does not shard",
             got=f'parallel.dp_shard = {world.sizes.dp_shard}, memory.executor = "layer_major"',
@@ -46,7 +45,7 @@ def on_meta(recipe: Recipe, world: World) -> bool:
             try_=f"--parallel.dp_shard 1 --parallel.dp_replicate {world.size}, or --memory.executor standard",
             where="parallel.dp_shard",
         )
-    return has_layer_groups(recipe) or (world.fsdp_mesh is not None and not recipe.lora.rank)
+    return recipe.memory.can.offload or (world.fsdp_mesh is not None and not recipe.lora.rank)
 
 
 def first_values(recipe: Recipe, model: Model, world: World) -> InitialValues | None:
@@ -88,7 +87,7 @@ def give_weights(
         ConfigError: a model that cannot be sharded.
     """
     mesh, sharding = world.fsdp_mesh, sharding or Sharding()
-    if has_layer_groups(recipe):  # parameters get their bytes in the tiers of their layer groups
+    if recipe.memory.can.offload:  # parameters get their bytes in the tiers of their layer groups
         if values is None:
             raise AssertionError("first_values gives a layer-major run its values")
         to_placeholders(model, device)

@@ -1,0 +1,69 @@
+"""Executors by name, and what each can do.
+
+Whoever must know how a step is run asks for a capability and never compares a name; a contract test holds that. A new
+executor is a name, a row of capabilities, and a factory (`training.executor.kinds`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+ExecutorName = Literal["standard", "layer_major"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an executor can do with a model, its gradient and its bytes.
+
+    Example:
+        >>> capabilities_of("standard").shard, capabilities_of("layer_major").offload
+        (True, True)
+    """
+
+    whole_model: bool
+    """Calls the model's own `loss`: models without a list of layers, and losses of several rows together, as of pairs.
+    Else the model is run layer by layer (`models.layerwise`)."""
+    one_micro_batch: bool
+    """One micro-batch is under way at a time. Else all of them pass a layer before the next layer."""
+    whole_gradient: bool
+    """The whole gradient exists before the first update, so it can be unscaled, and computed again in other formats.
+    Else each layer group is updated in the backward pass: its norm takes a second pass, or is that of a step before."""
+    activation_checkpoint: bool
+    """Each layer keeps what `train.activation_checkpoint` says. Else a layer is kept whole or recomputed."""
+    offload: bool
+    """Parameters, optimizer states and layer inputs may be stored off the device, by layer group (`memory.offload_*`).
+    They get their first bytes there."""
+    shard: bool
+    """Parameters may be sharded over ranks (`parallel.dp_shard`)."""
+    adapters: bool
+    """Trains adapters on frozen weights (`lora.rank`)."""
+
+
+CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "standard": Capabilities(
+            whole_model=True,
+            one_micro_batch=True,
+            whole_gradient=True,
+            activation_checkpoint=True,
+            offload=False,
+            shard=True,
+            adapters=True,
+        ),
+        "layer_major": Capabilities(
+            whole_model=False,
+            one_micro_batch=False,
+            whole_gradient=False,
+            activation_checkpoint=False,
+            offload=True,
+            shard=False,
+            adapters=False,
+        ),
+    }
+)
+
+
+def capabilities_of(executor: str) -> Capabilities:
+    """What the executor of this name can do."""
+    return CAPABILITIES[executor]
