@@ -117,7 +117,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     recipe = recipe_of(name, tiny)
     optim, vocab, folder = recipe.optim, recipe.data.vocab_size, Path("runs") / "benchmark"
     kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_chunk_bytes=recipe.memory.loss_chunk_bytes)
-    sliced = layer_major_setup.has_layer_groups(recipe)
+    sliced = recipe.memory.can.offload
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
     values = first_values(recipe, model, World.alone())
     if values is None:

@@ -162,6 +162,22 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path):
         TrainState(model, adam, {}).restore(store.path_of(1))
 
 
+def test_8_bit_moments_with_scales_of_other_blocks_are_refused(tmp_path):
+    """Scales of the flat tensor: as many blocks, in another shape or cut otherwise."""
+    model = nn.Sequential(nn.Linear(256, 7, bias=False), nn.Linear(7, 50, bias=False))
+    optimizer = _adam(model, moments="8bit")
+    optimizer.init_states()
+    state = TrainState(model, optimizer, {})
+    flat = {name: t.reshape(-1) for name, t in state.tensors().items() if name.endswith("_scale")}
+    store = CheckpointStore(tmp_path)
+    store.save(1, state.tensors() | flat, state.meta(), now=True)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="another optimizer") as caught:
+        state.restore(store.path_of(1))
+    assert "0.weight.exp_avg_scale: 14 in the checkpoint, 7x2 in this run" in caught.value.problems[0].got
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def test_fingerprint_follows_names_and_shapes_not_values():
     assert model_fingerprint(Tied(seed=0)) == model_fingerprint(Tied(seed=1))
     assert model_fingerprint(Tied()) != model_fingerprint(Tied(dim=9))

@@ -2,8 +2,7 @@
 
 A saved state fits where its tensors have the names, shapes and dtypes of this optimizer's own: then it is loaded as it
 is, without a cast. torch.optim.AdamW's is such a state where its moments have the dtype that they have here. Any other
-is refused with both formats named; a silent cast would lose bits, or read codes as numbers. Older 8-bit
-states had the scales of the flat tensor; they get those of its rows (`scales_by_row`).
+is refused with both formats named; a silent cast would lose bits, or read codes as numbers.
 """
 
 import functools
@@ -138,7 +137,6 @@ def loadable(
         if not state:
             continue
         layout = format.layout(param.shape, param.dtype)
-        state = scales_by_row(state)
         if not fits(state, layout):
             raise CheckpointError(
                 "Saved optimizer states of another format",
@@ -150,30 +148,6 @@ def loadable(
         step = torch.tensor(int(state["step"]), dtype=torch.int64)  # torch's is FP32
         states[param] = {"step": step, **{name: beside(state[name], param) for name in layout}}
     return states
-
-
-def scales_by_row(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state whose 8-bit moments have scales [R, B]; as it is, where they have them already.
-
-    Where a row is a number of whole blocks, codes and scales stay as they are. Elsewhere values are rounded once more,
-    to the nearest code of their new block.
-    """
-    made = dict(state)
-    for name in ("exp_avg", "exp_avg_sq"):
-        qdata, scale = state.get(name), state.get(f"{name}_scale")
-        if not isinstance(qdata, Tensor) or not isinstance(scale, Tensor):
-            continue
-        if scale.shape != (quadratic_map.num_blocks(qdata.numel()),):
-            continue
-        rows, blocks = quadratic_map.scale_shape(qdata.shape)
-        if rows * blocks * quadratic_map.BLOCK == qdata.numel():
-            made[f"{name}_scale"] = scale.view(rows, blocks)
-            continue
-        value_RK = quadratic_map.decode(qdata.reshape(-1), scale).view(rows, -1)
-        middle_RK = torch.full(value_RK.shape, 127, dtype=torch.int32, device=qdata.device)
-        again_RK, made[f"{name}_scale"] = quadratic_map.encode(value_RK, middle_RK, signed=qdata.dtype == torch.int8)
-        made[name] = again_RK.view(qdata.shape)
-    return made
 
 
 def readable(

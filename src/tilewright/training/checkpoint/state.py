@@ -13,7 +13,6 @@ is the first rank's; generators are each rank's own (`generators`). Writing and 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
 from tilewright.training.checkpoint.meta import read_meta
-from tilewright.training.checkpoint.old_scales import OldScales
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
 from tilewright.training.executor.summon import SummonedParams
@@ -103,21 +101,16 @@ class TrainState:
             meta = read_meta(path)
             stored = stored_tensors(path)
             _check_model(path, self.model, stored)
-            old = OldScales(stored)
-            self._make_optimizer_states(path, stored, old.shapes())
+            self._make_optimizer_states(path, stored)
             targets = model_tensors(self.model) | self._optimizer_tensors()
             rng = {
                 name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
             }
-            by_row = old.to_read()
             with torch.no_grad(), self.live(changes=True) as visit:
-                to_read = targets | rng | by_row
                 if visit is None:
-                    read_tensors(path, to_read)
+                    read_tensors(path, targets | rng)
                 else:
-                    targets = visit.sorted(targets)
-                    read_tensors(path, visit.sorted(to_read), partial(_read_into, visit, by_row))
-                old.fill(by_row, targets, None if visit is None else visit.tensor)
+                    read_tensors(path, visit.sorted(targets | rng), visit.tensor)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])
@@ -157,22 +150,17 @@ class TrainState:
             for key, value in self.optimizer.state.get(param, {}).items()
         }
 
-    def _make_optimizer_states(self, path: Path, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _make_optimizer_states(self, path: Path, stored: Stored) -> None:
         if any(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]):
             here = {name: tuple(tensor.shape) for name, tensor in self._optimizer_tensors().items()}
-            there = {name: shape for name, shape in shapes.items() if name.startswith("optimizer.")}
+            there = {name: shape for name, (_, shape) in stored.items() if name.startswith("optimizer.")}
             raise_on_difference(f"{path} was written by another optimizer.", "optimizer.", here, there)
             return
         for name, param in self.model.named_parameters():
             prefix = f"optimizer.{name}."
-            for key, (dtype, _) in stored.items():
+            for key, (dtype, shape) in stored.items():
                 if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    self.optimizer.state[param][key[len(prefix) :]] = _empty_state(param, shapes[key], dtype)
-
-
-def _read_into(visit: SummonedParams, others: Mapping[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """The tensor to read into: a live one, or one of the others."""
-    return tensor if name in others else visit.tensor(name, tensor)
+                    self.optimizer.state[param][key[len(prefix) :]] = _empty_state(param, shape, dtype)
 
 
 def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
