@@ -51,7 +51,7 @@ with gc_paused():
     from tilewright.planner.planner import Planner
     from tilewright.planner.plan import Budget
     from tilewright.planner.advice.changes import cheapest_changes, replan_with
-    from tilewright.planner.describe import verdict
+    from tilewright.planner.advice.describe import verdict
     from tilewright.planner.cost.choices import Links
     from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
 case = json.loads(sys.argv[1])

@@ -19,15 +19,15 @@ from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
 from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory, replan_with
-from tilewright.planner.auto import planner_of
+from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.cost.choices import Links
-from tilewright.planner.describe import no_plan
+from tilewright.planner.decide import planner_of
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
+from tilewright.planner.site import Site
 from tilewright.planner.summary import make_plan
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.planning.resolve import plan_run
-from tilewright.training.planning.site import PlanContext
 
 SAME = 1 + 1e-3
 """Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""
@@ -70,7 +70,7 @@ def cases(*rest: object, commands: Iterable[str] = COMMANDS) -> list:
 
 
 @dataclass(frozen=True)
-class FixedSite(PlanContext):
+class FixedSite(Site):
     """A place whose disk and link nobody has to measure."""
 
     links: Links

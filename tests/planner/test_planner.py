@@ -11,12 +11,12 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.mip import OutOfTime
 from tilewright.planner.advice.changes import cheapest_changes, replan_with
+from tilewright.planner.advice.describe import timeline, verdict, why
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_seconds
 from tilewright.planner.cost.phases import FRAGMENTS, stages
 from tilewright.planner.cost.solve import solve
-from tilewright.planner.describe import timeline, verdict, why
 from tilewright.planner.machine.gpu_specs import find_published
 from tilewright.planner.machine.overhead import KIND_BYTES
 from tilewright.planner.model.constraints import Constraints

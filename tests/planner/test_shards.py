@@ -18,10 +18,10 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
+from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.cost.shards import Gathered, Shards
-from tilewright.planner.describe import verdict
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.weights import part_shape

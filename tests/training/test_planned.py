@@ -13,14 +13,14 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.planner.auto import stages
 from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.decide import stages
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
+from tilewright.planner.site import Site
 from tilewright.planner.summary import make_plan
 from tilewright.training.loop import train
 from tilewright.training.planning.resolve import plan_run
-from tilewright.training.planning.site import PlanContext
 from tilewright.training.run import Run
 from tilewright.training.runlog.signals import StopRequest
 
@@ -45,7 +45,7 @@ def load(data, runs, *left_open, **changes):
 
 
 def site(loaded, folder):
-    return PlanContext(300, detect_machine("cpu"), fixed_ceilings(), folder)
+    return Site(300, detect_machine("cpu"), fixed_ceilings(), folder)
 
 
 def budgets(loaded, folder):

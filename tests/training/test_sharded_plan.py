@@ -15,9 +15,9 @@ from tilewright.parallel.world import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import rank_rows
+from tilewright.planner.site import Site
 from tilewright.training.assemble import build, set_up
 from tilewright.training.loop import train
-from tilewright.training.planning.site import PlanContext
 
 pytestmark = pytest.mark.dist
 WITHIN = 0.05
@@ -106,7 +106,7 @@ def budgets(data, runs, ranks):
     """(least with other layers alone, whole) bytes of a rank."""
     loaded = tiny(data, runs, **BIG)
     here = detect_machine("cpu").shared_by(ranks)
-    site = PlanContext(300, here, fixed_ceilings(), runs, mesh=MeshSizes(1, ranks))
+    site = Site(300, here, fixed_ceilings(), runs, mesh=MeshSizes(1, ranks))
     fixed = Constraints(
         executor="standard",
         micro_batch_size=loaded.recipe.train.micro_batch_size,

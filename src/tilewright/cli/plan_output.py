@@ -6,8 +6,8 @@ from typing import Any
 from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.changes import Change
+from tilewright.planner.advice.describe import kept_in_words, verdict
 from tilewright.planner.advice.fixes import Fix
-from tilewright.planner.describe import kept_in_words, verdict
 from tilewright.planner.plan import Plan, describe, places, rank_rows
 from tilewright.training.planning.minutes import expected_steps, length_in_words
 from tilewright.training.planning.pace import long_run

@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.links import unmeasured
-from tilewright.planner.describe import verdict
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.roofline import binding
 from tilewright.planner.plan import Budget, Plan, State

@@ -40,6 +40,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
+from tilewright.planner.site import Site
 from tilewright.planner.summary import PlanSummary
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
@@ -72,7 +73,6 @@ from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
-from tilewright.training.planning.site import PlanContext
 from tilewright.training.runlog.files import Counters
 
 
@@ -281,7 +281,7 @@ def set_up(
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
         together = world.local_size == world.size
         at("planning")
-        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
+        site = Site(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 
     world.at("planning")

@@ -146,7 +146,7 @@ def _other(
 
 
 def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
-    from tilewright.planner.describe import why
+    from tilewright.planner.advice.describe import why
 
     match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
     if match is None or int(match[1]) >= found.shape.num_layers:

@@ -14,7 +14,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.planner.advice.fixes import of_shards, words
-from tilewright.planner.auto import typed
+from tilewright.planner.decide import typed
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner

@@ -9,17 +9,17 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
 from tilewright.planner.advice.changes import cheapest_changes
+from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.advice.fixes import Fix, find_fixes
-from tilewright.planner.auto import FORMATS, decide, typed
-from tilewright.planner.describe import no_plan
+from tilewright.planner.decide import FORMATS, decide, typed
 from tilewright.planner.model.constraints import Constraints, fuses
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
+from tilewright.planner.site import Site
 from tilewright.planner.summary import summarize
-from tilewright.training.planning.site import PlanContext
 
 
-def fixes_of(recipe: Recipe, site: PlanContext) -> tuple[Fix, ...]:
+def fixes_of(recipe: Recipe, site: Site) -> tuple[Fix, ...]:
     """The cheapest changes with which a recipe fits as it stands then; none of a model of which nothing is known."""
     planner = site.planner(recipe)
     return () if planner.shape(recipe).unknown else find_fixes(planner, site.budget(recipe, disk=True))
@@ -49,7 +49,7 @@ def refused(plan: Plan | Plan, changes: Sequence[object]) -> FitError | UnknownF
     )
 
 
-def nothing_fits(recipe: Recipe, site: PlanContext, explicit: frozenset[str], *, same_numbers: bool) -> FitError:
+def nothing_fits(recipe: Recipe, site: Site, explicit: frozenset[str], *, same_numbers: bool) -> FitError:
     """The error of a run that no plan makes fit: the smallest budget that `train` accepts for it, and what may be typed
     too, each as `train` would plan it then.
 
@@ -85,7 +85,7 @@ def nothing_fits(recipe: Recipe, site: PlanContext, explicit: frozenset[str], *,
     return no_plan(_widest(site.planner(recipe), explicit), budget, changes)
 
 
-def smallest_in_words(recipe: Recipe, site: PlanContext, explicit: frozenset[str]) -> str:
+def smallest_in_words(recipe: Recipe, site: Site, explicit: frozenset[str]) -> str:
     """The smallest budgets that `train` accepts for a run that does not fit.
 
     Args:

@@ -16,20 +16,20 @@ from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.data.build.finished.open_built import built_at, built_vocabulary
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.advice.changes import cheapest_changes, replan_with
+from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.advice.sweep import largest
-from tilewright.planner.auto import planner_of
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed, rank_speed
 from tilewright.planner.cost.shards import Shards
-from tilewright.planner.describe import no_plan
+from tilewright.planner.decide import planner_of
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, GpuSpec, find_published
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
+from tilewright.planner.site import PublishedContext, Site
 from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
 from tilewright.training.planning.ranks import check_shared
-from tilewright.training.planning.site import PlanContext, PublishedContext
 
 GPUS = 8
 """In one machine, at most."""
@@ -95,7 +95,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     )
 
 
-def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> PlanContext:
+def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> Site:
     """The place for which `train` would plan a run, by the options of a command.
 
     The device's budget is in the recipe, as `plan.device_memory`; here it is checked.
@@ -132,7 +132,7 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     progress = None if quiet else say
     rates = ceilings.measure(machine, progress=progress)
-    return PlanContext(vocab_size, machine, rates, folder, progress=progress)
+    return Site(vocab_size, machine, rates, folder, progress=progress)
 
 
 def published_notes(name: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
     memory.plan = ""      nothing is decided: the run is as its recipe says
     memory.plan = "auto"  under the plan in the run's folder (`plan.toml`), if it has one that still holds;
                           else as the recipe says, where that fits with plan.margin to spare;
-                          else as `planner.auto` decides, which changes nothing that the user has set
+                          else as `planner.decide` decides, which changes nothing that the user has set
     memory.plan = FILE    as the plan says that `tilewright plan --out` wrote
 
 A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `plan_run`
@@ -24,17 +24,17 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.planner.auto import AutoPlan, decide, written
+from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.choices import GlobalConfig
-from tilewright.planner.describe import verdict
+from tilewright.planner.decide import AutoPlan, decide, written
 from tilewright.planner.model.constraints import fuses
 from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
 from tilewright.planner.replan import Replanner
+from tilewright.planner.site import Site
 from tilewright.planner.summary import PlanSummary, summarize
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
-from tilewright.training.planning.site import PlanContext
 
 AUTO, NONE = "auto", ""
 FILE = "plan.toml"
@@ -51,7 +51,7 @@ class ResolvedPlan:
     """What the run is expected to take."""
     priced: Plan
     """The plan that `plan` is the summary of."""
-    site: PlanContext
+    site: Site
     user_settings: frozenset[str]
     """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
     decided: Plan | None = None
@@ -93,9 +93,7 @@ class ResolvedPlan:
         return Replanner(planner, GlobalConfig.of(planner.recipe), memory_plan, budget)
 
 
-def plan_run(
-    loaded: Loaded, site: PlanContext, *, run_plan: PlanFile | None = None, resuming: bool = False
-) -> ResolvedPlan:
+def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
     """Decide what a run executes: one of the cases in this file's first lines. Of several ranks the plan is that of the
     rank that holds most; the mesh stays as the recipe says it.
 
@@ -117,7 +115,7 @@ def plan_run(
     return replace(found, loaded=replace(found.loaded, recipe=recipe))
 
 
-def _plan_run(loaded: Loaded, site: PlanContext, run_plan: PlanFile | None, resuming: bool) -> ResolvedPlan:
+def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: bool) -> ResolvedPlan:
     """`plan_run` of a recipe with the numbers of processes that there are."""
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
@@ -174,9 +172,7 @@ def _plan_beside(loaded: Loaded) -> PlanFile | None:
     return read_plan(loaded.path.parent / FILE)
 
 
-def _under_run_plan(
-    loaded: Loaded, file: PlanFile, site: PlanContext, user_settings: frozenset[str]
-) -> ResolvedPlan | None:
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
     """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
 
     The same settings with other layers are then looked for: that changes no number.
@@ -192,7 +188,7 @@ def _under_run_plan(
     return ResolvedPlan(loaded, summarize(found), found, site, user_settings, found)
 
 
-def _priced(recipe: Recipe, file: PlanFile, site: PlanContext) -> Plan:
+def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
     """What a plan file takes here.
 
     Raises:
@@ -236,7 +232,7 @@ def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
 
 
 def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
-    """What `planner.auto` finds for a recipe that does not fit as it is."""
+    """What `planner.decide` finds for a recipe that does not fit as it is."""
     recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
     planner = site.planner(recipe)
     fault = "layers come in groups (memory.layers_per_group)" if recipe.memory.layers_per_group > 1 else ""
@@ -280,7 +276,7 @@ def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
 # ---- as a plan file says ----
 
 
-def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPlan:
+def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
     """A run as a plan file says, which leaves nothing to the recipe."""
     _check_no_contradiction(loaded, file)
     before = loaded.recipe

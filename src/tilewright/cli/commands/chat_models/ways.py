@@ -20,8 +20,8 @@ from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
 from tilewright.planner.advice.fixes import of_shards
-from tilewright.planner.auto import departures
 from tilewright.planner.cost.shards import Shards
+from tilewright.planner.decide import departures
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.plan import Plan, State
 from tilewright.training.components.dataset import tokenizer_path

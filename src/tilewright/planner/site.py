@@ -25,7 +25,7 @@ from tilewright.planner.planner import Planner
 
 
 @dataclass(frozen=True)
-class PlanContext:
+class Site:
     """Where a run would be: what a planner asks in addition to the recipe."""
 
     vocab_size: int
@@ -71,7 +71,7 @@ class PlanContext:
 
 
 @dataclass(frozen=True)
-class PublishedContext(PlanContext):
+class PublishedContext(Site):
     """A machine that is not at hand: nothing of it can be measured."""
 
     links: Links
