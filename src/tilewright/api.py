@@ -7,7 +7,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.planner.plan import Plan
 from tilewright.training.loop import RunResult
 from tilewright.training.loop import train as run_training
-from tilewright.training.planning.request import PlanRequest, plan_for, planner_for
+from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
 
 
 def train(recipe: str | Path = "default", settings: Mapping[str, str] | None = None) -> RunResult:
@@ -31,24 +31,26 @@ def plan(
     host_memory: str = "",
     disk_memory: str = "",
     on: str = "",
+    fastest: bool = False,
 ) -> Plan:
     """Plans as `tilewright plan RECIPE --section.field value` does. Builds no model and needs no GPU.
 
-    Without budget and machine the recipe is priced as it stands, whether it fits or not (`Plan.state`); with one of
-    them the planner decides what `settings` leave open, so that a step is fastest.
+    The plan is that of `train` with the same settings: the recipe as it stands where that fits, else what changes it
+    least. With `memory.plan = ""` the recipe is priced as it stands, whether it fits or not (`Plan.state`).
 
     Args:
         recipe: a TOML file or the name of a shipped recipe.
         settings: `{"train.micro_batch_size": "4"}`; the planner leaves these as they are.
         device_memory: "24GiB"; by default what the machine has.
         host_memory: of the host, for what may be there.
-        disk_memory: space on the disk that the plan may use; none by default.
+        disk_memory: space on the disk that the plan may use; by default what is free there, with `on` none.
         on: published numbers of h100, h200, a100, 4090 or b200 instead of this machine's.
+        fastest: the fastest plan instead, which leaves only `settings` and variables of the environment as they are.
 
     Raises:
         ConfigError: a setting or a size that makes no sense.
-        FitError: the planner may decide, and nothing fits.
-        UnknownFitError: it may decide, and what a step of the model takes is not known.
+        FitError: nothing fits.
+        UnknownFitError: the fastest plan is asked for, and what a step of the model takes is not known.
 
     Example:
         >>> found = plan("default", on="4090")
@@ -56,6 +58,5 @@ def plan(
         ('fits', 'standard', True)
     """
     loaded = load_recipe(recipe, settings or {})
-    request = PlanRequest(device_memory, host_memory, disk_memory, on)
-    planner, budget = planner_for(loaded, request, quiet=True)
-    return plan_for(planner, budget, request)
+    request = PlanRequest(device_memory, host_memory, disk_memory, on, fastest)
+    return plan_for(*asked_for(loaded, request, quiet=True), request)

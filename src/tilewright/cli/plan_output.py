@@ -5,22 +5,20 @@ from typing import Any
 
 from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
-from tilewright.planner.advice.changes import Change
 from tilewright.planner.advice.describe import kept_in_words, verdict
-from tilewright.planner.advice.fixes import Fix
 from tilewright.planner.plan import Plan, describe, places, rank_rows
+from tilewright.training.planning.advice import NOTHING, Advice
 from tilewright.training.planning.minutes import expected_steps, length_in_words
 from tilewright.training.planning.pace import long_run
 
 
-def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] | None, idle: str) -> None:
+def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
     """Verdict, what is done with each kind of layers, bytes by owner and phase, seconds by part, notes.
 
     Args:
         plan: what is shown.
-        changes: that would make it faster.
+        told: what would make it faster, and why memory stays idle.
         other: numbers of what it is compared with.
-        idle: why memory stays idle; empty where it does not.
     """
     echo(f"{verdict(plan)}\n")
     setting = plan.setting
@@ -58,9 +56,11 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
         echo(f"length: {length_in_words(plan.recipe, plan.step_s)}")
     if plan.setting.shards.ranks > 1:
         echo(f"communication: {communication(plan)}")
-    if changes and plan.state == "fits":  # else they are in the error
+    if told.faster is not None:
+        echo(f"\nFaster than what train does: {told.faster}")
+    if told.changes and plan.state == "fits":  # else they are in the error
         echo("\nWhat would be faster:")
-        for change in changes:
+        for change in told.changes:
             echo(f"  {change}")
     if other:
         mine = {"plan": "this recipe"} | numbers(plan)
@@ -69,7 +69,7 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
             ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
         )
     long = "" if plan.shape.unknown else long_run(plan.recipe.train, 0, plan.step_s)
-    for note in (*(one for one in (idle, long) if one), *plan.notes):
+    for note in (*(one for one in (told.idle, long) if one), *plan.notes):
         echo(f"note: {note}")
 
 
@@ -129,14 +129,10 @@ def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def to_json(
-    plan: Plan,
-    changes: Sequence[Change | Fix],
-    other: Mapping[str, str] | None,
-    curve: Sequence[Plan],
-    idle: str,
-) -> dict[str, Any]:
+    plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
+) -> dict[str, Any]:  # fmt: skip
     """What the tables show, as plain types; None where it is not known."""
-    known = not plan.shape.unknown
+    known, faster = not plan.shape.unknown, told.faster
     return {
         "verdict": verdict(plan),
         "state": plan.state,
@@ -169,12 +165,19 @@ def to_json(
         "changes": [
             {"what": str(change), "settings": dict(change.settings), "keeps_result": change.keeps_result}
             | {"step_s": change.step_s}
-            for change in changes
+            for change in told.changes
         ],
+        "faster": None
+        if faster is None
+        else {
+            "step_s": faster.plan.step_s,
+            "settings": dict(faster.settings),
+            "peak_bytes": int(faster.plan.peak_bytes),
+        },
         "compared": other,
         "pareto": [
             {"peak_bytes": int(one.peak_bytes), "step_s": one.step_s, "narrowed": dict(one.narrowed)} for one in curve
         ],
-        "idle": idle,
+        "idle": told.idle,
         "notes": list(plan.notes),
     }

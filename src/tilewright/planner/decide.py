@@ -1,28 +1,34 @@
-"""`memory.plan = "auto"`: the plan that changes a recipe least and fits.
+"""What a run executes: `decide(loaded, site, how)`, for `plan` and for `train` alike.
 
-What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more of what
-a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what is beside the
+`least_change`, which is what `train` does: the recipe as it stands where that fits, else the plan that changes it
+least. What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more
+of what a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what is beside the
 steps (a checkpoint's copy, the format of evaluations), then micro-batches, the loss tile, the executor (rounding), and
 at last the optimizer's formats (what is learned). The first stage with a plan that fits is taken, and in it the fastest
 plan.
+
+`fastest`: the fastest plan of all. What is typed, or set by a variable of the environment, is fixed; the optimizer's
+formats are narrowed only where nobody wrote them down and nothing else fits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from tilewright.core.config.edit import on_machine, value_of
+from tilewright.core.config.edit import accepted, on_machine, value_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
 from tilewright.planner.cost.phases import written_beside
-from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, same_bits
-from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, fuses, same_bits
+from tilewright.planner.plan import Plan
 from tilewright.planner.planner import Planner
+from tilewright.planner.site import Site, on_disk
 
+How = Literal["least_change", "fastest"]
+PLAN_FILE = "plan.toml"
+"""In a run folder: the plan that the run executes."""
 FORMATS = frozenset(("optim.moments", "optim.master_weights"))
 
 
@@ -47,13 +53,23 @@ class ConfigChange:
 
 
 @dataclass(frozen=True)
-class AutoPlan:
-    """A plan, and what it took to find one."""
+class Decision:
+    """What a run executes, and what it took to find that out."""
 
     plan: Plan
-    departures: tuple[ConfigChange, ...]
-    least_bytes: float | None
+    """The recipe as it stands where nothing was decided."""
+    decided: bool = False
+    """Whether the planner chose it, layer by layer."""
+    departures: tuple[ConfigChange, ...] = ()
+    least_bytes: float | None = None
     """The least that a step takes with what the recipe says, where that did not fit."""
+    note: str = ""
+    """Why the planner decides nothing of this recipe; empty where it may."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run is as it is decided: what stands as the recipe says has to leave `plan.margin`, too."""
+        return self.plan.state == "fits" and (self.decided or self.plan.keeps_margin)
 
     @property
     def reason(self) -> str:
@@ -107,24 +123,79 @@ def typed(recipe: Recipe, names: frozenset[str]) -> Constraints:
     )
 
 
-def planner_of(
-    loaded: Loaded, vocab_size: int, machine: Machine, rates: Ceilings, notes: tuple[str, ...] = ()
-) -> Planner:
-    """The planner of a command: what is typed, or set by a variable of the environment, is fixed, and the optimizer's
-    formats are open where nobody wrote them down.
+def decide(
+    loaded: Loaded,
+    site: Site,
+    how: How = "least_change",
+    *,
+    same_numbers: bool = False,
+    num_layers: int | None = None,
+) -> Decision:
+    """What a run executes; where nothing fits, the recipe as it stands, which does not.
 
     Args:
-        loaded: the recipe.
-        vocab_size: of the tokenizer.
-        machine: where it would run.
-        rates: of the machine.
-        notes: what the caller knows of the rates.
+        loaded: the recipe, and who set what.
+        site: where it would run.
+        how: see the first lines of this file.
+        same_numbers: only what changes no bit, for a run that continues.
+        num_layers: of a model of the same layers with another number of them; None: as many as it has.
+
+    Raises:
+        UnknownFitError: how is `fastest`, and the model cannot be traced.
+        OutOfTime: the solver found nothing in its time.
     """
-    loaded = on_machine(loaded, machine)
+    loaded = on_machine(loaded, site.machine)
+    recipe = site.at_mesh(loaded.recipe)
+    planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)
+    planner = planner if num_layers is None else planner.with_layers(num_layers)
+    if how == "fastest":
+        found = planner.plan(site.budget(recipe, disk=site.may_use_disk(recipe)))
+        if found is not None:
+            return Decision(found, True, departures(recipe, found))
+    stands = planner.as_it_stands(site.budget(recipe, disk=on_disk(recipe)))
+    if how == "fastest" or recipe.memory.plan == "" or stands.keeps_margin:
+        return Decision(stands)
+    if stands.state == "not known":
+        return Decision(stands, note=stands.shape.unknown)
+    if recipe.memory.layers_per_group > 1:
+        return Decision(stands, note="layers come in groups (memory.layers_per_group)")
+    return _least_change(planner, loaded, site, same_numbers) or Decision(stands)
+
+
+def free_planner(loaded: Loaded, site: Site) -> Planner:
+    """The planner that looks for the fastest plan of all."""
+    loaded = on_machine(loaded, site.machine)
     open_formats = frozenset(name for name in FORMATS if loaded.sources.get(name, DEFAULT) == DEFAULT)
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
-    fixed = typed(loaded.recipe, said)
-    return Planner(loaded.recipe, vocab_size, machine, rates, open_formats, notes, fixed)
+    return site.planner(loaded.recipe, typed(loaded.recipe, said), open_formats)
+
+
+def user_settings(loaded: Loaded) -> frozenset[str]:
+    """Names of the settings that come neither from defaults nor from the run's own plan."""
+    return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {PLAN_FILE}"))
+
+
+def typed_too(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded | None:
+    """A recipe with more settings on its command line; None where they are refused."""
+    recipe = accepted(loaded.recipe, settings)
+    sources = loaded.sources | dict.fromkeys(settings, CLI)
+    return None if recipe is None else replace(loaded, recipe=recipe, sources=sources)
+
+
+def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bool) -> Decision | None:
+    """The plan of the first stage that has one; None where nothing fits."""
+    recipe, least = planner.recipe, None
+    fused = fuses(planner.shape(recipe).compiled, site.machine)
+    for number, stage in enumerate(stages(recipe, user_settings(loaded), fused=fused, same_numbers=same_numbers)):
+        budget = site.budget(recipe, disk=stage.disk or on_disk(recipe))
+        mine = planner.with_beside(stage.beside).with_fixed(stage.fixed, stage.formats)
+        found = mine.plan(budget)
+        if found is not None:
+            return Decision(found, True, departures(recipe, found), least)
+        if number == 0:
+            smallest = mine.smallest(budget)
+            least = smallest.peak_bytes if smallest is not None else 0.0
+    return None
 
 
 def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_numbers: bool) -> Iterator[Stage]:
@@ -202,33 +273,6 @@ def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Ite
     yield from found
     if len(found) > 1:
         yield {name: value for settings in found for name, value in settings.items()}
-
-
-def decide(
-    planner: Planner, explicit: frozenset[str], budget: Budget, disk: Callable[[], Budget], **how: bool
-) -> AutoPlan | None:
-    """The plan of the first stage that has one; None where nothing fits.
-
-    Args:
-        planner: of the recipe.
-        explicit: settings that the user set.
-        budget: without a disk.
-        disk: the budget with one; measures it.
-        how: see `stages`.
-    """
-    recipe, least, wide = planner.recipe, None, None
-    for number, stage in enumerate(stages(recipe, explicit, **how)):
-        if stage.disk:
-            wide = wide or disk()
-        mine = planner.with_beside(stage.beside).with_fixed(stage.fixed, stage.formats)
-        here = wide if stage.disk and wide is not None else budget
-        found = mine.plan(here)
-        if found is not None:
-            return AutoPlan(found, departures(recipe, found), least)
-        if number == 0:
-            smallest = mine.smallest(here)
-            least = smallest.peak_bytes if smallest is not None else 0.0
-    return None
 
 
 def departures(recipe: Recipe, plan: Plan) -> tuple[ConfigChange, ...]:

@@ -6,7 +6,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
@@ -33,6 +33,10 @@ class Budget:
     host: float
     links: Links
     disk: float = 0.0
+
+    def without_disk(self) -> "Budget":
+        """The same where the disk is no place."""
+        return replace(self, disk=0.0, links=replace(self.links, disk=None))
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ class Plan:
         if self.peak_bytes > self.budget.device or over_host:
             return "does not fit"
         return "not known" if self.shape.unknown else "fits"
+
+    @property
+    def keeps_margin(self) -> bool:
+        """Whether the run is known to fit, and leaves `plan.margin` of the device free."""
+        return self.state == "fits" and self.peak_bytes <= self._left * self.budget.device
 
     @property
     def step_s(self) -> float:

@@ -1,6 +1,7 @@
-"""Where a run would be: machine, rates and budgets, as planners ask for them.
+"""Where a run would be: machine, rates, links, mesh and what may be used of them, as everything that plans asks.
 
-All planners of one place share what they learned of models, which takes seconds.
+The machine at hand is measured when it is asked for; of a published one the links are given. All planners of one place
+share what they learned of models, which takes seconds.
 """
 
 import shutil
@@ -37,20 +38,41 @@ class Site:
     """Of the run's processes, whose machine this is a share of; None: as recipes say."""
     one_machine: bool = field(default=True, kw_only=True)
     """Whether all processes are on this machine; else what they exchange is not priced."""
+    links: Links | None = field(default=None, kw_only=True)
+    """Of a machine that is not at hand, the disk's among them where bytes may be there; None: they are measured."""
+    disk: float | None = field(default=None, kw_only=True)
+    """Bytes that may be on the disk; None: what is free there."""
+    given: Budget | None = field(default=None, kw_only=True)
+    """What the run may use, where it is not what the recipe and the machine say: for advice about more of it."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What is known of rates and ranks, which plans say too."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
     finder: ShapeFinder | None = field(default=None, kw_only=True, compare=False)
     """Of another place with this tokenizer and machine, whose models are known; None: a new one."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
+        """What the run may use; with `disk`, of the tier's disk too, whose speed is measured."""
+        if self.given is not None:
+            return self.given if disk else self.given.without_disk()
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
+        links = self._links(recipe, disk=disk)
+        room = 0.0
+        if links.disk is not None:
+            room = shutil.disk_usage(existing(self.offload_dir)).free if self.disk is None else self.disk
+        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
+
+    def _links(self, recipe: Recipe, *, disk: bool) -> Links:
+        if self.links is not None:
+            return self.links if disk else replace(self.links, disk=None)
         speed = disk_speed(self.offload_dir, self.machine, progress=self.progress) if disk else None
-        room = shutil.disk_usage(existing(self.offload_dir)).free if speed is not None else 0
         ranks = Shards.of(self.at_mesh(recipe)).ranks if self.one_machine else 1
         between = rank_speed(self.machine, ranks, progress=self.progress)
-        links = as_links(host_speed(self.machine, progress=self.progress), speed, between)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
+        return as_links(host_speed(self.machine, progress=self.progress), speed, between)
+
+    def may_use_disk(self, recipe: Recipe) -> bool:
+        """Whether the disk is a place like others: it was given, or the recipe stores something there."""
+        return self.disk is not None or self.given is not None or on_disk(recipe)
 
     def at_mesh(self, recipe: Recipe) -> Recipe:
         """The recipe with the numbers of processes that there are: -1 in it means what is left."""
@@ -59,10 +81,15 @@ class Site:
         sizes = {"dp_replicate": self.mesh.dp_replicate, "dp_shard": self.mesh.dp_shard}
         return changed(recipe, {f"parallel.{name}": size for name, size in sizes.items()})
 
-    def planner(self, recipe: Recipe, fixed: Constraints = Constraints()) -> Planner:  # noqa: B008 (frozen)
+    def planner(
+        self,
+        recipe: Recipe,
+        fixed: Constraints = Constraints(),  # noqa: B008 (frozen)
+        open_formats: frozenset[str] = frozenset(),
+    ) -> Planner:
         """A planner of a recipe here."""
-        recipe = self.at_mesh(recipe)
-        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed, finder=self.shapes)
+        recipe, finder = self.at_mesh(recipe), self.shapes
+        return Planner(recipe, self.vocab_size, self.machine, self.rates, open_formats, self.notes, fixed, finder)
 
     @cached_property
     def shapes(self) -> ShapeFinder:
@@ -70,16 +97,6 @@ class Site:
         return self.finder or ShapeFinder(self.vocab_size, self.machine)
 
 
-@dataclass(frozen=True)
-class PublishedContext(Site):
-    """A machine that is not at hand: nothing of it can be measured."""
-
-    links: Links
-    """Its links, the disk's among them where bytes may be there."""
-    disk: float
-    """Bytes that may be on its disk."""
-
-    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        device = recipe.plan.device_memory or self.machine.device_memory_bytes
-        links = self.links if disk else replace(self.links, disk=None)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, self.disk if disk else 0.0)
+def on_disk(recipe: Recipe) -> bool:
+    """Whether a recipe stores something on the disk."""
+    return recipe.memory.executor == "layer_major" and "disk" in recipe.memory.tiers

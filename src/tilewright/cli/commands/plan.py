@@ -1,7 +1,7 @@
 """`tilewright plan`: bytes and seconds of a run before it runs, from shapes and ceilings alone.
 
-Without budgets the recipe as it stands; with a budget or a machine the planner decides what the command line leaves
-open. torch is imported inside, so that `--help` stays fast.
+What `train` would do, and the faster way beside it; with `--fastest` that one. torch is imported inside, so that
+`--help` stays fast.
 """
 
 import re
@@ -15,15 +15,16 @@ from tilewright.cli.commands.chat_models.plan_model import named_model, plan_mod
 from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import gc_paused
-from tilewright.core.errors import ConfigError, DataError
+from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tilewright.core.config.load import Loaded
     from tilewright.planner.advice.changes import Change
     from tilewright.planner.advice.fixes import Fix
-    from tilewright.planner.plan import Budget, Plan
-    from tilewright.planner.planner import Planner
+    from tilewright.planner.plan import Plan
+    from tilewright.planner.site import Site
     from tilewright.training.planning.request import PlanRequest
 
 
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 @json_option
 @click.option("--device-memory", default="", metavar="SIZE", help="Device memory budget for the plan.")
 @click.option("--host-memory", default="", metavar="SIZE", help="Host memory budget for offloaded tensors.")
-@click.option("--disk-memory", default="", metavar="SIZE", help="Disk space that the plan may use. Default: none.")
+@click.option("--disk-memory", default="", metavar="SIZE", help="Disk space that the plan may use.")
 @click.option(
     "--on",
     default="",
     metavar="NAME",
     help="Plan for another machine, from published numbers: h100, h200, a100, 4090 or b200.",
 )
+@click.option("--fastest", is_flag=True, help="Find the fastest plan instead of the one that train executes.")
 @click.option("--largest", is_flag=True, help="Find the deepest model of this shape that fits.")
 @click.option("--why", default="", metavar="LAYER", help="Explain the decisions for one layer, for example layer.7.")
 @click.option("--compare", default="", metavar="OTHER", help="Compare with another recipe or a plan file.")
@@ -54,10 +56,10 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     RECIPE is a TOML file or the name of a shipped recipe; MODEL is a folder, its config.json, or a model of the Hugging
     Face Hub, org/name[@revision], of which the ways to fine-tune it are planned, each with the command that does it.
 
-    With --device-memory, --host-memory, --on or --largest the
-    plan decides, for each kind of layer, where its tensors are stored and which activations are kept, and takes the
-    fastest step that fits. Without them it prices the recipe unchanged. Exit code 3: the run does not fit; 6: its
-    memory cannot be predicted.
+    The plan is that of `tilewright train` on this machine, or on another one with --on: the recipe unchanged where it
+    fits, else what changes it least. With --fastest it is the fastest plan that fits: for each kind of layer where its
+    tensors are stored and which activations are kept, and all that the command line leaves open. Exit code 3: the run
+    does not fit; 6: its memory cannot be predicted.
     """
     if (model := named_model(recipe)) is not None:
         _of_model(model, overrides(ctx), as_json, options)
@@ -66,37 +68,35 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     with gc_paused():
         from tilewright.cli.plan_output import show, to_json
-        from tilewright.planner.advice.changes import idle_memory
         from tilewright.planner.advice.sweep import pareto
+        from tilewright.training.planning.advice import advice
         from tilewright.training.planning.refused import refused
-        from tilewright.training.planning.request import PlanRequest, plan_for, planner_for
+        from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
 
-    asked = PlanRequest(**options)
-    planner, budget = planner_for(loaded, asked, quiet=as_json)
-    found = plan_for(planner, budget, asked)
+    request = PlanRequest(**options)
+    loaded, site = asked_for(loaded, request, quiet=as_json)
+    found = plan_for(loaded, site, request)
     if why:
-        lines = _why(planner, found, why)
+        lines = _why(loaded, site, found, why)
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
         return
-    changes = _changes(planner, budget, found, asked)
-    other = _other(planner, budget, asked, compare, overrides(ctx)) if compare else None
-    chosen = asked.decides and not asked.largest
-    idle = idle_memory(planner, found) if chosen else ""
-    curve = pareto(planner, budget) if html and chosen else []
+    told = advice(loaded, site, found, request)
+    other = _other(site, request, found, compare, overrides(ctx)) if compare else None
+    curve = pareto(loaded, site) if html and not request.largest and not found.shape.unknown else []
     if as_json:
-        print_json(to_json(found, changes, other, curve, idle))
+        print_json(to_json(found, told, other, curve))
     else:
-        if asked.largest:
+        if request.largest:
             echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
-        show(found, changes, other, idle)
-    _write_files(found, curve, changes, out, html)
+        show(found, told, other)
+    _write_files(found, curve, told.changes, out, html, quiet=as_json)
     if found.state != "fits":
-        raise refused(found, changes)
+        raise refused(found, told.changes)
 
 
 def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, Any]) -> None:
     """The ways to fine-tune a model, instead of one recipe's plan."""
-    for name in ("largest", "why", "compare", "out", "html"):
+    for name in ("fastest", "largest", "why", "compare", "out", "html"):
         if options.pop(name):
             raise ConfigError(
                 f"--{name} is of the plan of one recipe",
@@ -110,27 +110,15 @@ def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, An
     plan_model(model, typed, PlanRequest(**options), as_json=as_json)
 
 
-def _changes(planner: "Planner", budget: "Budget", found: "Plan", asked: "PlanRequest") -> Sequence["Change | Fix"]:
-    """What would make a decided plan faster, and a recipe that does not fit as it stands fit."""
-    from tilewright.planner.advice.changes import cheapest_changes, replan_with
-    from tilewright.planner.advice.fixes import find_fixes
-
-    if asked.decides:
-        return [] if asked.largest else cheapest_changes(planner.recipe, budget, found, replan_with(planner))
-    return find_fixes(planner, budget) if found.state == "does not fit" and not found.shape.unknown else []
-
-
-def _other(
-    planner: "Planner", budget: "Budget", asked: "PlanRequest", compare: str, typed: list[str]
-) -> dict[str, str]:
+def _other(site: "Site", request: "PlanRequest", found: "Plan", compare: str, typed: list[str]) -> dict[str, str]:
     """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
     from tilewright.cli.plan_output import numbers, settings_in_words
     from tilewright.planner.plan_file import is_plan_file, read_plan
-    from tilewright.training.planning.request import planner_for
+    from tilewright.training.planning.request import asked_for, plan_for
 
     if is_plan_file(compare):
         file = read_plan(compare)
-        file.check(planner.shape(planner.recipe))
+        file.check(found.shape)
         made = file.predicted
         return {
             "plan": Path(compare).name,
@@ -140,13 +128,15 @@ def _other(
             **settings_in_words(file.settings),
         }
     loaded = load_recipe(compare, typed)
-    theirs, _ = planner_for(loaded, asked, quiet=True)
-    found = theirs.plan(budget) if asked.decides else theirs.as_it_stands(budget)
-    return {"plan": loaded.name} | (numbers(found) if found else {"step": "does not fit"})
+    try:
+        return {"plan": loaded.name} | numbers(plan_for(*asked_for(loaded, request, quiet=True), request))
+    except FitError:
+        return {"plan": loaded.name, "step": "does not fit"}
 
 
-def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
+def _why(loaded: "Loaded", site: "Site", found: "Plan", text: str) -> list[str]:
     from tilewright.planner.advice.describe import why
+    from tilewright.planner.decide import free_planner
 
     match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
     if match is None or int(match[1]) >= found.shape.num_layers:
@@ -157,23 +147,25 @@ def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
             try_="--why layer.0",
             where="--why",
         )
-    return why(planner, found, int(match[1]))
+    return why(free_planner(loaded, site), found, int(match[1]))
 
 
-def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change | Fix"], out: str, html: str) -> None:
+def _write_files(
+    plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change | Fix"], out: str, html: str, *, quiet: bool
+) -> None:
     from tilewright.core.atomic_io import write_whole
     from tilewright.planner.plan_file import to_toml
 
     try:
         if out:
             write_whole(Path(out), to_toml(plan))
-            say(f"wrote {out}")
+            say(f"wrote {out}", error=quiet)
         if html:
             from tilewright.cli.plan_output import layer_table
             from tilewright.report.plan_page import render_plan
 
             write_whole(Path(html), render_plan(plan, curve, layer_table(plan), [str(change) for change in changes]))
-            say(f"wrote {html}")
+            say(f"wrote {html}", error=quiet)
     except OSError as error:
         raise DataError(
             "Plan cannot be written",

@@ -6,16 +6,13 @@ command says then: settings that `train` refuses are left out, and each is plann
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright.core.config.edit import accepted
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.planner.advice.fixes import of_shards, words
-from tilewright.planner.decide import typed
-from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -118,29 +115,6 @@ def cheapest_changes(recipe: Recipe, budget: Budget, found: Plan | None, replan:
         return found is not None or not (change.keeps_result and change.settings), -change.tokens_per_s
 
     return sorted(changes, key=order)[:NUM_CHANGES]
-
-
-def pasted(planner: Planner, settings: Mapping[str, Any]) -> Planner | None:
-    """The planner of the same command with more settings typed; None where they are refused."""
-    if not settings:
-        return planner
-    recipe = accepted(planner.recipe, settings)
-    if recipe is None:
-        return None
-    names = frozenset(settings)
-    said = typed(recipe, names)
-    new = {f.name: getattr(said, f.name) for f in fields(Constraints) if getattr(said, f.name) not in (None, ())}
-    return planner.with_recipe(recipe).with_fixed(replace(planner.fixed, **new), planner.open_formats - names)
-
-
-def replan_with(planner: Planner) -> Replan:
-    """`Replan` of a command that takes the fastest plan."""
-
-    def replan(settings: Mapping[str, Any], budget: Budget) -> Plan | None:
-        other = pasted(planner, settings)
-        return None if other is None else other.plan(budget)
-
-    return replan
 
 
 NAMES = {

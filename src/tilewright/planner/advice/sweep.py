@@ -2,22 +2,28 @@
 
 from dataclasses import replace
 
-from tilewright.planner.plan import Budget, Plan
-from tilewright.planner.planner import Planner
+from tilewright.core.config.load import Loaded
+from tilewright.planner.decide import Decision, How, decide, free_planner
+from tilewright.planner.plan import Plan
+from tilewright.planner.site import Site
 
 
-def largest(planner: Planner, budget: Budget) -> Plan | None:
-    """The plan of the deepest model of this shape that fits; None where not even one layer a class does."""
-    shape = planner.shape(planner.recipe)
+def largest(loaded: Loaded, site: Site, how: How) -> Decision | None:
+    """What is decided of the deepest model of this shape that fits; None where not even one layer a class does.
+
+    Raises:
+        UnknownFitError: the model cannot be traced.
+    """
+    shape = site.planner(loaded.recipe).shape(loaded.recipe).known()
     least = len(shape.classes)
     low, high = least - 1, max(2 * shape.num_layers, least)
-    found: dict[int, Plan] = {}
+    found: dict[int, Decision] = {}
 
     def fits(num_layers: int) -> bool:
-        plan = planner.with_layers(num_layers).plan(budget)
-        if plan is not None:
-            found[num_layers] = plan
-        return plan is not None
+        decision = decide(loaded, site, how, num_layers=num_layers)
+        if decision.fits:
+            found[num_layers] = decision
+        return decision.fits
 
     while high < 4096 and fits(high):
         low, high = high, 2 * high
@@ -27,8 +33,10 @@ def largest(planner: Planner, budget: Budget) -> Plan | None:
     return found.get(low)
 
 
-def pareto(planner: Planner, budget: Budget, points: int = 6) -> list[Plan]:
+def pareto(loaded: Loaded, site: Site, points: int = 6) -> list[Plan]:
     """Fastest plans at several device budgets, from the least that fits to the budget itself."""
+    planner = free_planner(loaded, site)
+    budget = site.budget(planner.recipe, disk=site.may_use_disk(planner.recipe))
     least = planner.smallest(budget)
     found: list[Plan] = []
     if least is None:

@@ -1,12 +1,12 @@
 """What is planned for: the machine at hand or a published one, and budgets as typed."""
 
 import re
-import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from tilewright.core.config.edit import changed
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -15,21 +15,20 @@ from tilewright.core.log import say
 from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.data.build.finished.open_built import built_at, built_vocabulary
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.planner.advice.changes import cheapest_changes, replan_with
-from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import Links
-from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed, rank_speed
+from tilewright.planner.cost.links import GUESSED_DISK
 from tilewright.planner.cost.shards import Shards
-from tilewright.planner.decide import planner_of
+from tilewright.planner.decide import How, decide
 from tilewright.planner.machine import ceilings
-from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, GpuSpec, find_published
-from tilewright.planner.plan import Budget, Plan
-from tilewright.planner.planner import Planner
-from tilewright.planner.site import PublishedContext, Site
+from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published
+from tilewright.planner.plan import Plan
+from tilewright.planner.site import Site, on_disk
 from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
 from tilewright.training.planning.ranks import check_shared
+from tilewright.training.planning.refused import nothing_fits
+from tilewright.training.planning.resolve import AUTO, plan_run
 
 GPUS = 8
 """In one machine, at most."""
@@ -37,68 +36,44 @@ GPUS = 8
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Budgets as typed, empty where nothing was; the name of a published machine; the deepest model that fits."""
+    """Budgets as typed, empty where nothing was; the name of a published machine; what is looked for."""
 
     device_memory: str = ""
     host_memory: str = ""
     disk_memory: str = ""
     on: str = ""
+    fastest: bool = False
+    """The fastest plan instead of what `train` does."""
     largest: bool = False
+    """The deepest model that fits."""
 
     @property
-    def decides(self) -> bool:
-        """Whether the planner may choose; else the recipe is priced as it stands."""
-        return bool(self.device_memory or self.host_memory or self.disk_memory or self.on or self.largest)
+    def how(self) -> How:
+        """As `decide` has it."""
+        return "fastest" if self.fastest else "least_change"
 
 
-def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[Planner, Budget]:
-    """The planner of a command, and its budget.
+def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loaded, Site]:
+    """The recipe and the place that a command plans: the same that `train` plans, where it is given the device's budget
+    as `plan.device_memory`.
 
     Raises:
         ConfigError: a size that is none, or more than the machine has; a machine that nobody published; more ranks than
             can share the recipe, or an unknown number of them.
     """
     loaded = pinned(loaded, weights=False)
-    recipe = loaded.recipe
-    if recipe.model.path:
-        check_rows(recipe)
-    vocab_size = _vocab_size(recipe)
-    disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
-    memory = recipe.memory
-    if memory.executor == "layer_major" and "disk" in memory.tiers:
-        disk = disk or _free_space(recipe)  # what the recipe says is there already
-    ranks = _known_ranks(loaded)
-    if options.on:
-        row, machine, links = _published(options, disk, ranks)
-        there = machine.device_memory_bytes
-        device = (
-            _size(options.device_memory, "--device-memory", there, machine.device_name)
-            if options.device_memory
-            else recipe.plan.device_memory or there
-        )
-        budget = Budget(device, machine.host_memory_bytes, links, disk)
-        notes = (*published_notes(options.on), *_of_ranks(loaded, ranks, machine))
-        return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
-    machine = _share_of(detect_machine(recipe.run.device), ranks)
-    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    rates = ceilings.measure(machine, progress=None if quiet else say)
-    device, host = _budgets_here(options, machine, recipe.plan.device_memory, ranks)
-    progress = None if quiet else say
-    folder = _tier_folder(recipe)
-    links = as_links(
-        host_speed(machine, progress=progress),
-        disk_speed(folder, machine, progress=progress) if disk else None,
-        rank_speed(machine, ranks, progress=progress),
-    )
-    return planner_of(loaded, vocab_size, machine, rates, _of_ranks(loaded, ranks, machine)), Budget(
-        device, host, links, disk
-    )
+    if loaded.recipe.model.path:
+        check_rows(loaded.recipe)
+    site = site_of(loaded, request, _vocab_size(loaded.recipe), quiet=quiet)
+    if not request.device_memory:
+        return loaded, site
+    device = _size(request.device_memory, "--device-memory", None, "")
+    return replace(loaded, recipe=changed(loaded.recipe, {"plan.device_memory": device})), site
 
 
-def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> Site:
-    """The place for which `train` would plan a run, by the options of a command.
-
-    The device's budget is in the recipe, as `plan.device_memory`; here it is checked.
+def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> Site:
+    """The place for which a recipe is planned, by the options of a command; the device's budget is checked here, and
+    belongs into the recipe.
 
     Args:
         loaded: the recipe.
@@ -107,32 +82,30 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
         quiet: say nothing of measurements.
 
     Raises:
-        ConfigError: a size that is none, or one that the machine at hand has anyway; a machine that nobody published;
-            an unknown number of ranks.
+        ConfigError: a size that is none, or more than the machine has; a machine that nobody published; an unknown
+            number of ranks.
     """
-    recipe = loaded.recipe
+    recipe, progress = loaded.recipe, None if quiet else say
     folder = Path(recipe.memory.offload_dir or Path(recipe.run.dir) / (recipe.run.name or loaded.name))
     ranks = _known_ranks(loaded)
+    disk = float(_size(options.disk_memory, "--disk-memory", None, "")) if options.disk_memory else None
     if options.on:
-        disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
-        row, machine, links = _published(options, disk, ranks)
+        row = find_published(options.on)
+        host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
+        machine = _share_of(row.machine(detect_machine("cpu"), host), ranks)
         _check_device(options, machine, machine.device_name)
-        return PublishedContext(vocab_size, machine, row.ceilings(), folder, links, float(disk))
-    for option, text in (("--host-memory", options.host_memory), ("--disk-memory", options.disk_memory)):
-        if text:
-            raise ConfigError(
-                "Host and disk budgets of a fine-tune cannot be typed",
-                got=f"{option} {text}",
-                need="--device-memory alone, which the run's plan.device_memory sets too",
-                try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
-                where=option,
-            )
+        uses = disk is not None or on_disk(recipe)  # what the recipe says is there already
+        guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if uses else ""
+        links = Links(LINK_SHARE * row.link, GUESSED_DISK if uses else None, guessed)
+        notes = (*published_notes(options.on), *_of_ranks(loaded, ranks, machine))
+        return Site(vocab_size, machine, row.ceilings(), folder, links=links, disk=disk, notes=notes)
     machine = _share_of(detect_machine(recipe.run.device), ranks)
     _check_device(options, machine, _owner(ranks))
+    if options.host_memory:
+        machine = replace(machine, host_memory_bytes=_host_here(options, machine, ranks))
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    progress = None if quiet else say
-    rates = ceilings.measure(machine, progress=progress)
-    return Site(vocab_size, machine, rates, folder, progress=progress)
+    rates, notes = ceilings.measure(machine, progress=progress), _of_ranks(loaded, ranks, machine)
+    return Site(vocab_size, machine, rates, folder, disk=disk, notes=notes, progress=progress)
 
 
 def published_notes(name: str) -> tuple[str, ...]:
@@ -192,48 +165,34 @@ def _owner(ranks: int) -> str:
     return "this machine" if ranks == 1 else f"each of {ranks} ranks on this machine"
 
 
-def _published(options: PlanRequest, disk: int, ranks: int) -> tuple[GpuSpec, Machine, Links]:
-    """What a rank has of a machine that is not at hand, and its links; without bytes on its disk, none to that."""
-    row = find_published(options.on)
-    host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
-    guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
-    links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
-    return row, _share_of(row.machine(detect_machine("cpu"), host), ranks), links
-
-
 def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
     if options.device_memory:
         _size(options.device_memory, "--device-memory", machine.device_memory_bytes, owner)
 
 
-def plan_for(planner: Planner, budget: Budget, request: PlanRequest) -> Plan:
-    """The plan that was asked for: the recipe as it stands, or the fastest within a budget.
+def plan_for(loaded: Loaded, site: Site, request: PlanRequest) -> Plan:
+    """The plan that was asked for: what `train` does, the fastest one, or that of the deepest model. A recipe of which
+    nothing is decided is priced whether it fits or not.
 
     Raises:
-        FitError: the planner may decide, and nothing fits.
-        UnknownFitError: it may decide, and the model cannot be traced.
+        FitError: nothing fits.
+        UnknownFitError: nothing is known of a step, and the fastest one, or the deepest model, is asked for.
     """
-    if not request.decides:
-        return planner.as_it_stands(budget)
-    found = largest(planner, budget) if request.largest else planner.plan(budget)
-    if found is None:
-        changes = cheapest_changes(planner.recipe, budget, None, replan_with(planner))
-        raise no_plan(planner, budget, [str(change) for change in changes])
-    return found
+    if request.largest or request.fastest:
+        found = largest(loaded, site, request.how) if request.largest else decide(loaded, site, request.how)
+        if found is None or not found.fits:
+            raise nothing_fits(loaded, site, request.how)
+        return found.plan
+    priced = changed(loaded.recipe, {"plan.enforce": False})
+    run = plan_run(replace(loaded, recipe=priced), site)
+    if run.priced.state == "does not fit" and loaded.recipe.memory.plan == AUTO and not run.note:
+        raise nothing_fits(loaded, site)
+    return run.priced
 
 
-def _tier_folder(recipe: Recipe) -> str:
-    return recipe.memory.offload_dir or recipe.run.dir
-
-
-def _free_space(recipe: Recipe) -> int:
-    """Of the disk that the recipe's tier is on."""
-    return shutil.disk_usage(existing(_tier_folder(recipe))).free
-
-
-def _budgets_here(options: PlanRequest, machine: Machine, wanted: int, ranks: int) -> tuple[int, int]:
-    """Device and host budget of a rank on the machine at hand."""
-    if options.host_memory and machine.device == "cpu":
+def _host_here(options: PlanRequest, machine: Machine, ranks: int) -> int:
+    """Host memory of a rank on the machine at hand, as typed."""
+    if machine.device == "cpu":
         raise ConfigError(
             "Two memory sizes for one CPU memory",
             got=f"--host-memory {options.host_memory}",
@@ -241,12 +200,7 @@ def _budgets_here(options: PlanRequest, machine: Machine, wanted: int, ranks: in
             try_="--device-memory, or --on for a machine that is not at hand",
             where="--host-memory",
         )
-    device, host = wanted or machine.device_memory_bytes, machine.host_memory_bytes
-    if options.device_memory:
-        device = _size(options.device_memory, "--device-memory", machine.device_memory_bytes, _owner(ranks))
-    if options.host_memory:
-        host = _size(options.host_memory, "--host-memory", machine.host_memory_bytes, _owner(ranks))
-    return device, host
+    return _size(options.host_memory, "--host-memory", machine.host_memory_bytes, _owner(ranks))
 
 
 def _size(text: str, option: str, most: int | None, owner: str) -> int:

@@ -10,7 +10,7 @@ A run keeps its plan in its folder and resumes under it, so that it continues wi
 first: each case is a function below it. Nothing here builds a model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,7 @@ from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.choices import GlobalConfig
-from tilewright.planner.decide import AutoPlan, decide, written
-from tilewright.planner.model.constraints import fuses
+from tilewright.planner.decide import PLAN_FILE, Decision, decide, user_settings, written
 from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
 from tilewright.planner.replan import Replanner
@@ -37,8 +36,6 @@ from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
 
 AUTO, NONE = "auto", ""
-FILE = "plan.toml"
-"""In a run folder: the plan that the run executes."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,9 @@ class ResolvedPlan:
     def write(self, folder: Path) -> None:
         """Keep the plan in the run's folder, or take an old one away."""
         if self.decided is not None:
-            write_whole(folder / FILE, to_toml(self.decided))
+            write_whole(folder / PLAN_FILE, to_toml(self.decided))
         else:
-            (folder / FILE).unlink(missing_ok=True)
+            (folder / PLAN_FILE).unlink(missing_ok=True)
 
     @cached_property
     def replanner(self) -> Replanner | None:
@@ -120,21 +117,13 @@ def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: b
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
         return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
-    user_settings = _user_settings(loaded)
+    explicit = user_settings(loaded)
     run_plan = run_plan or _plan_beside(loaded)
     if recipe.memory.plan == AUTO and run_plan is not None:
-        resumed = _under_run_plan(loaded, run_plan, site, user_settings)
+        resumed = _under_run_plan(loaded, run_plan, site, explicit)
         if resumed is not None:
             return resumed
-    disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(memory_plan_of(recipe, 1))
-    priced = site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk))
-    plan = summarize(priced)
-    unmodified = ResolvedPlan(loaded, plan, priced, site, user_settings)
-    if plan.state == "not known":
-        return _not_known(unmodified)
-    if recipe.memory.plan == NONE or plan.fits_with(recipe.plan.margin):
-        return _checked(unmodified)
-    return _decided(unmodified, resuming)
+    return _as_decided(loaded, site, decide(loaded, site, same_numbers=resuming), resuming)
 
 
 def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
@@ -144,17 +133,12 @@ def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None
     Raises:
         ConfigError: the folder's plan cannot be read.
     """
-    path = folder / FILE
+    path = folder / PLAN_FILE
     if loaded.recipe.memory.plan != AUTO or not path.exists():
         return loaded, None
     file = read_plan(path)
     left_open = {name: value for name, value in file.settings.items() if loaded.sources.get(name, DEFAULT) == DEFAULT}
-    return with_settings(loaded, left_open, FILE), file
-
-
-def _user_settings(loaded: Loaded) -> frozenset[str]:
-    """Names of the settings that come neither from defaults nor from the run's own plan."""
-    return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
+    return with_settings(loaded, left_open, PLAN_FILE), file
 
 
 def _tiers(memory_plan: MemoryPlan | None) -> set[str]:
@@ -167,17 +151,17 @@ def _tiers(memory_plan: MemoryPlan | None) -> set[str]:
 
 def _plan_beside(loaded: Loaded) -> PlanFile | None:
     """The plan of the run whose run.toml is the recipe: what differs by layer is only there."""
-    if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / FILE).exists():
+    if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / PLAN_FILE).exists():
         return None
-    return read_plan(loaded.path.parent / FILE)
+    return read_plan(loaded.path.parent / PLAN_FILE)
 
 
-def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, explicit: frozenset[str]) -> ResolvedPlan | None:
     """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
 
     The same settings with other layers are then looked for: that changes no number.
     """
-    if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in user_settings):
+    if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in explicit):
         return None
     try:
         found = _priced(loaded.recipe, file, site)
@@ -185,7 +169,7 @@ def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: f
     except (ConfigError, FitError) as error:
         say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
         return None
-    return ResolvedPlan(loaded, summarize(found), found, site, user_settings, found)
+    return ResolvedPlan(loaded, summarize(found), found, site, explicit, found)
 
 
 def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
@@ -201,76 +185,50 @@ def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
     return planner.priced(GlobalConfig.of(planner.recipe), file.memory_plan, budget)
 
 
-# ---- as the recipe says ----
+# ---- as it is decided ----
 
 
-def _checked(unmodified: ResolvedPlan) -> ResolvedPlan:
-    """A run as its recipe says, where that fits, or is allowed not to.
-
-    Raises:
-        FitError: it does not.
-    """
-    if unmodified.plan.fits or not unmodified.loaded.recipe.plan.enforce:
-        return unmodified
-    raise refused(unmodified.plan, fixes_of(unmodified.loaded.recipe, unmodified.site))
-
-
-def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
-    """A run as its recipe says, of which the plan does not know whether it fits.
+def _as_decided(loaded: Loaded, site: Site, found: Decision, resuming: bool) -> ResolvedPlan:
+    """What was decided, and how that is told.
 
     Raises:
-        UnknownFitError: the recipe has a memory budget that is to be kept.
+        FitError: nothing fits, and `plan.enforce` is set.
+        UnknownFitError: the recipe has a memory budget that is to be kept, and nothing is known of the run.
     """
-    plan, section = unmodified.plan, unmodified.loaded.recipe.plan
-    if section.device_memory and section.enforce:
-        raise refused(plan, ())
-    text = f"{plan.verdict} It runs as the recipe says."
-    return replace(unmodified, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
-
-
-# ---- as plan.auto decides ----
-
-
-def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
-    """What `planner.decide` finds for a recipe that does not fit as it is."""
-    recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
-    planner = site.planner(recipe)
-    fault = "layers come in groups (memory.layers_per_group)" if recipe.memory.layers_per_group > 1 else ""
-    shape = planner.shape(recipe)
-    if fault:
-        text = f"the recipe runs as it stands: {fault}"
-        return _checked(replace(unmodified, note=fault, events=((text, {}),)))
-    budget = site.budget(recipe)
-    found = decide(
-        planner,
-        user_settings,
-        budget,
-        lambda: site.budget(recipe, disk=True),
-        fused=fuses(shape.compiled, site.machine),
-        same_numbers=resuming,
-    )
-    if found is not None:
-        return _with_decision(unmodified, found)
-    plan = unmodified.plan
-    if plan.fits:
-        peak, whole = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
+    plan, recipe, summary = found.plan, loaded.recipe, summarize(found.plan)
+    resolved = ResolvedPlan(loaded, summary, plan, site, user_settings(loaded), note=found.note)
+    if found.decided:
+        loaded = with_settings(loaded, plan.settings(), AUTO)
+        return replace(resolved, loaded=loaded, decided=plan, events=tuple(_told(found)))
+    if plan.state == "not known":
+        if recipe.plan.device_memory and recipe.plan.enforce:
+            raise refused(plan, ())
+        text = f"{summary.verdict} It runs as the recipe says."
+        return replace(resolved, note=plan.shape.unknown, events=((text, {"least_bytes": summary.peak_bytes}),))
+    if found.note:
+        resolved = replace(resolved, events=((f"the recipe runs as it stands: {found.note}", {}),))
+    if plan.state != "fits" and recipe.plan.enforce:
+        if recipe.memory.plan == NONE or found.note:
+            raise refused(plan, fixes_of(recipe, site))
+        raise nothing_fits(loaded, site, same_numbers=resuming)
+    if recipe.memory.plan == NONE or found.note or plan.keeps_margin:
+        return resolved
+    if plan.state == "fits":
+        peak, whole = format_bytes(summary.peak_bytes), format_bytes(summary.budget_bytes)
         text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
-        return replace(unmodified, events=((text, {"peak_bytes": plan.peak_bytes}),))
-    if recipe.plan.enforce:
-        raise nothing_fits(recipe, site, user_settings, same_numbers=resuming)
-    return replace(unmodified, events=((f"nothing fits, and plan.enforce = false: {plan.verdict}", {}),))
+        return replace(resolved, events=((text, {"peak_bytes": summary.peak_bytes}),))
+    return replace(resolved, events=((f"nothing fits, and plan.enforce = false: {summary.verdict}", {}),))
 
 
-def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
+def _told(found: Decision) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(text, numbers) of a plan that was decided, and of each setting that it changes."""
     plan = found.plan
     numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
-    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.memory_plan)}", numbers)]
+    yield f"{verdict(plan)} {words(plan.memory_plan)}", numbers
+    least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
     for change in found.departures:
         text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
-        least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
-        events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
-    loaded = with_settings(unmodified.loaded, plan.settings(), AUTO)
-    return replace(unmodified, loaded=loaded, plan=summarize(plan), priced=plan, decided=plan, events=tuple(events))
+        yield text, {"setting": change.name, "before": change.before, "after": change.after} | least
 
 
 # ---- as a plan file says ----

@@ -180,10 +180,10 @@ def _to_json(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> dict[st
 def _way_to_json(way: "Way") -> dict[str, Any]:
     from tilewright.cli.plan_output import to_json
 
-    plan = None if way.plan is None else to_json(way.plan, [], None, [], "")
+    plan = None if way.plan is None else to_json(way.plan)
     remedy = None
     if way.remedy is not None:
-        with_it = to_json(way.remedy.plan, [], None, [], "")
+        with_it = to_json(way.remedy.plan)
         remedy = {"settings": dict(way.remedy.settings), "command": way.remedy.command, "plan": with_it}
     said = {"how": way.how, "state": way.state, "command": way.command, "changes": dict(way.changes)}
     return said | {"layers": way.layers, "unknown": way.unknown, "need": way.need, "plan": plan, "remedy": remedy}

@@ -27,7 +27,7 @@ from tilewright.planner.plan import Plan, State
 from tilewright.training.components.dataset import tokenizer_path
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import smallest_in_words
-from tilewright.training.planning.request import PlanRequest, site_for
+from tilewright.training.planning.request import PlanRequest, site_of
 from tilewright.training.planning.resolve import plan_run
 
 _LONGEST = 200
@@ -87,6 +87,15 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
         CheckpointError: the folder cannot be read.
         ConfigError: settings or budgets that are not right.
     """
+    for option, text in (("--host-memory", options.host_memory), ("--disk-memory", options.disk_memory)):
+        if text and not options.on:
+            raise ConfigError(
+                "Host and disk budgets of a fine-tune cannot be typed",
+                got=f"{option} {text}",
+                need="--device-memory alone, which the run's plan.device_memory sets too",
+                try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
+                where=option,
+            )
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
     planning = _Planning(options, quiet)
     for how in HOWS:
@@ -133,7 +142,7 @@ class _Planning:
     def way(self, loaded: Loaded, how: str) -> Way:
         """A way without its command."""
         vocab_size = _vocab_size(loaded)
-        site = site_for(loaded, self.options, vocab_size or 1, quiet=self.quiet)  # 1 is less than any embedding has
+        site = site_of(loaded, self.options, vocab_size or 1, quiet=self.quiet)  # 1 is less than any embedding has
         site = replace(site, finder=self._finder)
         self._finder = site.shapes
         recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
@@ -145,7 +154,7 @@ class _Planning:
             return Way(how, loaded, "", None, {}, unknown=reason(error))
         found = planned.priced
         if found.state != "fits":
-            need = "" if found.shape.unknown else smallest_in_words(recipe, site, planned.user_settings)
+            need = "" if found.shape.unknown else smallest_in_words(planned.loaded, site)
             return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
         if planned.decided is None:
             return Way(how, loaded, "", found, {})
