@@ -1,0 +1,74 @@
+"""What may be done about a plan: the faster way beside it, changes that gain time, why memory is idle."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.core.config.edit import on_machine, value_of
+from tilewright.core.config.load import Loaded
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.planner.advice.changes import WORTH, Change, cheapest_changes, idle_memory
+from tilewright.planner.advice.fixes import Fix, words
+from tilewright.planner.decide import decide, free_planner
+from tilewright.planner.plan import Plan
+from tilewright.planner.site import Site
+from tilewright.training.planning.refused import fixes_of, replanned
+from tilewright.training.planning.request import PlanRequest
+
+SAME = 1 + 1e-3
+"""Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""
+
+
+@dataclass(frozen=True)
+class Faster:
+    """The fastest plan, where it is faster than what `train` does."""
+
+    plan: Plan
+    settings: Mapping[str, Any]
+    """With which `train` runs it; none where layers differ in what settings say of all of them."""
+
+    def __str__(self) -> str:
+        plan = self.plan
+        text = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s, "
+        text += f"{format_bytes(plan.peak_bytes)} on the device, "
+        if self.settings:
+            return f"{text}with {words(self.settings)}"
+        return f"{text}with the plan that --fastest --out plan.toml writes and --memory.plan plan.toml executes"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What is told of a plan beside its numbers."""
+
+    faster: Faster | None = None
+    changes: Sequence[Change | Fix] = ()
+    idle: str = ""
+    """Why memory stays idle; empty where it does not."""
+
+
+NOTHING = Advice()
+
+
+def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Advice:
+    """What would make a plan faster, and a recipe that does not fit as it stands fit."""
+    if request.largest or found.state == "not known":
+        return NOTHING
+    if found.state == "does not fit":
+        return Advice(changes=fixes_of(loaded.recipe, site))
+    replan = replanned(loaded, site, request.how)
+    changes = cheapest_changes(found.recipe, found.budget, found, replan)
+    if request.fastest:
+        return Advice(changes=changes, idle=idle_memory(free_planner(loaded, site), found))
+    return Advice(find_faster(loaded, site, found), changes)
+
+
+def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
+    """The fastest plan beside what `train` does; None where it gains too little."""
+    best = decide(loaded, site, "fastest")
+    if not best.fits or best.plan.tokens_per_s <= WORTH * found.tokens_per_s:
+        return None
+    recipe = on_machine(loaded, site.machine).recipe
+    settings = {name: value for name, value in best.plan.settings().items() if value_of(recipe, name) != value}
+    typed = replanned(loaded, site, "least_change")(settings, best.plan.budget)
+    as_fast = typed is not None and typed.step_s <= SAME * best.plan.step_s
+    return Faster(best.plan, settings if as_fast else {})
