@@ -46,14 +46,18 @@ import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
 from tilewright.core.env import gc_paused
 with gc_paused():
+    from pathlib import Path
+    from tilewright.core.config.load import Loaded
     from tilewright.core.config.recipe import Recipe
     from tilewright.core.hardware import detect_machine
     from tilewright.planner.planner import Planner
     from tilewright.planner.plan import Budget
-    from tilewright.planner.advice.changes import cheapest_changes, replan_with
+    from tilewright.planner.advice.changes import cheapest_changes
     from tilewright.planner.advice.describe import verdict
     from tilewright.planner.cost.choices import Links
     from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
+    from tilewright.planner.site import Site
+    from tilewright.training.planning.refused import replanned
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])
@@ -68,7 +72,8 @@ if plan is None:
     found["verdict"] = "does not fit"
 else:
     if case["changes"]:
-        cheapest_changes(planner.recipe, budget, plan, replan_with(planner))
+        site = Site(case["vocab_size"], machine, row.ceilings(), Path("unused"), given=budget)
+        cheapest_changes(planner.recipe, budget, plan, replanned(Loaded(recipe, {}, "case"), site, "fastest"))
     found |= {"verdict": verdict(plan), "num_parameters": plan.shape.num_parameters, "step_s": plan.step_s}
     found["changes_cpu_s" if case["changes"] else "_"] = time.process_time() - cpu - used
 found.pop("_", None)

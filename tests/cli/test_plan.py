@@ -44,9 +44,12 @@ def test_the_verdict_comes_first_and_guesses_are_marked(capsys):
     assert any("guessed shares of the published peaks" in note for note in notes)
 
 
-def test_json_holds_what_the_tables_show(capsys):
-    assert run([*H200, "--device-memory", "8GiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_holds_what_the_tables_show(capsys, tmp_path):
+    out = tmp_path / "plan.toml"
+    assert run([*H200, "--device-memory", "8GiB", "--json", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "plan.toml" in shown.err
     assert found["num_layers"] == 8
     assert sorted(i for row in found["rows"] for i in row["layers"]) == list(range(8))
     assert found["peak_bytes"] == max(sum(row.values()) for row in found["phases"].values())
@@ -165,7 +168,10 @@ def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
 
 
 def test_what_does_not_fit_as_it_stands_says_what_would(capsys):
-    code = run(["plan", "default", "--run.device", "cpu", "--plan.device_memory", "900MiB"])
+    tight = ["plan", "default", "--run.device", "cpu", "--plan.device_memory", "900MiB"]
+    assert run(tight) == 0  # as train changes it
+    assert capsys.readouterr().out.startswith("The run fits")
+    code = run([*tight, "--memory.plan", ""])
     shown = capsys.readouterr()
     assert code == 3
     assert shown.out.startswith("The run does not fit: it takes ")

@@ -74,7 +74,7 @@ def test_the_pasted_command_plans_what_the_row_says(request, name, talks, tmp_pa
     for way in found["ways"]:
         assert way["state"] == "fits"
         plan = resolved(way["command"])
-        assert to_json(plan, [], None, [], "") == way["plan"]
+        assert to_json(plan) == way["plan"]
         assert not budget or plan.budget.device == parse_bytes(budget)
 
 

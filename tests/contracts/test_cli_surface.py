@@ -58,7 +58,8 @@ SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
     "doctor": ["--device", "--help", "--json", "--parallel", "--quiet", "--verbose", "recipe"],
     "plan": [
-        *("--compare", "--device-memory", "--disk-memory", "--help", "--host-memory", "--html", "--json", "--largest"),
+        *("--compare", "--device-memory", "--disk-memory", "--fastest", "--help", "--host-memory", "--html", "--json"),
+        "--largest",
         *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),
     ],
     "data": ["--help"],

@@ -7,8 +7,9 @@ Over shipped recipes, typed settings, budgets and two machines with made-up rate
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -18,15 +19,15 @@ from tilewright.core.config.edit import on_machine
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
-from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory, replan_with
+from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory
 from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.cost.choices import Links
-from tilewright.planner.decide import planner_of
+from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
 from tilewright.planner.site import Site
 from tilewright.planner.summary import make_plan
-from tilewright.training.planning.refused import fixes_of
+from tilewright.training.planning.refused import fixes_of, replanned
 from tilewright.training.planning.resolve import plan_run
 
 SAME = 1 + 1e-3
@@ -69,18 +70,6 @@ def cases(*rest: object, commands: Iterable[str] = COMMANDS) -> list:
     return found
 
 
-@dataclass(frozen=True)
-class FixedSite(Site):
-    """A place whose disk and link nobody has to measure."""
-
-    links: Links
-
-    def budget(self, recipe, *, disk=False):
-        device = recipe.plan.device_memory or self.machine.device_memory_bytes
-        links = Links(self.links.host, 1e9 if disk else None)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, 1e12 if disk else 0.0)
-
-
 def load(command: tuple[str, ...], *more: str, device_budget: float = 0) -> Loaded:
     """The recipe as typed, on the machine that is planned for."""
     arguments = [*command[1:], "--run.device", "auto", *more]
@@ -89,13 +78,14 @@ def load(command: tuple[str, ...], *more: str, device_budget: float = 0) -> Load
 
 
 def planner_for(loaded: Loaded, where: str):
-    machine, rates, _ = MACHINES[where]
-    return planner_of(loaded, loaded.recipe.data.vocab_size, machine, rates)
+    return free_planner(loaded, site_of(loaded, where))
 
 
-def site_of(loaded: Loaded, where: str, folder) -> FixedSite:
+def site_of(loaded: Loaded, where: str, folder=Path("unused"), **more) -> Site:
+    """A place whose disk and link nobody has to measure."""
     machine, rates, links = MACHINES[where]
-    return FixedSite(loaded.recipe.data.vocab_size, machine, rates, folder, links)
+    links = Links(links.host, 1e9)
+    return Site(loaded.recipe.data.vocab_size, machine, rates, folder, links=links, disk=1e12, **more)
 
 
 def plain_plan(loaded: Loaded, where: str):
@@ -126,20 +116,23 @@ def named(text: str, place: str) -> float:
     return float(parse_bytes(re.findall(rf"([\d.]+[GM]iB) on the {place}", text)[0]))
 
 
+@pytest.mark.parametrize("how", get_args(How))
 @pytest.mark.parametrize(("where", "command", "share"), cases(0.7, 1.0, 0.4, 4.0))
-def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, share):
+def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, share, how):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
-    planner = planner_for(loaded, where)
-    found = planner.plan(budget)
-    for change in cheapest_changes(loaded.recipe, budget, found, replan_with(planner)):
+    site = site_of(loaded, where, given=budget)
+    found = decide(loaded, site, how)
+    plan = found.plan if found.fits else None
+    for change in cheapest_changes(loaded.recipe, budget, plan, replanned(loaded, site, how)):
         typed = pasted(str(change))
         assert bool(typed) == bool(change.settings)
-        again = planner_for(load(COMMANDS[command], *typed), where).plan(change.budget)
-        assert again is not None, str(change)
-        assert again.step_s <= SAME * change.step_s, str(change)
-        assert again.least_device <= change.budget.device
-        if found is not None:
-            assert again.tokens_per_s > found.tokens_per_s
+        other = load(COMMANDS[command], *typed)
+        again = decide(other, site_of(other, where, given=change.budget), how)
+        assert again.fits, str(change)
+        assert again.plan.step_s <= SAME * change.step_s, str(change)
+        assert again.plan.peak_bytes <= change.budget.device
+        if plan is not None:
+            assert again.plan.tokens_per_s > plan.tokens_per_s
 
 
 @pytest.mark.parametrize("share", [1.1, pytest.param(4.0, marks=pytest.mark.slow)])
@@ -263,9 +256,9 @@ def test_idle_memory_is_explained(where, command):
 @pytest.mark.parametrize("name", ["default", "cpu_50m"])
 def test_a_mode_is_offered_as_faster_where_planning_it_says_so(where, name):
     loaded, budget = load((name,)), budget_of((name,), where, 4.0)
-    planner = planner_for(loaded, where)
-    found = planner.plan(budget)
-    offered = [str(change) for change in cheapest_changes(loaded.recipe, budget, found, replan_with(planner))]
+    found = planner_for(loaded, where).plan(budget)
+    replan = replanned(loaded, site_of(loaded, where), "fastest")
+    offered = [str(change) for change in cheapest_changes(loaded.recipe, budget, found, replan)]
     modes = (load((name,), "--precision.mode", mode) for mode in ("bf16_mixed", "fp8_tile"))
     bf16, fp8 = (plain_plan(one, where).step_s for one in modes)
     assert where == "card" or fp8 > bf16
@@ -297,7 +290,7 @@ def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, t
     assert enough < 0.99 * least
     budget = Budget((least + enough) / 2, HOST, MACHINES[where][2])
     assert planner.plan(budget) is None
-    offered = cheapest_changes(loaded.recipe, budget, None, replan_with(planner))
+    offered = cheapest_changes(loaded.recipe, budget, None, replanned(loaded, site_of(loaded, where), "fastest"))
     (change,) = [one for one in offered if one.settings == {"parallel.reduce_each": True}]
     assert change.keeps_result
     assert pasted(str(change)) == ["--parallel.reduce_each", "True"]
@@ -315,12 +308,11 @@ def test_compiling_the_layers_of_a_foreign_model_is_offered(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF))
     command = ("default", "--model.kind", "hf", "--model.path", str(tmp_path), "--data.vocab_size", "512")
     loaded, budget = load(command), Budget(float(64 * GIB), HOST, Links(None, None))
-    planner = planner_for(loaded, "cpu")
-    found = planner.plan(budget)
+    found = planner_for(loaded, "cpu").plan(budget)
     assert found is not None
     settings = {"train.compile": "on"}
     assert (settings, True) in list(candidates(loaded.recipe, found))
-    changed = replan_with(planner)(settings, budget)
+    changed = replanned(loaded, site_of(loaded, "cpu"), "fastest")(settings, budget)
     again = planner_for(load(command, "--train.compile", "on"), "cpu").plan(budget)
     assert changed is not None
     assert again is not None

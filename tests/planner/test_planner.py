@@ -1,16 +1,18 @@
 """Plans: within their budgets at every phase, and equal to sums by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.shapes import DENSE_42B
 from tests.planner.test_cost import MOE
+from tilewright.core.config.load import Loaded
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.mip import OutOfTime
-from tilewright.planner.advice.changes import cheapest_changes, replan_with
+from tilewright.planner.advice.changes import cheapest_changes
 from tilewright.planner.advice.describe import timeline, verdict, why
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import GlobalConfig, Links, choices
@@ -23,6 +25,8 @@ from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.planner.planner import Planner
+from tilewright.planner.site import Site
+from tilewright.training.planning.refused import replanned
 
 H200 = find_published("h200")
 LINKS = Links(50e9, None)
@@ -33,6 +37,13 @@ DEEP = {"dim": 512, "num_layers": 16, "num_heads": 8, "ffn_dim": 2048}
 def on_h200(recipe, vocab_size=512, formats=frozenset()):
     machine = H200.machine(make_machine(), 128 * GIB)
     return Planner(recipe, vocab_size, machine, H200.ceilings(), formats)
+
+
+def place(planner, budget):
+    """The planner's recipe and place, as commands have them."""
+    written = {"memory.loss_chunk_bytes", *(OPEN - planner.open_formats)}
+    site = Site(planner.vocab_size, planner.machine, planner.rates, Path("unused"), given=budget)
+    return Loaded(planner.recipe, dict.fromkeys(written, "file made-up.toml"), "made-up"), site
 
 
 def deep_recipe(**train):
@@ -93,9 +104,9 @@ def test_42_billion_parameters_on_one_card_by_hand():
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None
     with_journal = planner.with_recipe(make_recipe(**sections, memory=layer_groups))
-    assert with_journal.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None  # its bytes again, on the host
     budget = Budget(139 * GIB, 128 * GIB, LINKS)
-    changes = cheapest_changes(with_journal.recipe, budget, None, replan_with(with_journal))
+    assert with_journal.plan(budget) is None  # its bytes again, on the host
+    changes = cheapest_changes(with_journal.recipe, budget, None, replanned(*place(with_journal, budget), "fastest"))
     assert any("--memory.rollback checkpoint" in str(change) for change in changes)
     assert plan.setting.executor == "layer_major"
     assert plan.setting.moments == "8bit"
@@ -155,15 +166,15 @@ def test_one_micro_batch_has_a_moment_behind_each_class():
 def test_the_largest_model_fits_and_one_layer_more_does_not(deep):
     planner = deep.with_recipe(deep_recipe(global_batch_size=1))
     budget = Budget(1.2 * GIB, 4.2 * GIB, LINKS)
-    found = largest(planner, budget)
+    found = largest(*place(planner, budget), "fastest")
     assert found is not None
-    assert found.shape.num_layers > 2
-    assert planner.with_layers(found.shape.num_layers + 1).plan(budget) is None
+    assert found.plan.shape.num_layers > 2
+    assert planner.with_layers(found.plan.shape.num_layers + 1).plan(budget) is None
 
 
 def test_changes_are_faster_and_cheapest_first(deep, plans):
     tight = plans[1]
-    changes = cheapest_changes(deep.recipe, tight.budget, tight, replan_with(deep))
+    changes = cheapest_changes(deep.recipe, tight.budget, tight, replanned(*place(deep, tight.budget), "fastest"))
     assert 1 <= len(changes) <= 3
     rates = [change.tokens_per_s for change in changes]
     assert rates == sorted(rates, reverse=True)

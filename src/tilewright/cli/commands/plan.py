@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 @json_option
 @click.option("--device-memory", default="", metavar="SIZE", help="Device memory budget for the plan.")
 @click.option("--host-memory", default="", metavar="SIZE", help="Host memory budget for offloaded tensors.")
-@click.option("--disk-memory", default="", metavar="SIZE", help="Disk space that the plan may use.")
+@click.option(
+    "--disk-memory",
+    default="",
+    metavar="SIZE",
+    help="Disk space that the plan may use. Default: what is free; with --on none.",
+)
 @click.option(
     "--on",
     default="",

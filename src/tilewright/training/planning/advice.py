@@ -57,9 +57,8 @@ def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Adv
         return Advice(changes=fixes_of(loaded.recipe, site))
     replan = replanned(loaded, site, request.how)
     changes = cheapest_changes(found.recipe, found.budget, found, replan)
-    if request.fastest:
-        return Advice(changes=changes, idle=idle_memory(free_planner(loaded, site), found))
-    return Advice(find_faster(loaded, site, found), changes)
+    faster = None if request.fastest else find_faster(loaded, site, found)
+    return Advice(faster, changes, "" if faster else idle_memory(free_planner(loaded, site), found))
 
 
 def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
