@@ -62,6 +62,7 @@ reference: $(READY) ## rewrite the pages of docs/reference that are made from th
 	@$(BIN)/python tools/write_reference.py
 	@$(BIN)/python tools/write_outputs.py
 	@$(BIN)/python tools/write_flow.py
+	@$(BIN)/python tools/write_layers.py
 	@$(BIN)/python tools/write_ranks_support.py
 	@$(BIN)/python -m benchmarks.pages
 

@@ -55,6 +55,15 @@ def test_the_drawing_is_up_to_date():
     assert ends == set(flow.BOXES), "each box is reached"
 
 
+def test_the_layers_are_those_of_the_contracts():
+    layers = tool("write_layers")
+    committed = layers.PAGE.read_text(encoding="utf-8")
+    assert committed == layers.page(committed), "run `make reference`"
+    for package in (ROOT / "src" / "tilewright").iterdir():
+        if package.is_dir() and any(package.glob("*.py")) and package.name != "recipes":
+            assert re.search(rf"^(.*\| )?{package.name}( \|.*)?$", layers.layers(), re.MULTILINE), package.name
+
+
 def test_the_support_matrix_is_up_to_date():
     support = tool("write_ranks_support")
     found = support.marks()
