@@ -24,7 +24,7 @@ def layers(settings: Path = ROOT / "pyproject.toml") -> str:
         *(name.replace(PREFIX, "") for name in whole[0]["layers"]),
         "```",
         "",
-        "Inside of packages:",
+        "Inside of packages, from the top down:",
         "",
     ]
     for one in ordered:
