@@ -35,8 +35,8 @@ CLASSIC_BYTES = 16
 
 def traffic(parts: Components) -> tuple[int, int, float]:
     """Bytes read from and written to the disk tier so far, and seconds that the computation stood still for it."""
-    assert parts.sliced is not None
-    told = [pool.traffic for pool in (parts.sliced.home.parameters, parts.sliced.home.states)]
+    home = parts.executor.run.offloader
+    told = [pool.traffic for pool in (home.parameters, home.states)]
     return (
         sum(one.read_bytes for one in told),
         sum(one.written_bytes for one in told),
@@ -47,7 +47,7 @@ def traffic(parts: Components) -> tuple[int, int, float]:
 def held_out(parts: Components) -> float:
     """Loss on the same rows of two domains."""
     some = {domain: parts.held_out.batches[domain] for domain in sorted(parts.held_out.batches)[:2]}
-    with parts.passing():
+    with parts.executor.access.forward_passes(parts.model):
         found = pooled(evaluate(parts.model, some, fp32=False))
     assert found is not None
     return found.loss

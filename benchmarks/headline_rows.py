@@ -111,7 +111,8 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     from tilewright.precision.convert import convert
     from tilewright.precision.policy.policy import Policy
     from tilewright.training.components.weights.sharded_model import first_values
-    from tilewright.training.executor import layer_major_setup
+    from tilewright.training.executor.base import ExecutorInputs
+    from tilewright.training.executor.layer_major_setup import layer_major_executor
     from tilewright.training.executor.standard import StandardExecutor
 
     recipe = recipe_of(name, tiny)
@@ -138,11 +139,12 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     )  # fmt: skip
     clip = GradClip(optim.clip_norm)
     if sliced:
-        cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
-        executor = layer_major_setup.make_executor(
-            recipe, model, cut, optimizer,
-            clip=clip, memory_tracker=MemoryTracker("cpu"), kernels=kernels, weights=None, folder=folder,
-        )  # fmt: skip
+        tracker = MemoryTracker("cpu")
+        executor = layer_major_executor(
+            ExecutorInputs(
+                recipe, model, optimizer, None, clip, None, None, tracker, kernels, World.alone(), folder, values
+            )
+        )
         executor.memory_tracker = (
             None  # its phases reset the mark of the largest resident set, which the benchmark reads
         )

@@ -32,7 +32,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
 from tilewright.models.decoder.init import initial_rules
 from tilewright.training.assemble import RunContext, build, set_up
-from tilewright.training.executor.standard import StepResult
+from tilewright.training.executor.base import StepResult
 
 CLAIMS = {
     "largest": "42B parameters, all trained, on one H200: 20 steps or more of 8k tokens, loss falling, at most 130 GiB "

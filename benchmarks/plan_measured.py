@@ -181,7 +181,7 @@ def answer(found: dict[str, Any]) -> None:
 def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, int]]:
     """Bytes by owner while a run evaluates, and while it writes a checkpoint and continues."""
     recipe, found = setup.recipe, {}
-    with parts.passing():
+    with parts.executor.access.forward_passes(parts.model):
         evaluate(parts.model, parts.held_out.batches, device=setup.device, fp32=recipe.precision.eval_fp32)
     found["evaluate"] = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["owners"]
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.common import spread, write_result
 from tilewright.core.config.load import load_recipe, write_run_toml
-from tilewright.training.executor.standard import StepResult
+from tilewright.training.executor.base import StepResult
 from tilewright.training.runlog.files import Counters, RunLog
 from tools.browser import browser, why_not
 

@@ -11,7 +11,7 @@ from tilewright.core.config.recipe import Recipe
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "tilewright"
 NAMES = "core/config/executors.py"
-PENDING = ("planner/", "training/planning/", "training/assemble.py")
+PENDING = ("planner/", "training/planning/")
 """Where names are still compared."""
 
 

@@ -21,10 +21,10 @@ from tilewright.parallel.shard import Sharding, is_sharded, shard, takes_unused
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.training.components.weights.sharded_model import on_meta, quantized_weights
+from tilewright.training.components.weights.sharded_model import on_meta
+from tilewright.training.executor.bad_steps import all_finite
 from tilewright.training.executor.evaluate import evaluate
-from tilewright.training.executor.not_finite import all_finite
-from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.executor.standard import StandardExecutor, quantized_weights
 
 
 def _sharded(case, world):

@@ -85,8 +85,8 @@ def test_prefetch_takes_buffers(data, tmp_path):
     for prefetch in (0, 1, 2):
         loaded = tiny(data, tmp_path, memory__prefetch=prefetch, memory__offload_params="cpu", **LAYERS)
         parts = assemble.build(assemble.set_up(loaded), fresh=True)
-        held.append(len(parts.sliced.home.parameters._slots.slots))
-        parts.sliced.home.close()
+        held.append(len(parts.executor.run.offloader.parameters._slots.slots))
+        parts.executor.run.offloader.close()
         parts.stream.close()
         parts.memory_tracker.close()
     assert held == [1, 2, 3]

@@ -12,7 +12,7 @@ import torch
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.data.batches.microbatches import row_length
-from tilewright.training.executor.standard import StepResult
+from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.planning.describe import tighter, words
 from tilewright.training.planning.forecast import peak_of

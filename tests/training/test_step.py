@@ -14,7 +14,7 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.not_finite import all_finite
+from tilewright.training.executor.bad_steps import all_finite
 from tilewright.training.executor.standard import StandardExecutor
 
 

@@ -112,7 +112,7 @@ def state_of(executor):
         found |= {f"counts.{name}": m.counts for name, m in model.named_modules() if "counts" in vars(m)}
     found["rng"] = torch.get_rng_state()
     found["load"] = torch.zeros(0) if model._load_LE is None else model._load_LE
-    small = [executor.clip.state_dict(), getattr(executor, "_bad_steps", 0)]
+    small = [executor.clip.state_dict(), executor._bad_steps.in_a_row]
     if isinstance(executor, StandardExecutor):
         small += [part.state_dict() for part in (executor.scaler, executor.control) if part is not None]
     elif executor.delayed is not None:

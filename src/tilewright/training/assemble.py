@@ -6,7 +6,6 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
+from tilewright.core.config.conflicts import executor_conflicts
+from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
@@ -28,7 +30,6 @@ from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.tracker import FreeHeap, MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.ops.base.codes import named_constants
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -57,19 +58,11 @@ from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.components.weights.lora_model import build_adapted
-from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta, quantized_weights
+from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta
 from tilewright.training.components.weights.teacher import Teacher, open_teacher
-from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
-from tilewright.training.executor.layer_major import LayerMajorExecutor
-from tilewright.training.executor.layer_major_setup import (
-    LayerMajorParts,
-    check_no_loss_scaling,
-    make_executor,
-    slice_up,
-)
-from tilewright.training.executor.not_finite import all_finite
-from tilewright.training.executor.standard import Executor, StandardExecutor
-from tilewright.training.executor.summon import SummonedParams, passing
+from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
+from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
+from tilewright.training.executor.kinds import KINDS
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
@@ -88,6 +81,8 @@ class RunContext:
     """Rows of `data.eval_source`."""
     world: World = field(default_factory=World.alone)
     """The processes of the run."""
+    given: ExecutorKind | None = None
+    """An executor instead of the one that the recipe names."""
 
     @property
     def loaded(self) -> Loaded:
@@ -98,6 +93,11 @@ class RunContext:
     def recipe(self) -> Recipe:
         """The run's settings."""
         return self.loaded.recipe
+
+    @property
+    def executor(self) -> ExecutorKind:
+        """What runs the steps."""
+        return self.given or KINDS[self.recipe.memory.executor]
 
     @property
     def plan(self) -> PlanSummary:
@@ -188,8 +188,6 @@ class Components:
     control: PrecisionHook | None
     """Moves single matmuls between formats; None where nothing of the kind was asked for."""
     teacher: Teacher | None = None
-    sliced: LayerMajorParts | None = None
-    """The model in slices, where the executor is layer-major."""
 
     @cached_property
     def audit(self) -> Audit:
@@ -203,37 +201,17 @@ class Components:
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
-        small = {"counters": self.counters, "clip": self.clip, "stream": self.stream, "audit": self.audit}
+        small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
         control = self.control.control if self.control is not None else None
-        maybe = {"scaler": self.scaler, "control": control, "teacher": self.teacher}
+        maybe = {"control": control, "teacher": self.teacher}
         small |= {name: part for name, part in maybe.items() if part is not None}
-        if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
-            small["delayed"] = self.executor.delayed
-        return TrainState(self.model, self.optimizer, small, self.sliced, self.setup.world)
+        return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world)
 
     def close(self) -> None:
         """Give back threads, files and memory off the device."""
         self.stream.close()
         self.memory_tracker.close()
-        if isinstance(self.executor, LayerMajorExecutor):
-            self.executor.close()
-
-    def passing(self) -> AbstractContextManager[None]:
-        """Forward passes of the model are possible inside, wherever its slices are stored."""
-        if (sliced := self.sliced) is None or not sliced.is_offloaded:
-            return nullcontext()
-        return passing(self.model, sliced.view, sliced.layer_groups, sliced.home)
-
-    def sound(self) -> bool:
-        """Whether every parameter and buffer is finite."""
-        if self.sliced is None or not self.sliced.is_offloaded:
-            return all_finite(self.model.named_parameters()) and all_finite(named_constants(self.model).items())
-        with SummonedParams(self.model, None, self.sliced.layer_groups, self.sliced.home) as visit:
-            for part in self.sliced.layer_groups:
-                visit.open(part)
-                if not all_finite((part.name, param) for param in part.params):
-                    return False
-        return all_finite(named_constants(self.model).items())
+        self.executor.close()
 
 
 def _in_silence(what: str) -> None:
@@ -247,6 +225,7 @@ def set_up(
     run_plan: PlanFile | None = None,
     resuming: bool = False,
     at: Callable[[str], object] = _in_silence,
+    executor: ExecutorKind | None = None,
 ) -> RunContext:
     """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
 
@@ -256,15 +235,18 @@ def set_up(
         run_plan: the plan that the run resumes under.
         resuming: the run has a checkpoint: nothing is decided that changes a number.
         at: told what begins.
+        executor: runs the steps instead of the one that the recipe names, at whose costs they are planned.
 
     Raises:
         HardwareError: the device is not there.
         CheckpointError: a model of the hub that cannot be had.
         DataError: the data cannot be used.
         ConfigError: the data's settings do not fit the model, or a plan file that cannot be used, or ranks whose data
-            differ.
+            differ; or the executor cannot do what the recipe asks.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
+    if executor is not None:
+        _check_executor(loaded.recipe, executor.capabilities)
     loaded = in_turn(world, lambda: pinned(loaded))
     recipe = loaded.recipe
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
@@ -290,7 +272,7 @@ def set_up(
     settings = plan.loaded.recipe
     kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
     other = in_turn(world, lambda: other_text(settings, prepared))
-    return RunContext(machine, kernels, prepared, plan, other, world)
+    return RunContext(machine, kernels, prepared, plan, other, world, executor)
 
 
 def build(
@@ -324,33 +306,28 @@ def build(
         give_weights(recipe, model, world, device, values, fresh=fresh, sharding=sharding)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
-        sliced = None
-        if recipe.memory.can.offload:
-            sliced = slice_up(
-                recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
-            )
-        qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
-        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
+        num_params = sum(param.numel() for param in model.parameters())
+        scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
+        optim = recipe.optim
+        clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
+        control = precision_hook(recipe, model, device, world.data_group)
+        inputs = ExecutorInputs(
+            recipe=recipe,
+            model=model,
+            optimizer=optimizer,
+            memory_plan=memory_plan,
+            clip=clip,
+            scaler=scaler,
+            control=None if control is None else control.control,
+            memory_tracker=memory_tracker,
+            kernels=setup.kernels,
+            world=world,
+            folder=setup.offload_dir,
+            values=values,
+        )
+        executor = setup.executor.make(inputs)
+        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, executor.weights)
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
-    num_params = sum(param.numel() for param in model.parameters())
-    scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
-    optim = recipe.optim
-    clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
-    control = precision_hook(recipe, model, device, world.data_group)
-    executor: Executor
-    if sliced is not None:
-        check_no_loss_scaling(scaler is not None)
-        executor = make_executor(
-            recipe, model, sliced, optimizer,
-            clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=qdata,
-            folder=setup.offload_dir, memory_plan=memory_plan, group=world.data_group,
-        )  # fmt: skip
-    else:
-        executor = StandardExecutor(
-            model, optimizer, scaler=scaler, clip=clip, device=device, memory_tracker=memory_tracker,
-            control=control.control if control is not None else None, policy=ActivationPolicy(model, each),
-            group=world.data_group, reduce_each=parallel.reduce_each,
-        )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
@@ -359,7 +336,18 @@ def build(
     heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
     draw_apart(world)
     run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, control
-    return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
+    return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy))
+
+
+def _check_executor(recipe: Recipe, can: Capabilities) -> None:
+    """Refuse an executor that cannot do what the recipe asks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    found = [Problem(c.what, c.got, c.need, c.try_, ", ".join(c.fields)) for c in executor_conflicts(recipe, can)]
+    if found:
+        raise ConfigError.from_problems(found)
 
 
 def seed_everything(seed: int) -> None:
@@ -378,7 +366,7 @@ def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tu
     model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)
     each = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
-    if recipe.memory.can.activation_checkpoint:
+    if setup.executor.capabilities.activation_checkpoint:
         checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:

@@ -28,8 +28,7 @@ from tilewright.training.components.matmul_switches import switches
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
-from tilewright.training.executor.layer_major import UnrecoverableStepError
-from tilewright.training.executor.standard import MAX_BAD_STEPS
+from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.planning.minutes import (
     LONG,
     Length,

@@ -25,9 +25,9 @@ from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
+from tilewright.training.executor.bad_steps import UnrecoverableStepError
+from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
-from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
-from tilewright.training.executor.standard import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.pace import COUNTED, hold_against_plan, told_before
@@ -183,7 +183,7 @@ class Run:
             lr = self._enter_formats(parts.control, microbatches, lr)
         due = number % self.recipe.train.log_interval == 0 or number in (1, self.recipe.train.steps)
         if self.step in self.left_out:
-            self.last = left_out(microbatches)
+            self.last = StepResult.left_out(microbatches)
             self._agree()
         else:
             self.last = self._compute(number, microbatches, lr, due)
@@ -285,7 +285,7 @@ class Run:
         how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
         texts = self.parts.held_out, self.setup.other_text
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
-        with self.parts.passing():
+        with self.parts.executor.access.forward_passes(self.parts.model):
             self.evals, others = (evaluate(self.parts.model, t.batches, num_bytes=t.num_bytes, **how) for t in texts)
         self.parts.heap.give_back()
         self._evaluated_step = self.step
@@ -352,7 +352,7 @@ class Run:
     def _keep_last_good(self, error: NumericsError) -> None:
         """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
         self.parts.counters.step += 1
-        if self.parts.sound():
+        if self.parts.executor.access.is_finite(self.parts.model):
             self._save(now=True)
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error), cause="numerics")
@@ -390,7 +390,7 @@ class Run:
 
     def _write_samples(self) -> None:
         self._at("samples")
-        with self.parts.passing():
+        with self.parts.executor.access.forward_passes(self.parts.model):
             for sample in run_samples(self.recipe, self.parts.model, self.setup.prepared, self.parts.held_out.batches):
                 self.recorder.sample(self.step, sample)
 

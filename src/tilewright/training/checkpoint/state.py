@@ -29,8 +29,7 @@ from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.executor.layer_major_setup import LayerMajorParts
-from tilewright.training.executor.summon import SummonedParams
+from tilewright.training.executor.base import TensorAccess
 from tilewright.training.executor.transaction import Stateful
 
 _MAX_DIFFERENCES = 5
@@ -46,34 +45,21 @@ class TrainState:
         model: parameters and persistent buffers are saved under their fully qualified names.
         optimizer: its states are saved under the names of their parameters.
         parts: components with a small state, by name.
-        sliced: the model in layer groups, if it is: while some are stored off the device, one is live at a time.
+        access: to tensors of both, wherever they are stored.
         world: the processes that train together; each calls `save` and `restore`.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parts: Mapping[str, Stateful]
-    sliced: LayerMajorParts | None = None
+    access: TensorAccess = field(default_factory=TensorAccess)
     world: World = field(default_factory=World.alone)
-
-    @contextmanager
-    def live(self, *, changes: bool = False) -> Iterator[SummonedParams | None]:
-        """What gives the tensors their bytes inside; None where they have them."""
-        if self.sliced is None or not self.sliced.is_offloaded:
-            yield None
-            return
-        with SummonedParams(
-            self.model, self.optimizer, self.sliced.layer_groups, self.sliced.home, changes=changes
-        ) as visit:
-            yield visit
 
     def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:
         """Save everything; see `CheckpointStore.save`."""
-        with self.live() as visit:
-            if visit is None:
-                return store.save(step, self.tensors(), meta, now=now, compared=self._compared())
-            tensors = visit.sorted(self.tensors())
-            return store.save(step, tensors, meta, live=visit.tensor, compared=self._compared())
+        with self.access.summon(self.model, self.optimizer) as summoned:
+            tensors = summoned.sorted(self.tensors())
+            return store.save(step, tensors, meta, live=summoned.live, now=now, compared=self._compared())
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
@@ -106,11 +92,8 @@ class TrainState:
             rng = {
                 name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
             }
-            with torch.no_grad(), self.live(changes=True) as visit:
-                if visit is None:
-                    read_tensors(path, targets | rng)
-                else:
-                    read_tensors(path, visit.sorted(targets | rng), visit.tensor)
+            with torch.no_grad(), self.access.summon(self.model, self.optimizer, changes=True) as summoned:
+                read_tensors(path, summoned.sorted(targets | rng), summoned.live)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])

@@ -24,9 +24,7 @@ from tilewright.parallel.checksum import ReplicaDifference, checksum, find_diffe
 from tilewright.parallel.parts import local_part, place_of
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
 from tilewright.training.checkpoint.meta import META
-
-Live = Callable[[str, Tensor], Tensor]
-"""A tensor with its bytes, from its name and one that has its shape and dtype."""
+from tilewright.training.executor.base import Live
 
 
 class ReplicasDifferError(RuntimeError):

@@ -27,8 +27,8 @@ from tilewright.parallel.agree import from_first
 from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.writing import Live
 from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
+from tilewright.training.executor.base import Live
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""
@@ -89,9 +89,9 @@ def _write(
         save_adapter(model, target, base_model=recipe.model.path, live=live)
         return f"adapter in {target}"
     dtype = EXPORT_DTYPES[recipe.checkpoint.export_format]
-    with state.live() as visit:
-        if visit is not None:
-            live = lambda name, tensor: visit.tensor(f"model.{name}", tensor)  # noqa: E731
+    with state.access.summon(model) as summoned:
+        if (of_model := summoned.live) is not None:
+            live = lambda name, tensor: of_model(f"model.{name}", tensor)  # noqa: E731
         model.save_hf(target, dtype=dtype, extra=config_keys(recipe, *words), live=live)
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:

@@ -3,39 +3,35 @@
 The result is that of the standard executor, micro-batches of any size included. What differs is how a gradient is
 clipped and what becomes of a bad one, because no moment holds the whole gradient:
 
-exact   two backward passes: the first one knows the norm of the whole gradient and keeps nothing else of it, the second
-        one updates. A bad step is found in the first one, so it has changed nothing.
+exact   two backward passes: the first one gives the norm of the whole gradient, the second one updates. A bad step is
+        found in the first one, so it has changed nothing.
 delayed  one backward pass. What is known of this step is bounded by what is known of the one before
         (`optim.delayed_clip`). A bad loss or layer output is found before the first update. A gradient that turns out
         bad after some layer groups were updated is undone: by the rollback buffer that kept these layer groups' bytes,
         or, without one, by `UnrecoverableStepError`, upon which the run goes back to its newest checkpoint. Nothing is
         left half applied.
 
-A step that finds no memory is taken back where nothing was updated, or where a rollback buffer keeps what was; else the
-pieces that are left are computed again with what is free made free, from what the pieces before them left
-(`transaction`).
-
-`memory.layer_major.passes` computes; this file decides.
+A step that finds no memory is taken back where nothing was updated, or where a rollback buffer keeps what was; else its
+last pieces are computed again (`transaction`). `memory.layer_major.passes` computes; this file decides.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewright.core.errors import NumericsError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.data.batches.microbatches import (
     Batch,
     add_weighed,
     count_over,
     count_targets,
-    count_tokens,
     mean_over,
     to_device,
 )
@@ -54,28 +50,49 @@ from tilewright.optim.delayed_clip import DelayedClip
 from tilewright.parallel.agree import any_of, sum_of
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.executor.layer_major_attempt import NOT_FINITE, Attempt, BadStep
-from tilewright.training.executor.standard import MAX_BAD_STEPS, StepResult, after_step
-from tilewright.training.executor.transaction import PartialUpdateError, StepTransaction, others_wait, partial_update
+from tilewright.training.executor.bad_steps import NOT_FINITE, BadSteps, UnrecoverableStepError
+from tilewright.training.executor.base import StepResult, keep_fp32_gradients
+from tilewright.training.executor.standard import after_step
+from tilewright.training.executor.summon import TieredAccess
+from tilewright.training.executor.transaction import (
+    PartialUpdateError,
+    Stateful,
+    StepTransaction,
+    others_wait,
+    partial_update,
+)
 
 Result = TypeVar("Result")
 
 
-class UnrecoverableStepError(NumericsError):
-    """A bad gradient was met after some layer groups were updated, and nothing keeps what they were."""
-
-    step: int = -1
-    """Which one, counted from 0. Set by `run`, which counts."""
+class _BadStep(Exception):
+    """This step's numbers are bad; its text says how."""
 
 
-def left_out(microbatches: Sequence[Batch]) -> StepResult:
-    """The result of a step that is not computed, because it was lost before."""
-    why = "its gradient turned bad half-way before, so it is left out"
-    return StepResult(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
+@dataclass
+class _Attempt:
+    """A layer-major step so far."""
+
+    factor: float
+    """Of the summed loss: one over the number of targets."""
+    targets: Sequence[int]
+    """Of each micro-batch of this rank."""
+    loss_sum: float = math.nan
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Length of each parameter's gradient so far, on the device."""
+    skipped: str | None = None
+    updated: list[LayerGroup] = field(default_factory=list)
+    aux: dict[str, Tensor] = field(default_factory=dict)
+    """What the model reports in addition to its loss, summed over the targets of this rank."""
+
+    def norm(self, order: Sequence[Tensor] | None = None) -> float:
+        """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
+        lengths = [self.norms[param] for param in order or self.norms if param in self.norms]
+        return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
 
 class LayerMajorExecutor:
-    """Runs optimizer steps layer group by layer group. See `standard.Executor`.
+    """Runs optimizer steps layer group by layer group. See `base.Executor`.
 
     Args:
         model: what `view` shows; `after_step` is called on it.
@@ -95,8 +112,7 @@ class LayerMajorExecutor:
             its update. None on one rank.
 
     Raises:
-        ConfigError: the memory plan is of other layers, or asks for what is not offered; see
-        `memory.layer_major.apply_plan`.
+        ConfigError: see `memory.layer_major.apply_plan.by_group`.
     """
 
     def __init__(
@@ -139,21 +155,18 @@ class LayerMajorExecutor:
             retry=self.transaction.retry_on_oom,
         )
         self._policy = PlanApplier(self.run, memory_plan, weights)
-        self._bad_steps = 0
-        for param in self._params:
-            if param.dtype in (torch.float16, torch.bfloat16):
-                param.grad_dtype = torch.float32
+        self._bad_steps = BadSteps(model)
+        self.access = TieredAccess(view, layer_groups, self.run.offloader)
+        keep_fp32_gradients(self._params)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """See `standard.Executor`.
+        """See `base.Executor`.
 
         Raises:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
                 step.
-            UnrecoverableStepError: a bad gradient after the first update, and no rollback
-                buffer. The weights are of no use.
-            PartialUpdateError: out of memory after the first update, also after some was freed, and no rollback
-                buffer.
+            UnrecoverableStepError, PartialUpdateError: a bad gradient, or out of memory, after the first update, and
+                no rollback buffer. The weights are of no use.
         """
         started = time.perf_counter()
         num_targets, num_tokens = count_over(self._group, microbatches, self.device)
@@ -162,19 +175,20 @@ class LayerMajorExecutor:
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        attempt = Attempt(1.0 / num_targets, [count_targets([batch]) for batch in microbatches])
+        attempt = _Attempt(1.0 / num_targets, [count_targets([batch]) for batch in microbatches])
         delayed = self.delayed.now() if self.delayed is not None else None
         try:
             with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, attempt)) as before:
                 batches = [to_device(batch, self.device) for batch in microbatches]
                 norm = self._lagged(batches, attempt) if self.delayed is not None else self._exact(batches, attempt)
                 self.run.end()
-                if attempt.skipped is not None:
-                    before.forget_pass(self.clip)
                 loss = attempt.loss_sum / num_targets
-                self._watch(loss, norm)
                 if attempt.skipped is None:
+                    self._bad_steps.in_a_row = 0
                     after_step(self.model, self._group, self._finish)
+                else:
+                    before.forget_pass(self.clip)
+                    self._bad_steps.watch(loss, norm)
         except (RuntimeError, MemoryError):
             if delayed is not None:
                 self.delayed.back_to(delayed)
@@ -196,9 +210,12 @@ class LayerMajorExecutor:
         return self._policy.now
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on; see
-        `memory.layer_major.apply_plan.PlanApplier.apply`."""
+        """Between steps: do this with each layer from now on; see `PlanApplier.apply`."""
         self._policy.apply(memory_plan)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Clipping, and what delayed clipping knows of the step before."""
+        return {"clip": self.clip} | ({"delayed": self.delayed} if self.delayed is not None else {})
 
     def close(self) -> None:
         """Give back threads, files and memory. What is stored off the device is lost."""
@@ -209,7 +226,7 @@ class LayerMajorExecutor:
 
     # ---- exact: the norm first ----
 
-    def _exact(self, batches: Sequence[Batch], attempt: Attempt) -> float:
+    def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
         finite = self._forward(batches, attempt)
         attempt.loss_sum = self._sum(
             self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
@@ -222,7 +239,7 @@ class LayerMajorExecutor:
             self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor, attempt))
         return norm
 
-    def _apply(self, part: LayerGroup, factor: float, attempt: Attempt) -> None:
+    def _apply(self, part: LayerGroup, factor: float, attempt: _Attempt) -> None:
         params, grads = self._gradients(part)
         with self._phase("update"), torch.no_grad():
             self._clamp(grads)
@@ -233,27 +250,27 @@ class LayerMajorExecutor:
 
     # ---- delayed: updates on the way ----
 
-    def _lagged(self, batches: Sequence[Batch], attempt: Attempt) -> float:
+    def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
         assert self.delayed is not None
         before = self.delayed.now()
         if self.rollback_buffer is not None:
             self.rollback_buffer.begin()
         try:
             if not self._forward(batches, attempt):
-                raise BadStep(NOT_FINITE)
+                raise _BadStep(NOT_FINITE)
             attempt.loss_sum = self._sum(
                 self.run.backward(
                     attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=self._check_finite
                 )
             )
-        except BadStep as bad:
+        except _BadStep as bad:
             self._take_back(attempt, str(bad))
             self.delayed.back_to(before)
         else:
             self.delayed.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
-    def _apply_lagged(self, part: LayerGroup, attempt: Attempt) -> None:
+    def _apply_lagged(self, part: LayerGroup, attempt: _Attempt) -> None:
         assert self.delayed is not None
         with self._phase("update"), torch.no_grad():
             params, grads = self._gradients(part)
@@ -262,21 +279,21 @@ class LayerMajorExecutor:
             attempt.updated.append(part)
             self._update(part, params, grads)
 
-    def _ready(self, part: LayerGroup, attempt: Attempt) -> Tensor:
+    def _ready(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
         """All that comes before the first change: is the gradient good, and are the layer group's bytes kept."""
         params, _ = _with_gradients(part)
         norms = self._measure_sum(part, attempt)
         norm = attempt.norm()
         if not math.isfinite(norm):
-            raise BadStep(NOT_FINITE)
+            raise _BadStep(NOT_FINITE)
         if norm > self.clip.threshold:
-            raise BadStep(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
+            raise _BadStep(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
         if self.rollback_buffer is not None:
             self.optimizer.init_states(params)
             self.rollback_buffer.save(part, self._tensors(params))
         return norms
 
-    def _take_back(self, attempt: Attempt, why: str) -> None:
+    def _take_back(self, attempt: _Attempt, why: str) -> None:
         """Make the step not to have happened."""
         attempt.skipped = why
         if not attempt.updated:
@@ -290,17 +307,16 @@ class LayerMajorExecutor:
             )
         self._roll_back(attempt)
 
-    def _roll_back(self, attempt: Attempt) -> None:
-        rollback_buffer = self.rollback_buffer
-        assert rollback_buffer is not None
-        self._finish(lambda: rollback_buffer.rollback(self.run.offloader))
+    def _roll_back(self, attempt: _Attempt) -> None:
+        buffer = self.rollback_buffer
+        assert buffer is not None
+        self._finish(lambda: buffer.rollback(self.run.offloader))
         for part in attempt.updated:
             self._refresh(part)
         attempt.updated.clear()
 
-    def _final(self, error: BaseException, attempt: Attempt) -> PartialUpdateError | None:
-        """The error of a step that found no memory and cannot be taken back; None where nothing was updated, or it is
-        undone."""
+    def _final(self, error: BaseException, attempt: _Attempt) -> PartialUpdateError | None:
+        """The error of a step that found no memory; None where nothing was updated, or it is undone."""
         if self._group is not None:
             return others_wait(error)
         if not attempt.updated:
@@ -318,7 +334,7 @@ class LayerMajorExecutor:
         recomputed."""
         return self.transaction.retry_on_oom(work, self.run.free_saved_graphs)
 
-    def _forward(self, batches: Sequence[Batch], attempt: Attempt) -> bool:
+    def _forward(self, batches: Sequence[Batch], attempt: _Attempt) -> bool:
         finite = self.run.forward(batches)
         for targets, told in zip(attempt.targets, self.run.aux_metrics(), strict=True):
             add_weighed(attempt.aux, told, targets)
@@ -329,7 +345,7 @@ class LayerMajorExecutor:
 
     def _check_finite(self, loss_sum: float) -> None:
         if not math.isfinite(self._sum(loss_sum)):
-            raise BadStep(NOT_FINITE)
+            raise _BadStep(NOT_FINITE)
 
     def _gradients(self, part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
         """`_with_gradients`, once they are summed over the ranks."""
@@ -337,13 +353,13 @@ class LayerMajorExecutor:
         return _with_gradients(part)
 
     @torch.no_grad()
-    def _measure(self, part: LayerGroup, attempt: Attempt) -> Tensor:
+    def _measure(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
         """`_measure_sum`, of the sum over the ranks."""
         self._gradients(part)
         return self._measure_sum(part, attempt)
 
     @torch.no_grad()
-    def _measure_sum(self, part: LayerGroup, attempt: Attempt) -> Tensor:
+    def _measure_sum(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
         """Lengths of the gradients of a layer group, one a tensor, elements clamped if the recipe says so."""
         params, grads = _with_gradients(part)
         if not grads:
@@ -366,28 +382,12 @@ class LayerMajorExecutor:
         self._refresh(part)
 
     def _refresh(self, part: LayerGroup) -> None:
-        weights = self.weights
-        if weights is not None:
+        if (weights := self.weights) is not None:
             self._finish(lambda: weights.refresh(part.modules))
 
     def _tensors(self, params: list[Tensor]) -> list[Tensor]:
         """All that an update of these parameters changes."""
         return [tensor for param in params for tensor in (param, *self.optimizer.state[param].values())]
-
-    def _watch(self, loss: float, norm: float) -> None:
-        """Stop after several bad steps in a row."""
-        if math.isfinite(norm) and math.isfinite(loss):
-            self._bad_steps = 0
-            return
-        self._bad_steps += 1
-        if self._bad_steps >= MAX_BAD_STEPS:
-            raise NumericsError(
-                f"Non-finite gradient in {self._bad_steps} steps in a row",
-                got=f"loss {loss:.6g}, gradient norm {norm:.6g}",
-                need="finite losses and gradients; the weights have not changed since the last good step",
-                try_='optim.lr lower, optim.warmup_steps higher, or precision.mode = "fp32";\n'
-                'memory.executor = "standard" names the module in which it begins',
-            )
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()

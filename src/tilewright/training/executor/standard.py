@@ -1,23 +1,22 @@
-"""One optimizer step: the `Executor` interface, and the standard one (autograd over micro-batches).
+"""One optimizer step in the plain way: autograd over micro-batches, one update.
 
 The loss of a step is the mean over all its targets, whatever the micro-batches hold: targets are counted on the
 host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
 of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale (and generators,
 which draw other numbers next time), and says so: buffers and notes of the model are as before.
 A step that finds no memory changes nothing at all, and can be called again (`transaction`).
-Which data comes, which learning rate, and what is written down is the matter of `loop`, which calls this.
+Which data comes, which learning rate, and what is written down is the matter of `run.Run`, which calls this.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.data.batches.microbatches import (
@@ -36,41 +35,20 @@ from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.oom import OnAllRanksError
+from tilewright.parallel.shard import is_sharded
 from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
-from tilewright.training.executor.not_finite import not_finite_error
+from tilewright.training.executor.bad_steps import NOT_FINITE, BadSteps
+from tilewright.training.executor.base import ExecutorInputs, StepResult, TensorAccess, keep_fp32_gradients
 from tilewright.training.executor.transaction import (
     PartialUpdateError,
+    Stateful,
     StepTransaction,
     others_wait,
     partial_update,
 )
-
-MAX_BAD_STEPS = 3
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did, over all ranks."""
-
-    loss: float
-    """Mean loss a target, in nats, before the update."""
-    num_targets: int
-    """Targets that the loss is the mean of."""
-    num_tokens: int
-    """Tokens read, padding left out (images: rows)."""
-    grad_norm: float
-    """Global norm of the true gradient, before clipping."""
-    skipped: str | None
-    """Why the update was not applied; None where it was."""
-    loss_scale: float
-    """Loss scale that this step used, 1 without scaling."""
-    seconds: float
-    aux: Mapping[str, float] = field(default_factory=dict)
-    """What the model reports in addition to its loss: means over the step's targets, over all ranks."""
-    redone: str | None = None
-    """Why the step was computed a second time, in wider formats; None where it was not."""
 
 
 @dataclass(frozen=True)
@@ -97,39 +75,6 @@ class _Progress:
     """All weights are new."""
 
 
-class Executor(Protocol):
-    """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
-
-    transaction: StepTransaction
-    """What makes a step happen whole or not at all."""
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """What is done with each layer now."""
-        ...
-
-    def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
-
-        Raises:
-            ConfigError: this executor cannot do it, or not while the run continues.
-            FitError: a tier has not so much room.
-            HardwareError: the disk fails.
-            RuntimeError: the device has not so much memory.
-        """
-        ...
-
-    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
-
-        Raises:
-            torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
-                same call may be made again.
-            PartialUpdateError: the same in the middle of the update, which could not be brought to its end.
-        """
-        ...
-
-
 class StandardExecutor:
     """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
 
@@ -148,6 +93,7 @@ class StandardExecutor:
         policy: what the model's layers keep for backward, if that is to be read and changed.
         group: ranks that read different data; None on one rank.
         reduce_each: of a sharded model: sum gradients after each micro-batch, see `GradientReduction`.
+        weights: 8-bit codes that the optimizer's steps renew.
 
     Raises:
         ConfigError: sharded parameters, and not by FSDP2.
@@ -166,7 +112,10 @@ class StandardExecutor:
         policy: ActivationPolicy | None = None,
         group: dist.ProcessGroup | None = None,
         reduce_each: bool = False,
+        weights: QuantizedWeights | None = None,
     ) -> None:
+        self.access = TensorAccess()
+        self.weights = weights
         self.control = control
         self._policy = policy
         self.model = model
@@ -179,13 +128,11 @@ class StandardExecutor:
         self._group = group
         self._gradients = GradientReduction(model, self._params, group, reduce_each=reduce_each)
         self._sharded = self._gradients.sharded
-        self._bad_steps = 0
+        self._bad_steps = BadSteps(model)
         self.transaction = StepTransaction(
             model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
         )
-        for param in self._params:
-            if param.dtype in (torch.float16, torch.bfloat16):
-                param.grad_dtype = torch.float32
+        keep_fp32_gradients(self._params)
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -194,12 +141,12 @@ class StandardExecutor:
         return self._policy.now
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on; see `placing.ActivationPolicy.change`."""
+        """Between steps: do this with each layer from now on; see `activation_policy.ActivationPolicy.apply`."""
         assert self._policy is not None, "made without a policy"
         self._policy.apply(memory_plan)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """See `Executor.step`.
+        """See `base.Executor.step`.
 
         Raises:
             NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights
@@ -217,17 +164,25 @@ class StandardExecutor:
             else:
                 attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
             with self._phase("update"):
-                if attempt.skipped is not None:
-                    before.forget_pass(self.clip)
-                self._watch(attempt.loss, attempt.norm)
                 if attempt.skipped is None:
+                    self._bad_steps.in_a_row = 0
                     self._apply(lr, progress)
+                else:
+                    before.forget_pass(self.clip)
+                    self._bad_steps.watch(attempt.loss, attempt.norm, mended=self.scaler is not None)
                 self.optimizer.zero_grad(set_to_none=True)
         told = mean_over(self._group, attempt.aux, attempt.targets, self.device)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
         )
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Clipping and the loss scale."""
+        return {"clip": self.clip} | ({"scaler": self.scaler} if self.scaler is not None else {})
+
+    def close(self) -> None:
+        """Nothing is held off the device."""
 
     def _guarded(
         self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
@@ -282,7 +237,7 @@ class StandardExecutor:
         if self.scaler is not None:
             self.scaler.update(overflow)
         if overflow:
-            return result.norm, "overflow" if self.scaler is not None else "the loss or its gradient is not finite"
+            return result.norm, "overflow" if self.scaler is not None else NOT_FINITE
         return result.norm, result.skip
 
     def _apply(self, lr: float, progress: _Progress) -> None:
@@ -324,15 +279,6 @@ class StandardExecutor:
             return None
         return partial_update(error, f"some of {progress.gradients} parameters were updated")
 
-    def _watch(self, loss: float, norm: float) -> None:
-        """Stop after several bad steps in a row that no loss scale can mend."""
-        if self.scaler is not None or (math.isfinite(norm) and math.isfinite(loss)):
-            self._bad_steps = 0
-            return
-        self._bad_steps += 1
-        if self._bad_steps >= MAX_BAD_STEPS:
-            raise not_finite_error(self.model, loss, self._bad_steps)
-
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
 
@@ -348,3 +294,32 @@ def after_step(
         retry: calls a piece again where an allocator finds no memory.
     """
     retry(model.after_step) if group is None else model.after_step(group)
+
+
+def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
+    """The standard executor of a run."""
+    model, optimizer, world = inputs.model, inputs.optimizer, inputs.world
+    return StandardExecutor(
+        model,
+        optimizer,
+        scaler=inputs.scaler,
+        clip=inputs.clip,
+        device=inputs.memory_tracker.device,
+        memory_tracker=inputs.memory_tracker,
+        control=inputs.control,
+        policy=ActivationPolicy(model, inputs.plan_of(len(model.layers) or 1)),
+        group=world.data_group,
+        reduce_each=inputs.recipe.parallel.reduce_each,
+        weights=quantized_weights(model, optimizer),
+    )
+
+
+def quantized_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> QuantizedWeights | None:
+    """FP8 data of whole weights, made once per step; None where weights are sharded: each pass quantises what it has
+    gathered.
+
+    Args:
+        model: converted.
+        optimizer: whose steps make them.
+    """
+    return None if is_sharded(model) else QuantizedWeights(model, optimizer)

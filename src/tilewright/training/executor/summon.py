@@ -1,16 +1,17 @@
 """Using a model whose layer groups are stored off the device, otherwise than by a step: one layer group is there at a
 time.
 
-    with Visit(sliced) as visit:  # checkpoints: any tensor, with its bytes
-        tensor = visit.tensor("model.layers.3.mlp.up_proj.weight")
-    with passing(sliced):  # forward passes: evaluation, samples
+    access = TieredAccess(view, layer_groups, home)
+    with access.summon(model, optimizer) as summoned:  # checkpoints: any tensor, with its bytes
+        tensor = summoned.tensor("model.layers.3.mlp.up_proj.weight", other)
+    with access.forward_passes(model):  # evaluation, samples
         model.loss(batch)
 
 Tensors asked for layer group by layer group (`SummonedParams.sorted`) are fetched once.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.base.eval_mode import eager
 from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
+from tilewright.ops.base.codes import named_constants
+from tilewright.training.executor.bad_steps import all_finite
+from tilewright.training.executor.base import Live, Summoned, TensorAccess
 
 
-class SummonedParams:
+class SummonedParams(Summoned):
     """Tensors of a model and its optimizer, live one layer group at a time.
 
     Args:
@@ -70,6 +74,11 @@ class SummonedParams:
             self._home.fetch(part, states=self._states)
         self._open = part
 
+    @property
+    def live(self) -> Live:
+        """See `tensor`."""
+        return self.tensor
+
     def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same, those of one layer group together."""
         first = (-1,)
@@ -85,8 +94,45 @@ class SummonedParams:
         return self._optimizer.state[param][key] if key and self._optimizer is not None else param.detach()
 
 
+class TieredAccess(TensorAccess):
+    """Of a model whose layer groups may be stored off the device.
+
+    Args:
+        view: the model layer by layer.
+        layer_groups: of the model.
+        home: where they are.
+    """
+
+    def __init__(self, view: LayerwiseModel, layer_groups: LayerGroups, home: ParamOffloader) -> None:
+        self._view, self._groups, self._home = view, layer_groups, home
+
+    def summon(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, changes: bool = False
+    ) -> AbstractContextManager[Summoned]:
+        """See `TensorAccess.summon`: one layer group is there at a time."""
+        if not self._home.is_offloaded:
+            return super().summon(model, optimizer, changes=changes)
+        return SummonedParams(model, optimizer, self._groups, self._home, changes=changes)
+
+    def forward_passes(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See `TensorAccess.forward_passes`."""
+        away = self._home.is_offloaded
+        return _passing(model, self._view, self._groups, self._home) if away else super().forward_passes(model)
+
+    def is_finite(self, model: nn.Module) -> bool:
+        """See `TensorAccess.is_finite`."""
+        if not self._home.is_offloaded:
+            return super().is_finite(model)
+        with SummonedParams(model, None, self._groups, self._home) as summoned:
+            for part in self._groups:
+                summoned.open(part)
+                if not all_finite((part.name, param) for param in part.params):
+                    return False
+        return all_finite(named_constants(model).items())
+
+
 @contextmanager
-def passing(model: nn.Module, view: LayerwiseModel, layer_groups: LayerGroups, home: ParamOffloader) -> Iterator[None]:
+def _passing(model: nn.Module, view: LayerwiseModel, layer_groups: LayerGroups, home: ParamOffloader) -> Iterator[None]:
     """Forward passes of the model inside find each layer group on the device when they come to it.
 
     Nothing is compiled inside: the layers' hooks are not part of what was.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.core.units import format_bytes
-from tilewright.training.executor.standard import Executor
+from tilewright.training.executor.base import Executor
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
     from tilewright.planner.replan import Replanner

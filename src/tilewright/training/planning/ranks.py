@@ -37,7 +37,7 @@ from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, wa
 from tilewright.parallel.liveness.stall import Stalls
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
-from tilewright.training.executor.standard import Executor
+from tilewright.training.executor.base import Executor
 from tilewright.training.runlog.rank_table import RankTable
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder

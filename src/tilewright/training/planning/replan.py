@@ -34,7 +34,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.training.executor.standard import Executor
+from tilewright.training.executor.base import Executor
 from tilewright.training.planning.describe import loosest, tighter, words
 from tilewright.training.planning.forecast import STEP_PHASES, Expected, Forecast, peak_of
 

@@ -65,7 +65,7 @@ def _evaluation_s(run: Run) -> float:
     batches = [batch for text in texts for rows in text.batches.values() for batch in rows]
     how = {"device": setup.device, "fp32": run.recipe.precision.eval_fp32, "group": group}
     seconds = []
-    with run.parts.passing():
+    with run.parts.executor.access.forward_passes(run.parts.model):
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()
             evaluate(run.parts.model, {"": batches[:1]}, **how)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.json_text import to_json
-from tilewright.training.executor.standard import StepResult
+from tilewright.training.executor.base import StepResult
 from tilewright.training.runlog.run_folder import cannot_write
 
 # Events that a resumed run brings about again; the others tell of the process and stay.

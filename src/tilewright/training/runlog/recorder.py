@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilewright.core.units import format_bits, format_loss, format_perplexity
+from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, pooled
-from tilewright.training.executor.standard import StepResult
 from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.runlog.progress import TrainProgress, step_line
 from tilewright.training.runlog.sample import TextSample

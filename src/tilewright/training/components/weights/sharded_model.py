@@ -5,15 +5,11 @@
     convert(model, policy)
     give_weights(recipe, model, world, device, values, fresh=fresh)  # and now it is sharded, where world says so
     optimizer = make_optimizer(...)  # parameters are new objects
-    weights = quantized_weights(model, optimizer)
 
 On one rank, and with copies of the whole model on each, nothing is put around the model.
 """
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -22,9 +18,8 @@ from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.parallel.fill import shard_from_meta
-from tilewright.parallel.shard import Sharding, is_sharded, shard
+from tilewright.parallel.shard import Sharding, shard
 from tilewright.parallel.world import World
-from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.components.weights.lora_model import fill_lazy
 
 
@@ -101,17 +96,3 @@ def give_weights(
         fill_lazy(recipe, model, device)
         world.wait_for_all()
         shard(model, model.layers, mesh, sharding)
-
-
-def quantized_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, without: Iterable[nn.Module] = ()
-) -> QuantizedWeights | None:
-    """FP8 data of whole weights, made once per step; None where weights are sharded: each pass quantises what it has
-    gathered.
-
-    Args:
-        model: converted.
-        optimizer: whose steps make them.
-        without: modules whose weights are elsewhere.
-    """
-    return None if is_sharded(model) else QuantizedWeights(model, optimizer, without=without)

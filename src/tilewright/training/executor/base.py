@@ -1,0 +1,199 @@
+"""What an executor offers a run, and what it is made from.
+
+A step is computed by `Executor.step` alone. The rest is what only the executor knows of a run's state: where tensors
+have their bytes (`TensorAccess`), what of a step goes into a checkpoint, and what is to be given back.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.config.executors import Capabilities
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
+from tilewright.data.batches.microbatches import Batch, count_targets, count_tokens
+from tilewright.memory.tracking.tracker import MemoryTracker
+from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.ops.base.codes import named_constants
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.parallel.world import World
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.training.executor.bad_steps import all_finite
+from tilewright.training.executor.transaction import Stateful, StepTransaction
+
+Live = Callable[[str, Tensor], Tensor]
+"""A tensor with its bytes, from its name and one that has its shape and dtype; until the next is asked for."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, over all ranks."""
+
+    loss: float
+    """Mean loss a target, in nats, before the update."""
+    num_targets: int
+    """Targets that the loss is the mean of."""
+    num_tokens: int
+    """Tokens read, padding left out (images: rows)."""
+    grad_norm: float
+    """Global norm of the true gradient, before clipping."""
+    skipped: str | None
+    """Why the update was not applied; None where it was."""
+    loss_scale: float
+    """Loss scale that this step used, 1 without scaling."""
+    seconds: float
+    aux: Mapping[str, float] = field(default_factory=dict)
+    """What the model reports in addition to its loss: means over the step's targets, over all ranks."""
+    redone: str | None = None
+    """Why the step was computed a second time, in wider formats; None where it was not."""
+
+    @classmethod
+    def left_out(cls, microbatches: Sequence[Batch]) -> "StepResult":
+        """Of a step that is not computed, because it was lost before."""
+        why = "its gradient turned bad half-way before, so it is left out"
+        return cls(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
+
+
+def keep_fp32_gradients(params: Iterable[Tensor]) -> None:
+    """Gradients of 16-bit parameters are kept in FP32: micro-batches are summed, unscaled and clipped there."""
+    for param in params:
+        if param.dtype in (torch.float16, torch.bfloat16):
+            param.grad_dtype = torch.float32
+
+
+class Summoned:
+    """Tensors with their bytes, of a model all of which is on the device: they have them."""
+
+    @property
+    def live(self) -> Live | None:
+        """A tensor with its bytes, from its name and itself; None where each has them all the time."""
+        return None
+
+    def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same, in the order in which they are best asked for."""
+        return dict(tensors)
+
+
+class TensorAccess:
+    """Tensors of a model and its optimizer otherwise than by a step; here of one that is on the device."""
+
+    def summon(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, changes: bool = False
+    ) -> AbstractContextManager[Summoned]:
+        """Any tensor, with its bytes.
+
+        Args:
+            model: whose parameters are wanted.
+            optimizer: whose states are, too; None for none.
+            changes: what is summoned is written to.
+        """
+        return nullcontext(Summoned())
+
+    def forward_passes(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Forward passes of the model are possible inside: evaluation, samples."""
+        return nullcontext()
+
+    def is_finite(self, model: nn.Module) -> bool:
+        """Whether every parameter and buffer is finite."""
+        return all_finite(model.named_parameters()) and all_finite(named_constants(model).items())
+
+
+class Executor(Protocol):
+    """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
+
+    transaction: StepTransaction
+    """What makes a step happen whole or not at all."""
+    access: TensorAccess
+    """The model's and optimizer's tensors, wherever this executor stores them."""
+    weights: QuantizedWeights | None
+    """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device,
+    and where they are sharded (None), the codes are made in each pass."""
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What is done with each layer now."""
+        ...
+
+    def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
+        """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
+
+        Raises:
+            ConfigError: this executor cannot do it, or not while the run continues.
+            FitError: a tier has not so much room.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        ...
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
+                same call may be made again.
+            PartialUpdateError: the same in the middle of the update, which could not be brought to its end.
+        """
+        ...
+
+    def stateful(self) -> Mapping[str, Stateful]:
+        """What a checkpoint holds of this executor beside the tensors of model and optimizer, by name."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads, files and memory off the device."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExecutorInputs:
+    """What an executor is made from.
+
+    Args:
+        recipe: reads `[memory]`, `[optim]` and `[parallel]`.
+        model: converted and cut. Its parameters are vacant where there are `values`, for an executor that can offload.
+        optimizer: over them, without states.
+        memory_plan: what is done with each layer; None: what the recipe says, of as many layers as there are.
+        clip, scaler, control: of the run; without loss scaling or switched formats None.
+        memory_tracker: measures by phase.
+        kernels: implementations of the operations.
+        world: the processes of the run.
+        folder: of the disk tier.
+        values: first values of vacant parameters.
+    """
+
+    recipe: Recipe
+    model: Model
+    optimizer: DeepSeekAdam
+    memory_plan: MemoryPlan | None
+    clip: GradClip
+    scaler: DynamicScaler | None
+    control: PrecisionController | None
+    memory_tracker: MemoryTracker
+    kernels: Kernels
+    world: World
+    folder: Path
+    values: InitialValues | None = None
+
+    def plan_of(self, num_layers: int) -> MemoryPlan:
+        """What is done with each of so many layers."""
+        return self.memory_plan or memory_plan_of(self.recipe, num_layers)
+
+
+@dataclass(frozen=True)
+class ExecutorKind:
+    """An executor that a run can be given: `train(loaded, executor=...)`."""
+
+    capabilities: Capabilities
+    """A recipe that asks for more is refused."""
+    make: Callable[[ExecutorInputs], Executor]
+    """The executor of a run, before its first step."""
