@@ -4,7 +4,7 @@
 
 States: "ran", the consumer answered within the limits of `prove.tolerance`; "lint only", it cannot run here;
 "unavailable", a package is missing or the format cannot hold the model; "failed", the consumer died, hung, answered
-nonsense or what is beyond a limit; "not proven", nobody was asked.
+nonsense or what is beyond a limit; "not proven", no consumer was asked.
 An artefact in the run folder is named from there, so that a run can be moved.
 """
 

@@ -19,7 +19,7 @@ class Record:
 
     `path` is relative to the source's root, as `printable` writes it. `start` and `stop` are bytes in that file, or in
     the file that `part` names: a row ("row 17"), a member of an archive ("a/b.txt"), a page ("page 3"); both are 0
-    where nobody knows them. A reader leaves `id` empty: the build derives it from path, part, place and content.
+    where they are unknown. A reader leaves `id` empty: the build derives it from path, part, place and content.
     `facts` are facts of the medium, such as width and height in pixels or duration in seconds. `arrays` (images,
     log-mel frames) stay in memory or go to files of their own. `chunk` numbers the pieces of a record that was cut.
 
@@ -49,7 +49,7 @@ class Rejected:
 
     `value` is what was found (a number, or words where there is none), `threshold` what would have passed. `excerpt` is
     the beginning of the text, or what the decoder said. `count` is how many lines, rows or members share the reason;
-    `num_bytes` is what they weigh together, 0 where nobody knows. `id` is that of a record that was dropped whole.
+    `num_bytes` is what they weigh together, 0 where it is unknown. `id` is that of a record that was dropped whole.
 
     Example:
         >>> Rejected("a.zip", "b.txt", "read", "compression ratio", 4096.0, 200.0, "", "text").rule

@@ -37,8 +37,8 @@ class Written:
         lint_only: why this artefact cannot run in its consumer although it was checked; "" where it can.
         quantized: matrices by format, such as {"q8_0": 33, "f32": 9}; empty where nothing is quantised.
         options: for the consumer, JSON; see `prove.session.Request`.
-        stored: makes the model with the values that the artefact stores, see `compress.stored`; None where nobody
-            knows.
+        stored: makes the model with the values that the artefact stores, see `compress.stored`; None where they
+            are unknown.
         trained: it holds the codes that the run was trained with, and is compared with the model as it was trained.
     """
 

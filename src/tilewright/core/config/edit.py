@@ -19,13 +19,13 @@ GPU_SHARE = 64
 
 
 def loss_chunk_bytes(machine: Machine) -> int:
-    """Bytes of logits alive at once where nobody says. 64 MiB: chunks stay in a CPU's caches. A GPU has none of that
+    """Bytes of logits alive at once by default. 64 MiB: chunks stay in a CPU's caches. A GPU has none of that
     size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are few there."""
     return CPU_LOSS_CHUNK if machine.device == "cpu" else min(GPU_LOSS_CHUNK, machine.device_memory_bytes // GPU_SHARE)
 
 
 def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
-    """The recipe with the defaults of a machine where nobody wrote something else."""
+    """The recipe with the defaults of a machine where the recipe does not set them."""
     name = "memory.loss_chunk_bytes"
     if loaded.sources.get(name, DEFAULT) != DEFAULT:
         return loaded

@@ -86,7 +86,7 @@ def file_digest(path: Path) -> str:
 
 
 def _build(root: Path, key: str, build: Callable[[Path], None]) -> None:
-    for left in root.glob(f"{key}.part-*"):  # of a process that was killed; the lock is ours, so nobody is at it
+    for left in root.glob(f"{key}.part-*"):  # of a process that was killed; the lock is ours, so no process writes it
         shutil.rmtree(left)
     part = root / f"{key}.part-{os.getpid()}"
     part.mkdir()

@@ -85,7 +85,7 @@ def read_csv(
 
 
 def _open(pieces: _Pieces, parse: pc.ParseOptions, convert: pc.ConvertOptions, longest: int) -> pc.CSVStreamingReader:
-    """A reader that takes bytes for Latin-1, which any are: Arrow drops rows of other bytes without a word."""
+    """A reader that takes bytes for Latin-1, which any are: Arrow drops rows of other bytes and reports nothing."""
     read = pc.ReadOptions(use_threads=False, block_size=longest, encoding="latin-1")
     return pc.open_csv(pieces, read, parse, convert)
 

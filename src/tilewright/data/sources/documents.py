@@ -33,7 +33,7 @@ class Document:
 class Reject:
     """Something refused: `count` lines, rows or files of `where` that share one `reason`, `num_bytes` together.
 
-    `num_bytes` is 0 where nobody knows, as for the rest of a damaged file.
+    `num_bytes` is 0 where it is unknown, as for the rest of a damaged file.
     """
 
     where: str

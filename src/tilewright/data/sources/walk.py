@@ -9,7 +9,7 @@ from tilewright.core.errors import is_of_machine, machine_error
 from tilewright.data.sources.documents import Reject, printable
 
 OUTSIDE = "link out of the source"
-"""Reason of a link that is not followed: what it leads to is no part of the source."""
+"""Reason of a link that is not followed: its target lies outside of the source."""
 
 
 @dataclass

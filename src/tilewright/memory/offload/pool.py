@@ -73,7 +73,7 @@ class OffloadPool:
     """Layer groups of tensors in tiers.
 
     Args:
-        tier: where the bytes of a layer group lie while they are not used, if it is added without a word about that.
+        tier: where the bytes of a layer group lie while they are not used, if it is added without a tier.
         device: where the tensors are used.
         folder: of the disk tier.
         prefetch: layer groups that may be on their way, or written back, while one is used.

@@ -63,7 +63,7 @@ compiled layers share their graph."""
 
 def silence_checkpoint_warning() -> None:
     """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
-    none, and nobody who trains could do anything about it."""
+    none, and its user could change nothing about it."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
 
 

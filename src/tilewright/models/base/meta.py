@@ -1,4 +1,4 @@
-"""A place to build a model for its shapes: on the meta device, and nobody draws initial values for weights without
+"""A place to build a model for its shapes: on the meta device, where no initial values are drawn for weights without
 bytes.
 
 torch's own initialisation of a meta tensor imports torch's compiler, which takes seconds.

@@ -225,7 +225,7 @@ def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
         shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
         return storage.matmul * elements + FP32 * config.num_experts
-    # A compiled layer sees that nobody needs the last matmul's output in backward.
+    # A compiled layer sees that backward does not need the last matmul's output.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
     return storage.matmul * elements
 

@@ -97,7 +97,7 @@ class FlopCount:
         layers: one number per layer: matmuls with weights.
         attention: of one layer: scores and weighted values.
         head: the output projection.
-        last: one number per layer: its last matmul, whose result nobody needs in backward, so it is not recomputed.
+        last: one number per layer: its last matmul, whose result backward does not need, so it is not recomputed.
     """
 
     layers: tuple[int, ...]

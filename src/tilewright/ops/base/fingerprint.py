@@ -1,7 +1,7 @@
 """What a tensor holds, as one number: for caches, which must know what they were made from.
 
 PyTorch has no reliable sign that a tensor was written (see `precision.float8.gemm.weight_store`; a write through
-`.data` leaves its version as it is): its bytes are read, unless nobody can have written them.
+`.data` leaves its version as it is): its bytes are read, unless no other holder can have written them.
 """
 
 import functools

@@ -20,7 +20,7 @@ from tilewright.serving.grammar import GrammarError
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
 
 CLOSED = 499
-"""What proxies log where the client left; nobody reads it."""
+"""What proxies log where the client left; no client reads it."""
 _Item = tuple[int, AnswerPiece | None, BaseException | None]
 
 

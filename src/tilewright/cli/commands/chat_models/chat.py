@@ -118,7 +118,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 class _Talk:
-    """The conversation so far. A message that cannot be answered is no part of it."""
+    """The conversation so far. A message that cannot be answered is left out."""
 
     def __init__(self, session: "Session", settings: "AnswerSettings", system: str | None, interactive: bool):
         self._session, self._settings, self._interactive = session, settings, interactive

@@ -162,7 +162,7 @@ class _Planning:
         return Way(how, loaded, "", found, changes, words(found.memory_plan))
 
     def _why_no_model(self, recipe: Recipe, vocab_size: int | None) -> CheckpointError | None:
-        """The error of an architecture, or a configuration, that nobody can build.
+        """The error of an architecture, or a configuration, that cannot be built.
 
         Raises:
             ConfigError: rows of the data would not fit the model.

@@ -21,7 +21,7 @@ class UnitExecutor(Protocol):
     is_first: bool
     """Whether this process also publishes the dataset; one of a build does."""
     mark: str
-    """In the names of what this process has not finished; "*": nobody else's is there."""
+    """In the names of what this process has not finished; "*": no other process works there."""
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
         """Return when all units `todo` are finished."""

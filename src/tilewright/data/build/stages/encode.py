@@ -215,7 +215,7 @@ class _Part:
     def add(self, texts: list[KeptText], clusters: np.ndarray) -> None:
         """Encode `texts` and write their runs."""
         strings = [text.data.decode() for text in texts]
-        if self._sizes is None and not self._chunk.tokens:  # nobody asks which bytes a token stands for
+        if self._sizes is None and not self._chunk.tokens:  # no caller asks which bytes a token stands for
             for text, ids in zip(texts, self._tokenizer.encode_batch(strings), strict=True):
                 whole = Window(0, 1, len(ids) + 2)
                 self._run(text, clusters, self._stream(ids), [len(text.data)] + [0] * (len(ids) + 1), whole, 0)

@@ -65,7 +65,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
 
 
 def _wave_bytes_lost(entry: Entry) -> int:
-    """Bytes of sound that a WAV's header says and the file has not; decoders read what is there, without a word."""
+    """Bytes of sound that a WAV's header says and the file has not; decoders read what is there and report nothing."""
     size = entry.path.stat().st_size
     with entry.path.open("rb") as file:
         head = file.read(12)

@@ -1,6 +1,6 @@
 """Masters that follow writes to their weights. See `ops.adam`.
 
-On a CPU a weight that nobody wrote costs what it takes to read it and its master: rounded and compared in pieces that
+On a CPU a weight without a write costs what it takes to read it and its master: rounded and compared in pieces that
 the cache holds. On other devices nothing is asked for that the host would wait for.
 """
 

@@ -39,7 +39,7 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     if num_blocks == 0:
         return
     # Launched as it is, for no graph has it: torch's `wrap_triton`, outside of an operation, makes an autotuner of
-    # `num_warps` and an entry in a table that nobody empties, at each call, and does not know `enable_fp_fusion`.
+    # `num_warps` and an entry in a table that is never emptied, at each call, and does not know `enable_fp_fusion`.
     _kernel[(triton.cdiv(num_blocks, _ROWS),)](
         target, target if beside is None else beside, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,

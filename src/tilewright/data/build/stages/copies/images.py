@@ -1,7 +1,7 @@
 """Near-copies of images: those whose perceptual hashes differ in a few bits. One unit for all, 24 bytes an image.
 
 As with text, images are taken in the order of the rule that says which stays, and one goes only if it resembles one
-that stays. Images of one colour are compared by nobody: their hash is of noise.
+that stays. Images of one colour are not compared: their hash is of noise.
 """
 
 import json

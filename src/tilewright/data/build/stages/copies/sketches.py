@@ -89,7 +89,7 @@ def sketch_shard(
 ) -> Mapping[str, Any]:
     """Write the bands of the sketches of a shard's records over `num` ranges.
 
-    Records without a word have none, nor have images and sounds: two of them may have the same caption.
+    Records without words have none, nor have images and sounds: two of them may have the same caption.
     """
     found = [np.zeros(0, BAND)]
     for rows, texts, others in surviving_texts(records, kept, drops, ("modality",)):
