@@ -133,7 +133,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     """A step as `training.run.Run` takes it where it watches every one, free blocks returned every ten steps.
 
     Args:
-        re-plan: watches the executor, see `training.planning.replan.AdaptiveReplanner`.
+        re-plan: watches the executor, see `training.hooks.replan.AdaptiveReplanner`.
         number: of the step, counted from 1.
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
@@ -141,12 +141,14 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     from tilewright.data.batches.microbatches import row_length
     from tilewright.memory.tracking.malloc import trim_malloc
     from tilewright.training.executor.transaction import run_with_retries
+    from tilewright.training.hooks.base import Step
 
-    replanner.before_step(number, row_length(microbatches))
+    step = Step(number, microbatches, lr, row_length(microbatches), 0.0, False, None, None)  # nothing is recorded
+    replanner.before_step(step)
     result = run_with_retries(
         partial(replanner.executor.step, microbatches, lr), partial(replanner.reduce_memory, number)
     )
-    replanner.after_step(number, result.seconds)
+    replanner.after_step(step, result)
     if number % 10 == 0:
         trim_malloc()
     return result

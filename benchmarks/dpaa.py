@@ -22,6 +22,7 @@ from tilewright.data.batches.microbatches import count_targets
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.training.assemble import Components, build, prepare_data, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
+from tilewright.training.hooks.precision_hook import PrecisionHook
 
 CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "
@@ -65,7 +66,8 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     if case == "stress":
         plant_everywhere(parts.model)
         parts.modes.weights.refresh()
-    control = parts.control.control if parts.control is not None else None
+    hook = parts.hook(PrecisionHook)
+    control = hook.control if hook is not None else None
     shares, events = [], {"redone": 0, "skipped": 0, "moves": 0}
     for step in range(steps):
         microbatches = parts.stream.next_step()

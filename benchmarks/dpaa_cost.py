@@ -13,7 +13,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.data.batches.microbatches import count_targets
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.precision_hook import one_row
+from tilewright.training.hooks.precision_hook import PrecisionHook, one_row
 
 CLAIM = "samples of evidence take at most 1 % of the time of training on recipe cpu_10m"
 
@@ -29,9 +29,10 @@ def main() -> None:
         load_recipe("cpu_10m", {"precision.mode": "fp8_tile", "precision.fp8_min_gain": "0.0"} | changes, environ={})
     )
     parts = build(setup, fresh=True)
-    if parts.control is None:
+    hook = parts.hook(PrecisionHook)
+    if hook is None:
         raise AssertionError("the recipe has a controller")
-    control, section = parts.control.control, setup.recipe.precision
+    control, section = hook.control, setup.recipe.precision
     seconds: dict[str, list[float]] = {name: [] for name in ("step", "step_cpu", "sample", "sample_cpu")}
     for step in range(2 + args.samples):
         microbatches = parts.stream.next_step()

@@ -18,6 +18,7 @@ from benchmarks.dpaa import sample
 from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import Components, build, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
+from tilewright.training.hooks.precision_hook import PrecisionHook
 
 CLAIM = "fp8_tile with the controller: held-out loss within 0.25 % of bf16_mixed's after the same steps"
 SHAPE = {
@@ -47,7 +48,8 @@ def start(mode: str, tiny: bool) -> Components:
 def one_step(parts: Components, step: int) -> dict[str, float]:
     """Train one step; what it gave."""
     microbatches = parts.stream.next_step()
-    control = parts.control.control if parts.control is not None else None
+    hook = parts.hook(PrecisionHook)
+    control = hook.control if hook is not None else None
     if control is not None:
         control.enter(step)
         if control.due(step):
@@ -95,8 +97,8 @@ def finish(parts: Components, record: dict[str, Any]) -> None:
     """Held-out loss in FP32, and what the controller did; the model's memory is free afterwards."""
     whole = pooled(evaluate(parts.model, parts.held_out.batches, fp32=True))
     record["held_out"] = whole.loss if whole is not None else math.nan
-    if parts.control is not None:
-        record["share_in_8_bits"] = 1 - parts.control.control.controller.share_above_8bit
+    if (hook := parts.hook(PrecisionHook)) is not None:
+        record["share_in_8_bits"] = 1 - hook.control.controller.share_above_8bit
     parts.stream.close()
 
 

@@ -84,7 +84,7 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
 
     from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.replan_setup import replanner_for
+    from tilewright.training.hooks.replan_setup import replanner_for
 
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]

@@ -49,7 +49,7 @@ def run(case: str, watched: bool) -> dict[str, Any]:
 
     from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.replan_setup import replanner_for
+    from tilewright.training.hooks.replan_setup import replanner_for
 
     with tempfile.TemporaryDirectory() as folder:
         given = {name: str(value) for name, value in (SETTINGS | {"run.dir": folder}).items()}
@@ -84,7 +84,7 @@ def run(case: str, watched: bool) -> dict[str, Any]:
 
 def peak(expected: Any) -> float:
     """Of a step."""
-    from tilewright.training.planning.forecast import peak_of
+    from tilewright.training.hooks.forecast import peak_of
 
     return peak_of(expected)
 

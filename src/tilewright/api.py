@@ -1,26 +1,34 @@
 """`tilewright.train` and `tilewright.plan`: the two main commands by one call each from Python."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilewright.core.config.load import load_recipe
 from tilewright.planner.plan import Plan
+from tilewright.training.assemble import HookFactory
 from tilewright.training.loop import RunResult
 from tilewright.training.loop import train as run_training
 from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
 
 
-def train(recipe: str | Path = "default", settings: Mapping[str, str] | None = None) -> RunResult:
+def train(
+    recipe: str | Path = "default",
+    settings: Mapping[str, str] | None = None,
+    *,
+    hooks: Sequence[HookFactory] = (),
+) -> RunResult:
     """Trains as `tilewright train RECIPE --section.field value` does.
 
     Args:
         recipe: a TOML file or the name of a shipped recipe.
         settings: `{"train.steps": "10"}`.
+        hooks: each is called with what is known of the run and with its components, and gives a `StepHook` that rides
+            along with the steps. A subclass of it whose constructor takes these two is such a function.
 
     Raises:
         TilewrightError: what a user can mend; see its subclasses.
     """
-    return run_training(load_recipe(recipe, settings or {}))
+    return run_training(load_recipe(recipe, settings or {}), hooks=hooks)
 
 
 def plan(

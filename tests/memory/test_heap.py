@@ -14,6 +14,12 @@ from tilewright.memory.tracking.tracker import PATIENCE, FreeHeap, MemoryTracker
 STEPS = 60
 
 
+class Quiet:
+    """A step without a line."""
+
+    due = False
+
+
 class Grows:
     """A tracker of steps that take `need`, and of a heap that grows by `growth` a step until it is trimmed."""
 
@@ -34,7 +40,7 @@ class Grows:
         for _ in range(STEPS):
             self.peaks.append(self.need + self.free)
             self.free += self.growth
-            heap.after_step()
+            heap.after_step(Quiet())
 
 
 @given(st.integers(500, 1000), st.integers(1, 100), st.integers(2, 500))

@@ -13,8 +13,8 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.planner.machine import ceilings
-from tilewright.training import replan_setup
 from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.hooks import replan_setup
 from tilewright.training.loop import train
 from tilewright.training.run import Run
 

@@ -20,8 +20,8 @@ from tilewright.report.page import write_report
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.executor.transaction import PartialUpdateError
+from tilewright.training.hooks.replan_setup import LOOK_S, MemoryWatch, there_bytes
 from tilewright.training.loop import train
-from tilewright.training.replan_setup import LOOK_S, MemoryWatch, there_bytes
 
 CASES = {
     "standard": {"model__num_experts": 4},
@@ -157,7 +157,7 @@ CUT = """
 import json, sys
 from pathlib import Path
 from tests.training.tiny import tiny
-from tilewright.training import replan_setup
+from tilewright.training.hooks import replan_setup
 from tilewright.training.loop import train
 
 class Cut(replan_setup.MemoryWatch):
@@ -167,9 +167,9 @@ class Cut(replan_setup.MemoryWatch):
         return self.limit * (0.7 if self.step >= 3 else 1.0)
 
 class Watching(replan_setup.AdaptiveReplanner):
-    def before(self, number, row_length):
-        Cut.step = number
-        super().before(number, row_length)
+    def before_step(self, step):
+        Cut.step = step.number
+        return super().before_step(step)
 
 if sys.argv[3] == "cut":
     replan_setup.MemoryWatch, replan_setup.AdaptiveReplanner = Cut, Watching

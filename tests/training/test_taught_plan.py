@@ -14,7 +14,7 @@ from tilewright.parallel.launch import launched
 from tilewright.planner.machine import ceilings
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.weights.teacher import open_teacher
+from tilewright.training.components.weights.teacher import Teacher, open_teacher
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -57,10 +57,11 @@ def held(rank, data, runs, world, changes):
         second = open_teacher(*args)
         grown = live() - before
         tensors = [*second.model.parameters(), *second.model.buffers()]
-        parts.teacher.taught(parts.stream.next_step())
+        taught = parts.hook(Teacher).taught
+        taught(parts.stream.next_step())
         microbatches = parts.stream.next_step()
         before = live()
-        found = parts.teacher.taught(microbatches)
+        found = taught(microbatches)
         handed, taught = storages([batch[distill.HIDDEN] for batch in found]), live() - before
         parts.executor.step(found, parts.schedule.lr_at(0))
         planned = setup.planned.priced

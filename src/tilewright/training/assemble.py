@@ -4,13 +4,12 @@
 Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
 import xxhash
 
@@ -48,25 +47,28 @@ from tilewright.precision.float8.audit import Audit
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
-from tilewright.training.checkpoint.generators import draw_apart
+from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
-from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.components.weights.lora_model import build_adapted
 from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta
-from tilewright.training.components.weights.teacher import Teacher, open_teacher
+from tilewright.training.components.weights.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.kinds import KINDS
+from tilewright.training.hooks.base import AfterStep, StepHook, by_name
+from tilewright.training.hooks.precision_hook import precision_hook
+from tilewright.training.hooks.precision_modes import PrecisionModes
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
 from tilewright.training.runlog.files import Counters
+
+H = TypeVar("H", bound=StepHook)
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,8 @@ class Components:
     counters: Counters
     setup: RunContext
     heap: FreeHeap
-    control: PrecisionHook | None
-    """Moves single matmuls between formats; None where nothing of the kind was asked for."""
-    teacher: Teacher | None = None
+    hooks: tuple[StepHook, ...]
+    """What rides along with the steps, in order."""
 
     @cached_property
     def audit(self) -> Audit:
@@ -202,10 +203,12 @@ class Components:
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
-        control = self.control.control if self.control is not None else None
-        maybe = {"control": control, "teacher": self.teacher}
-        small |= {name: part for name, part in maybe.items() if part is not None}
+        small |= by_name(self.hooks, taken=small)
         return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world)
+
+    def hook(self, kind: type[H]) -> H | None:
+        """The hook of this class; None where there is none."""
+        return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     def close(self) -> None:
         """Give back threads, files and memory off the device."""
@@ -214,8 +217,8 @@ class Components:
         self.executor.close()
 
 
-def _in_silence(what: str) -> None:
-    """Told what begins, and nobody else is."""
+HookFactory = Callable[[RunContext, Components], StepHook]
+"""Makes a hook of a run that is assembled, at the step that it begins with."""
 
 
 def set_up(
@@ -224,7 +227,7 @@ def set_up(
     world: World = World.alone(),  # noqa: B008 (frozen)
     run_plan: PlanFile | None = None,
     resuming: bool = False,
-    at: Callable[[str], object] = _in_silence,
+    at: Callable[[str], object] = lambda _: None,
     executor: ExecutorKind | None = None,
 ) -> RunContext:
     """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
@@ -293,7 +296,7 @@ def build(
     """
     recipe, device, world = setup.recipe, setup.device, setup.world
     memory_plan = memory_plan or setup.memory_plan
-    seed_everything(recipe.run.seed)
+    seed_all(recipe.run.seed)  # alike on all ranks, which make the same model
     memory_tracker = MemoryTracker(device)
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         model, each = _model(setup, fresh, memory_plan)
@@ -335,8 +338,11 @@ def build(
     plan, counters = setup.plan, Counters()
     heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
     draw_apart(world)
-    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, control
-    return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy))
+    teacher = open_teacher(recipe.distill, setup.tokenizer, model, policy)
+    # The controller samples what the stream gave, so the teacher adds to it after; free pages are returned last.
+    hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
+    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, hooks
+    return Components(model, *run_parts)
 
 
 def _check_executor(recipe: Recipe, can: Capabilities) -> None:
@@ -348,14 +354,6 @@ def _check_executor(recipe: Recipe, can: Capabilities) -> None:
     found = [Problem(c.what, c.got, c.need, c.try_, ", ".join(c.fields)) for c in executor_conflicts(recipe, can)]
     if found:
         raise ConfigError.from_problems(found)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the process-wide generators that models may draw from, alike on all ranks, which make the same model; all
-    three are in the checkpoint."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:

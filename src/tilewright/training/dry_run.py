@@ -1,19 +1,27 @@
 """Two real steps on real data, and what they took beside what the plan said. Keeps nothing."""
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from tilewright.core.config.load import Loaded
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
+from tilewright.data.batches.microbatches import row_length
 from tilewright.memory.tracking.tracker import OWNERS
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
-from tilewright.training.assemble import build, set_up
+from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference import attach_reference
+from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
+from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.progress import NoProgress
+from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
 
 NUM_STEPS = 2
 COUNTED = ("parameters", "optimizer", "gradients", "buffers")
@@ -21,7 +29,11 @@ COUNTED = ("parameters", "optimizer", "gradients", "buffers")
 UNKNOWN = "not known"
 
 
-def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 (frozen)
+def dry_run(
+    loaded: Loaded,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+    hooks: Sequence[HookFactory] = (),
+) -> int:
     """Run the first steps of a recipe and print planned and measured; returns the steps run. Of several ranks, what is
     printed is of the first.
 
@@ -33,20 +45,27 @@ def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 
     minutes = setup.recipe.train.minutes if is_open(setup.recipe) else 0.0
     if minutes:
         setup = setup.lasting(Length(LONG, "", "", {}))
-    parts = build(setup, fresh=True)
+    parts, folder = build(setup, fresh=True), RunFolder(Path(os.devnull), follows=True)
+    log = RunLog(folder.path, follows=True)
+    recorder = MetricsLogger(log, NoProgress(), (), steps=NUM_STEPS, memory_limit=setup.memory_limit, scaled=False)
     try:
         attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model), world)
-        for step in range(NUM_STEPS):
-            parts.modes.enter(step)
+        parts.hooks += tuple(make(setup, parts) for make in hooks)
+        for number in range(1, NUM_STEPS + 1):
             started = time.perf_counter()
-            batches = parts.stream.next_step()
-            batches = batches if parts.teacher is None else parts.teacher.taught(batches)
-            result = parts.executor.step(batches, parts.schedule.lr_at(step))
-            compiled = " (compiles)" if step == 0 and setup.compiles else ""
-            say(f"step {step + 1}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
+            batches, lr = parts.stream.next_step(), parts.schedule.lr_at(number - 1)
+            step = Step(number, batches, lr, row_length(batches), parts.stream.wait_s, False, recorder, folder)
+            for hook in parts.hooks:
+                step = hook.before_step(step)
+            result = parts.executor.step(step.microbatches, step.lr)
+            for hook in parts.hooks:
+                hook.after_step(step, result)
+            compiled = " (compiles)" if number == 1 and setup.compiles else ""
+            say(f"step {number}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
     finally:
         parts.close()
+        recorder.close()
     for line in comparison(setup.plan, memory, result.seconds):
         say(line)
     if minutes:

@@ -9,9 +9,9 @@ returns or raises.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
@@ -22,13 +22,15 @@ from tilewright.parallel.launch import in_turn, launched, on_first
 from tilewright.parallel.liveness.heartbeat import RankRecord, take_lost
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
-from tilewright.training.assemble import Components, RunContext, build, set_up
+from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.matmul_switches import switches
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
+from tilewright.training.hooks.pace import Pace
+from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
     LONG,
     Length,
@@ -38,10 +40,9 @@ from tilewright.training.planning.minutes import (
     with_known_steps,
     with_time_left,
 )
-from tilewright.training.planning.ranks import RankWatch, check_world, facts_of, settings_of
+from tilewright.training.planning.ranks import LoneWatch, check_world, facts_of, settings_of, watch_of
 from tilewright.training.planning.resolve import load_run_plan
 from tilewright.training.planning.trial import time_steps
-from tilewright.training.replan_setup import replanner_for
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
@@ -52,13 +53,21 @@ from tilewright.training.runlog.signals import StopRequest
 from tilewright.training.runlog.sinks import open_sinks
 
 
-def train(loaded: Loaded, *, dry_run: bool = False, on_setup: Callable[[RunContext], None] | None = None) -> RunResult:
+def train(
+    loaded: Loaded,
+    *,
+    dry_run: bool = False,
+    on_setup: Callable[[RunContext], None] | None = None,
+    hooks: Sequence[HookFactory] = (),
+) -> RunResult:
     """Train what a recipe describes, or continue where its run folder stops.
 
     Args:
         loaded: a recipe from `core.config.load.load_recipe`.
         dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
         on_setup: called with data and plan before the model is made; not of a dry run.
+        hooks: each is called once the model is made, and gives what rides along with the steps. A run that times its
+            steps, or goes back to a checkpoint, is made anew, hooks too.
 
     Raises:
         TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
@@ -75,210 +84,188 @@ def train(loaded: Loaded, *, dry_run: bool = False, on_setup: Callable[[RunConte
     ) as world:
         check_world(world, loaded.recipe)
         if dry_run:
-            return RunResult(None, run_dry(loaded, world))
-        return _open_and_train(loaded, world, began, on_setup)
+            return RunResult(None, run_dry(loaded, world, hooks))
+        with TrainSession.opened(loaded, world, began, on_setup, hooks) as session:
+            return session.train()
 
 
-def _open_and_train(
-    loaded: Loaded, world: World, began: float, on_setup: Callable[[RunContext], None] | None
-) -> RunResult:
-    recipe = loaded.recipe
-    folder, moved_to = open_folder(recipe, loaded.name, world)
-    section = recipe.checkpoint
-    store = CheckpointStore(folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world)
-    try:
-        if moved_to is not None:
-            say(f"the run that was in {folder.path} is now {moved_to}")
-        lost = on_first(world, partial(take_lost, folder.path), named="the records of ranks before this run")
-        if world.size == 1:
-            return _find_and_train(loaded, folder, store, lost, began, None, on_setup)
-        with RankWatch(folder.path, world).running() as watch:  # from here on a rank that is gone is named
-            store.world = watch.world
-            try:
-                return _find_and_train(loaded, folder, store, lost, began, watch, on_setup)
-            finally:
-                store.wait()  # the others can finish what is being written until they hear that this rank has failed
-    finally:
-        store.close()
-        folder.close()
+@dataclass
+class TrainSession:
+    """One call of `train`: the run folder while it is open, and the runs assembled in it, one after the other."""
 
+    loaded: Loaded
+    folder: RunFolder
+    store: CheckpointStore
+    watch: LoneWatch
+    began: float
+    on_setup: Callable[[RunContext], None] | None
+    hooks: Sequence[HookFactory]
+    lost: tuple[RankRecord, ...]
+    """Of ranks that were gone at the end of the run before."""
+    run_plan: PlanFile | None = None
+    """Plan that the run in the folder began under."""
+    left_out: set[int] = field(default_factory=set)
+    """Steps, counted from 0, that could not be undone."""
 
-def _find_and_train(
-    loaded: Loaded,
-    folder: RunFolder,
-    store: CheckpointStore,
-    lost: tuple[RankRecord, ...],
-    began: float,
-    watch: RankWatch | None,
-    on_setup: Callable[[RunContext], None] | None,
-) -> RunResult:
-    """Train from the newest checkpoint of the folder, where steps are left."""
-    world = World.alone() if watch is None else watch.world
-    world.at("search for a checkpoint")
-    loaded = in_turn(world, lambda: pinned(loaded, folder.path))
-    loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
-    train = loaded.recipe.train
-    if not is_open(loaded.recipe) and found.step >= train.steps:
-        more = "train.minutes, or give train.steps," if train.minutes else "train.steps"
-        say(f"{folder.path} has reached step {found.step} of {train.steps}; raise {more} to continue.")
-        return RunResult(folder.path, found.step)
-    found = replace(found, lost=lost)
-    return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
-
-
-def _newest(loaded: Loaded, folder: RunFolder, store: CheckpointStore) -> tuple[Loaded, PlanFile | None, ResumePoint]:
-    """The recipe with the steps and the plan of the folder's run, that plan, and the checkpoint to continue from."""
-    run_plan, resuming = None, bool(store.paths())
-    if resuming:
-        loaded, run_plan = load_run_plan(loaded, folder.path)
-    loaded = with_known_steps(loaded, folder.path, resuming=resuming)
-    found = find(folder, store, loaded.recipe)
-    return with_time_left(loaded, found.step, found.elapsed_s), run_plan, found
-
-
-def _train_through(
-    loaded: Loaded,
-    run_plan: PlanFile | None,
-    folder: RunFolder,
-    store: CheckpointStore,
-    found: ResumePoint,
-    began: float,
-    watch: RankWatch | None,
-    on_setup: Callable[[RunContext], None] | None,
-) -> RunResult:
-    """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
-
-    Raises:
-        UnrecoverableStepError: the third one.
-    """
-    left_out: set[int] = set()
-    world = World.alone() if watch is None else watch.world
-    while True:
+    @classmethod
+    @contextmanager
+    def opened(
+        cls,
+        loaded: Loaded,
+        world: World,
+        began: float,
+        on_setup: Callable[[RunContext], None] | None,
+        hooks: Sequence[HookFactory],
+    ) -> Iterator["TrainSession"]:
+        """The session of a recipe: its folder locked, its ranks watched."""
+        recipe = loaded.recipe
+        folder, moved_to = open_folder(recipe, loaded.name, world)
+        section, path = recipe.checkpoint, folder.path
+        store = CheckpointStore(
+            folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world
+        )
         try:
-            return _train(loaded, run_plan, folder, store, found, began, watch, frozenset(left_out), on_setup)
-        except UnrecoverableStepError as lost:
-            left_out.add(lost.step)
-            on_setup = None  # it has been told
-            if len(left_out) >= MAX_BAD_STEPS:
-                raise
-        store.wait()
-        loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
-        say(f"step {max(left_out) + 1} is left out; the run continues from step {found.step}")
+            if moved_to is not None:
+                say(f"the run that was in {path} is now {moved_to}")
+            lost = on_first(world, partial(take_lost, path), named="the records of ranks before this run")
+            with watch_of(path, world).running() as watch:  # from here on a rank that is gone is named
+                store.world = watch.world
+                try:
+                    yield cls(loaded, folder, store, watch, began, on_setup, hooks, lost)
+                finally:
+                    store.wait()  # other ranks can finish what is being written until they hear that this one failed
+        finally:
+            store.close()
+            folder.close()
 
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.watch.world
 
-def _train(
-    loaded: Loaded,
-    run_plan: PlanFile | None,
-    folder: RunFolder,
-    store: CheckpointStore,
-    found: ResumePoint,
-    began: float,
-    watch: RankWatch | None,
-    left_out: frozenset[int],
-    on_setup: Callable[[RunContext], None] | None,
-) -> RunResult:
-    world = World.alone() if watch is None else watch.world
-    with open_pulse() as pulse:
-        setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None, at=pulse.at)
-        if on_setup is not None:
-            on_setup(setup)
-        store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it
-        if is_open(setup.recipe):
-            times = _timed(setup, folder, store, found, watch, left_out, pulse)
-            if isinstance(times, str):
-                say(f"{times} while steps were timed: nothing was to be saved, the same command starts again")
-                return RunResult(folder.path, found.step, stopped=times)
-            many = partial(steps_within, setup.recipe, times, done=found.step, elapsed_s=found.elapsed_s)
-            setup = setup.lasting(on_first(world, many))
-            found = found.at_length(setup.recipe, times.spent_s)
-        with _assembled(setup, folder, store, found, watch, left_out, pulse) as run:
-            run.begin(began)
-            with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
-                return run.train(stop)
+    def train(self) -> RunResult:
+        """Train from the newest checkpoint of the folder, where steps are left. A step that cannot be undone sends the
+        run back to its newest checkpoint, and is left out from then on.
 
+        Raises:
+            UnrecoverableStepError: the third one.
+        """
+        self.world.at("search for a checkpoint")
+        self.loaded = in_turn(self.world, lambda: pinned(self.loaded, self.folder.path))
+        found = self._newest()
+        train = self.loaded.recipe.train
+        if not is_open(self.loaded.recipe) and found.step >= train.steps:
+            more = "train.minutes, or give train.steps," if train.minutes else "train.steps"
+            say(f"{self.folder.path} has reached step {found.step} of {train.steps}; raise {more} to continue.")
+            return RunResult(self.folder.path, found.step)
+        found = replace(found, lost=self.lost)
+        while True:
+            try:
+                return self._train_from(found)
+            except UnrecoverableStepError as lost:
+                self.left_out.add(lost.step)
+                self.on_setup = None  # it has been told
+                if len(self.left_out) >= MAX_BAD_STEPS:
+                    raise
+            self.store.wait()
+            found = self._newest()
+            say(f"step {max(self.left_out) + 1} is left out; the run continues from step {found.step}")
 
-def _timed(
-    setup: RunContext,
-    folder: RunFolder,
-    store: CheckpointStore,
-    found: ResumePoint,
-    watch: RankWatch | None,
-    left_out: frozenset[int],
-    pulse: Pulse,
-) -> StepTimes | str:
-    """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
-    say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
-    far_off = setup.lasting(Length(LONG, "", "", {}))
-    blaming = nullcontext if watch is None else watch.blaming
-    assembled = _assembled(far_off, folder, store, found, watch, left_out, pulse, shown=False)
-    with assembled as run, StopRequest() as stop, blaming():
-        pulse.at("timing steps, the first of which compiles")
-        times = time_steps(run, stop)
-    del run
-    gc.collect()  # the model that steps were timed with goes before the next one is made
-    trim_malloc()
-    return times
+    def _newest(self) -> ResumePoint:
+        """The checkpoint to continue from; the recipe is the one with the steps and the plan of the folder's run."""
 
+        def look() -> tuple[Loaded, PlanFile | None, ResumePoint]:
+            loaded, run_plan, resuming = self.loaded, None, bool(self.store.paths())
+            if resuming:
+                loaded, run_plan = load_run_plan(loaded, self.folder.path)
+            loaded = with_known_steps(loaded, self.folder.path, resuming=resuming)
+            found = find(self.folder, self.store, loaded.recipe)
+            return with_time_left(loaded, found.step, found.elapsed_s), run_plan, found
 
-@contextmanager
-def _assembled(
-    setup: RunContext,
-    folder: RunFolder,
-    store: CheckpointStore,
-    found: ResumePoint,
-    watch: RankWatch | None,
-    left_out: frozenset[int],
-    pulse: Pulse,
-    *,
-    shown: bool = True,
-) -> Iterator[Run]:
-    """The run at the step that it continues from, closed at the end.
+        self.loaded, self.run_plan, found = on_first(self.world, look)
+        return found
 
-    Args:
-        shown: False: nothing of it is shown or written.
-    """
-    world = World.alone() if watch is None else watch.world
-    recipe, follows = setup.recipe, not world.is_first or not shown
-    sinks = open_sinks(() if follows else recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
-    pulse.at("making the model")
-    world.begin("making the model")
-    parts = build(setup, fresh=found.checkpoint is None)
-    resumed_step = None if found.checkpoint is None else found.step
-    log = RunLog(folder.path, resumed_step=resumed_step, elapsed_s=found.elapsed_s, follows=follows)
-    recorder = MetricsLogger(
-        log,
-        open_progress(pulse, follows=follows) if shown else NoProgress(),
-        sinks,
-        steps=recipe.train.steps,
-        memory_limit=setup.memory_limit,
-        scaled=parts.scaler is not None,
-    )
-    try:
-        for text, numbers in setup.planned.events:
-            recorder.event(found.step, "plan", text, **numbers)
-        world.at("reference")
-        pulse.at("")  # it has a bar of its own
-        attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), world)
-        pulse.at("loading the checkpoint" if found.checkpoint is not None else "starting")
-        world.at("restore")
-        restore(found, parts, recorder)
-        world.wait_for_all()
-        if shown:
-            _write_facts(folder, setup, parts)
-        resumed = found.checkpoint is not None
-        agreement = None if watch is None else watch.agreement(folder, setup.plan, parts.memory_tracker, recorder)
-        if watch is not None and not shown:
-            watch.recorder = None  # what it sees is to be seen
-        replanner = replanner_for(setup, parts, recorder, agreement=agreement)
-        yield Run(
-            setup, parts, parts.state(), store, folder, recorder, replanner,
-            resumed=resumed, agreement=agreement, left_out=left_out,
-        )  # fmt: skip
-    finally:
-        parts.close()
-        if watch is not None:
-            watch.recorder = None
-        recorder.close()
+    def _train_from(self, found: ResumePoint) -> RunResult:
+        with open_pulse() as pulse:
+            resuming = found.checkpoint is not None
+            setup = set_up(self.loaded, world=self.world, run_plan=self.run_plan, resuming=resuming, at=pulse.at)
+            if self.on_setup is not None:
+                self.on_setup(setup)
+            self.store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it
+            if is_open(setup.recipe):
+                times = self._timed(setup, found, pulse)
+                if isinstance(times, str):
+                    say(f"{times} while steps were timed: nothing was to be saved, the same command starts again")
+                    return RunResult(self.folder.path, found.step, stopped=times)
+                many = partial(steps_within, setup.recipe, times, done=found.step, elapsed_s=found.elapsed_s)
+                setup = setup.lasting(on_first(self.world, many))
+                found = found.at_length(setup.recipe, times.spent_s)
+            with self._assembled(setup, found, pulse) as run:
+                run.begin(self.began)
+                with StopRequest() as stop, self.watch.blaming():
+                    return run.train(stop)
+
+    def _timed(self, setup: RunContext, found: ResumePoint, pulse: Pulse) -> StepTimes | str:
+        """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
+        say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
+        far_off = setup.lasting(Length(LONG, "", "", {}))
+        assembled = self._assembled(far_off, found, pulse, shown=False)
+        with assembled as run, StopRequest() as stop, self.watch.blaming():
+            pulse.at("timing steps, the first of which compiles")
+            times = time_steps(run, stop)
+        del run
+        gc.collect()  # the model that steps were timed with goes before the next one is made
+        trim_malloc()
+        return times
+
+    @contextmanager
+    def _assembled(self, setup: RunContext, found: ResumePoint, pulse: Pulse, *, shown: bool = True) -> Iterator[Run]:
+        """The run at the step that it continues from, closed at the end.
+
+        Args:
+            shown: False: nothing of it is shown or written.
+        """
+        recipe, path, resumed = setup.recipe, self.folder.path, found.checkpoint is not None
+        follows = not self.world.is_first or not shown
+        sinks = open_sinks(() if follows else recipe.log.sinks, path, recipe.model_dump(mode="json"))
+        pulse.at("making the model")
+        self.world.begin("making the model")
+        parts = build(setup, fresh=not resumed)
+        parts.hooks += tuple(make(setup, parts) for make in self.hooks)
+        recorder = MetricsLogger(
+            RunLog(path, resumed_step=found.step if resumed else None, elapsed_s=found.elapsed_s, follows=follows),
+            open_progress(pulse, follows=follows) if shown else NoProgress(),
+            sinks,
+            steps=recipe.train.steps,
+            memory_limit=setup.memory_limit,
+            scaled=parts.scaler is not None,
+        )
+        try:
+            for text, numbers in setup.planned.events:
+                recorder.event(found.step, "plan", text, **numbers)
+            self.world.at("reference")
+            pulse.at("")  # it has a bar of its own
+            attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), self.world)
+            pulse.at("loading the checkpoint" if resumed else "starting")
+            self.world.at("restore")
+            restore(found, parts, recorder)
+            self.world.wait_for_all()
+            if shown:
+                _write_facts(self.folder, setup, parts)
+            with self.watch.recording(recorder if shown else None):  # what is only timed tells nobody
+                agreement = self.watch.agreement(self.folder, setup.plan, parts)
+                replanner = replanner_for(setup, parts, recorder, agreement=agreement)
+                first = parts.modes.last_from(parts.counters.step + 1)
+                pace = Pace(0.0 if setup.plan.unknown else setup.plan.step_s, first, recipe.train.steps)
+                # Ranks agree on the rows' length before memory is planned for it, and memory is before it is taken.
+                hooks = *agreement.hooks(), replanner, *parts.hooks, pace
+                yield Run(
+                    setup, parts, parts.state(), self.store, self.folder, recorder, replanner, agreement, hooks,
+                    resumed=resumed, left_out=frozenset(self.left_out),
+                )  # fmt: skip
+        finally:
+            parts.close()
+            recorder.close()
 
 
 @contextmanager

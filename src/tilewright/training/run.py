@@ -5,17 +5,15 @@
 `Run._step` and the executor's `standard`; docs/explanation/how-a-step-runs.md walks through them.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from tilewright.core.errors import FitError, NumericsError
-from tilewright.data.batches.microbatches import Batch, row_length
+from tilewright.data.batches.microbatches import row_length
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.float8 import audit_table
@@ -24,16 +22,16 @@ from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
-from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
-from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
+from tilewright.training.executor.transaction import PartialUpdateError, Stateful, run_with_retries
+from tilewright.training.hooks.agreement import Agreement
+from tilewright.training.hooks.base import Step, StepHook, by_name, calls
+from tilewright.training.hooks.replan import AdaptiveReplanner
+from tilewright.training.hooks.replan_setup import cheapest_fixes
 from tilewright.training.planning.oom_report import no_memory
-from tilewright.training.planning.pace import COUNTED, hold_against_plan, told_before
-from tilewright.training.planning.ranks import Agreement
-from tilewright.training.planning.replan import AdaptiveReplanner
-from tilewright.training.replan_setup import cheapest_fixes
+from tilewright.training.planning.pace import told_before
 from tilewright.training.runlog import lifecycle
 from tilewright.training.runlog.lifecycle import RunResult, check_files
 from tilewright.training.runlog.recorder import OVERDUE_S, MetricsLogger
@@ -53,9 +51,12 @@ class Run:
     folder: RunFolder
     recorder: MetricsLogger
     replanner: AdaptiveReplanner
+    """Makes room where memory runs out."""
+    agreement: Agreement
+    """What one of several ranks sees is acted on by all."""
+    hooks: tuple[StepHook, ...]
+    """What rides along with the steps, in order."""
     resumed: bool
-    agreement: Agreement | None = None
-    """Of several ranks: what one of them sees is acted on by all."""
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
     evals: Mapping[str, DomainLoss] = field(default_factory=dict)
@@ -66,20 +67,20 @@ class Run:
     _evaluated_step: int = -1
     _stall_s: float = 0.0
     _told_notes: int = 0
-    _drawn: dict[str, Any] | None = None  # the stream's state before a step that has not changed anything yet
+    _before: Sequence[tuple[Stateful, dict[str, Any]]] = ()  # stream and hooks, until a step has changed anything else
     _saved_step: int = -1
     _saved_at: float = 0.0
     _saving: int = 0  # saves whose end has not been reported
-    _stop: StopRequest = field(default_factory=StopRequest)
-    _stopped: str | None = None  # of several ranks: why any of them was asked to stop, as of the last step
     _phase: str = "data"
     _shown_at: float = field(default_factory=time.monotonic)
-    _first_s: list[float] = field(default_factory=list)  # of the first steps of this process
-    _planned_s: float = 0.0
-    _save_due: bool = False  # of several ranks: by minutes, on any of them
+    _number: int = 0  # of the step that is taken
+    _news: bool = True  # of this step: hooks that wait for a later one are called too
+    _row_length: int | None = None
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
+        self._calls_before, self._calls_after = calls(self.hooks, "before_step"), calls(self.hooks, "after_step")
+        self._stateful = [self.parts.stream, *by_name(self.hooks).values()]
 
     @property
     def step(self) -> int:
@@ -93,8 +94,8 @@ class Run:
         self._elapsed_before_s = self.recorder.log.elapsed_s
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         train, setup = self.recipe.train, self.setup
-        self._planned_s = 0.0 if setup.plan.unknown else setup.plan.step_s
-        for kind, text in told_before(self.recipe, self.step, self._planned_s, setup.planned.site.rates, setup.machine):
+        planned_s = 0.0 if setup.plan.unknown else setup.plan.step_s
+        for kind, text in told_before(self.recipe, self.step, planned_s, setup.planned.site.rates, setup.machine):
             self.recorder.event(self.step, kind, text)
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
@@ -109,14 +110,14 @@ class Run:
             FitError: the device's memory ran out; the newest checkpoint stays.
             CheckpointError: the last checkpoint could not be written.
         """
-        steps, first, self._stop = self.recipe.train.steps, self.step, stop
+        steps, first = self.recipe.train.steps, self.step
         self.recorder.watch(lambda: (self._phase, self.step))
         if first == 0 and self.recipe.model.weights == "load":  # what it could do before
             line = evaluation_line(self.recipe, self.parts.held_out, self.setup.other_text)
             self.recorder.event(0, "evaluating", line)
             self._evaluate()
             self._write_samples()
-        self._agree()
+        self._agree(stop)
         while self.step < steps and self.asked_to_stop is None:
             try:
                 self._step()
@@ -131,7 +132,7 @@ class Run:
                 self.recorder.event(self.step, "stop", str(error))
                 raise
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                if not is_out_of_memory(error) or (self.agreement and not isinstance(error, OnAllRanksError)):
+                if not is_out_of_memory(error) or not (self.agreement.alone or isinstance(error, OnAllRanksError)):
                     raise
                 raise self._out_of_memory(error) from error
             if self.step == first + 1:
@@ -156,107 +157,89 @@ class Run:
     @property
     def asked_to_stop(self) -> str | None:
         """Why the run is to end after this step; None: it is not. Of several ranks as of the last step."""
-        return self._stop.reason if self.agreement is None else self._stopped
+        return self.agreement.stop.reason
 
     def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[float]:
         """Steps that are run to be timed, until their seconds (of several ranks the slowest one's, so that all stop in
         the same step) are `enough`, or a stop is asked for."""
-        self._stop, seconds = stop, []
-        self._agree()
+        seconds: list[float] = []
+        self._agree(stop)
         while self.asked_to_stop is None and not enough(seconds):
             began = time.perf_counter()
             self._step()
             took = time.perf_counter() - began
-            seconds.append(took if self.agreement is None else self.agreement.most(took))
+            seconds.append(self.agreement.most(took))
         return seconds
 
     def _step(self) -> None:
-        """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`transaction`)."""
-        parts, number = self.parts, self.step + 1
-        if self.step >= parts.modes.next_switch:
-            self._enter_mode()
+        """Batches, rate, hooks, the executor's step, the record. A step is whole or not at all (`transaction`)."""
+        parts, train, number = self.parts, self.recipe.train, self.step + 1
+        self._number = number
         self._at("data")
-        self._drawn = parts.stream.state_dict()
-        microbatches = parts.stream.next_step()
-        lr = parts.schedule.lr_at(self.step)
-        if parts.control is not None:
-            lr = self._enter_formats(parts.control, microbatches, lr)
-        due = number % self.recipe.train.log_interval == 0 or number in (1, self.recipe.train.steps)
+        self._before = [(part, part.state_dict()) for part in self._stateful]
+        microbatches, lr = parts.stream.next_step(), parts.schedule.lr_at(self.step)
+        due = number % train.log_interval == 0 or number in (1, train.steps)
+        length, wait_s = row_length(microbatches), parts.stream.wait_s
+        step = self._prepared(Step(number, microbatches, lr, length, wait_s, due, self.recorder, self.folder))
         if self.step in self.left_out:
-            self.last = StepResult.left_out(microbatches)
-            self._agree()
+            result = StepResult.left_out(step.microbatches)
         else:
-            self.last = self._compute(number, microbatches, lr, due)
-        self._drawn = None
-        parts.heap.after_step()
-        parts.counters.add(self.last)
-        memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if due else None
-        row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
-        if shown := due or time.monotonic() - self._shown_at >= OVERDUE_S:
+            result = self._retried(partial(parts.executor.step, step.microbatches, step.lr))
+        self._before, self.last = (), result
+        parts.counters.add(result)
+        step = self._written(step, result)
+        self.agreement.save_due = self._minutes_passed()
+        messages = parts.executor.transaction.oom_messages
+        for hook, after_step in self._calls_after:
+            if self._news or messages or number >= hook.next_step:
+                self._retried(partial(after_step, step, result)) if hook.repeatable else after_step(step, result)
+
+    def _prepared(self, step: Step) -> Step:
+        """The step as hooks want it, those that are due: see `StepHook.next_step`."""
+        self._news = False
+        for hook, before_step in self._calls_before:
+            if step.due or step.row_length != self._row_length or step.number >= hook.next_step:
+                step = self._retried(partial(before_step, step)) if hook.repeatable else before_step(step)
+        self._news |= step.due or step.row_length != self._row_length
+        self._row_length = step.row_length
+        return step
+
+    def _retried(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; called again under a tighter plan where memory runs out and all ranks have stopped."""
+        return run_with_retries(work, self._make_room, alone=self.agreement.alone)
+
+    def _make_room(self, said: str) -> bool:
+        self._news = True
+        return self.replanner.reduce_memory(self._number, said)
+
+    def _written(self, step: Step, result: StepResult) -> Step:
+        """The step, its row of metrics written; what is due with a line is done, and measured."""
+        parts = self.parts
+        memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
+        row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory)
+        if shown := step.due or time.monotonic() - self._shown_at >= OVERDUE_S:
             self._shown_at = time.monotonic()
-        if shown or self.last.skipped is not None or self.last.redone is not None:
-            self.recorder.step(row, parts.counters, self.last, shown=shown)
-        if len(self._first_s) < COUNTED and parts.modes.next_switch == math.inf:  # a plan is of the last mode
-            self._first_s.append(self.last.seconds)
-            if len(self._first_s) == COUNTED:
-                steps = self.recipe.train.steps
-                hold_against_plan(self.recorder.event, self._planned_s, self._first_s, self.step, steps)
-        if parts.control is not None:
-            control = parts.control
-            self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
-        if due:
-            self._check_folder()
-            if self.agreement is not None and memory is not None:
-                self.agreement.write_table(self.step, step_peak(memory["phases"]))
-            parts.heap.give_back()  # else free blocks pile up over hundreds of steps
+        if shown or result.skipped is not None or result.redone is not None:
+            self.recorder.step(row, parts.counters, result, shown=shown)
+        if not step.due:
+            return step
+        self._check_folder()
+        return replace(step, memory=memory)
 
-    def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
-        """The executor's step, between two looks of the re-planner where its budget, the rows or a line ask for it."""
-        replanner, executor = self.replanner, self.parts.executor
-        length = row_length(microbatches)
-        length = self.agreement.before_step(length, self.parts.stream.wait_s) if self.agreement else length
-        looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
-        if looks:
-            replanner.before_step(number, length)
-        if self.parts.teacher is not None:
-            microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
-        tighten = partial(replanner.reduce_memory, number)
-        result = run_with_retries(partial(executor.step, microbatches, lr), tighten, alone=not self.agreement)
-        self._agree()
-        if looks or replanner.watches or executor.transaction.oom_messages:
-            replanner.after_step(number, result.seconds)
-        return result
-
-    def _agree(self) -> None:
-        """Of several ranks, after a step: whether to stop, whether minutes make a save due, what allocators said."""
-        if self.agreement is not None:
-            due, messages = self._minutes_passed(), self.parts.executor.transaction.oom_messages
-            self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
+    def _agree(self, stop: StopRequest) -> None:
+        """Before the first step: whether ranks were asked to stop."""
+        self.agreement.begin(stop)
+        self.agreement.save_due = self._minutes_passed()
+        self.agreement.agree()
 
     def _at(self, phase: str, *, long: bool = False) -> None:
         """Note where the run is, for its user; of several ranks for those that watch this one, too."""
         self._phase = phase
-        if self.agreement is not None:
-            self.agreement.heartbeat.at(self.step + 1, phase, long=long)
+        if (heartbeat := self.setup.world.heartbeat) is not None:
+            heartbeat.at(self.step + 1, phase, long=long)
 
     def _minutes_passed(self) -> bool:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
-
-    def _retried(self, work: Callable[[], Any]) -> Any:
-        """An extra pass, again under a tighter plan where memory runs out and all ranks have stopped."""
-        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1), alone=not self.agreement)
-
-    def _enter_mode(self) -> None:
-        """Go over to the precision mode that begins with this step."""
-        switched = self.parts.modes.enter(self.step)
-        if switched is not None:
-            self.recorder.event(self.step + 1, "precision_switch", switched)
-            self.folder.write_json("precision.json", self.parts.modes.rows())
-
-    def _enter_formats(self, control: PrecisionHook, microbatches: Sequence[Batch], lr: float) -> float:
-        """Give the matmuls the formats of this step, by schedule and evidence; the learning rate that goes with it."""
-        self._retried(lambda: control.before(self.step, microbatches, self.recorder))
-        return control.lr(lr)
 
     def _between_steps(self) -> None:
         self._tell_notes()
@@ -302,7 +285,7 @@ class Run:
         interval = self.recipe.checkpoint.interval
         if interval and self.step % interval == 0:
             return True
-        return self._minutes_passed() if self.agreement is None else self._save_due
+        return self.agreement.save_due
 
     def _check_no_fallbacks(self) -> None:
         """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
@@ -363,8 +346,9 @@ class Run:
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
         fit = no_memory(error, memory, when, self.recipe, fixes)
         self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])
-        if self._drawn is not None:
-            self.parts.stream.load_state_dict(self._drawn)
+        if self._before:
+            for part, state in self._before:
+                part.load_state_dict(state)
             if self.step != self._saved_step:
                 self._save_what_was_done()
         return fit

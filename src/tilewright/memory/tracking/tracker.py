@@ -22,7 +22,7 @@ take one where metrics are logged, not at every step.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -267,6 +267,13 @@ def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Win
     return result | {"other": left}
 
 
+class DueStep(Protocol):
+    """A step, as far as it matters for free pages."""
+
+    @property
+    def due(self) -> bool: ...
+
+
 class FreeHeap:
     """Keeps what malloc holds free of a training process within its plan. Does nothing on a GPU: no such pages there.
 
@@ -293,9 +300,19 @@ class FreeHeap:
         self._wait = 0
         """Steps for which nothing is returned: that did not help."""
 
-    def after_step(self) -> None:
-        """Return free pages where the next step would take more than planned, if it grows as this one has. One that
-        takes more right after they were returned needs it: nothing is returned here for `PATIENCE` steps then."""
+    def after_step(self, step: DueStep, *_: object) -> None:
+        """Return free pages where a line follows the step (else they pile up over hundreds of steps), or where the next
+        step would take more than planned, if it grows as this one has. One that takes more right after they were
+        returned needs it: nothing is returned for `PATIENCE` steps then.
+
+        Args:
+            step: says whether a line is due.
+        """
+        self._look()
+        if step.due:
+            self.give_back()
+
+    def _look(self) -> None:
         if not self._on_cpu or not self._planned:
             return
         before, self._peak = self._peak, self._memory_tracker.take_step_peak()

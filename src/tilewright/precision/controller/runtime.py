@@ -1,7 +1,7 @@
 """A controller at work on a model: samples are taken, moves carried out, bad steps redone in wider formats.
 
 `controller` decides, `monitor` looks, `schedule` plans; this file connects them to a model.
-`training.components.precision_hook` calls it for runs from a recipe, `integrations.transformers` for the Trainer; a
+`training.hooks.precision_hook` calls it for runs from a recipe, `integrations.transformers` for the Trainer; a
 plain loop calls `PrecisionController.run`.
 """
 

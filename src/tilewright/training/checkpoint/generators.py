@@ -26,6 +26,13 @@ _PREFIX, _HOST = "rng.", "host"
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+def seed_all(seed: int) -> None:
+    """Seed the process-wide generators that models may draw from; all three are in the checkpoint."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def draw_apart(world: World) -> None:
     """Let each rank draw its own numbers from now on: the first as it would have, the others from a seed made of its
     state, which all have until here, and of their own number."""
@@ -78,10 +85,7 @@ def _seed(states: Mapping[str, Tensor], rank: int) -> None:
     digest = xxhash.xxh3_64(rank.to_bytes(8, "little"))
     for name in sorted(states):
         digest.update(states[name].numpy().tobytes())
-    seed = digest.intdigest()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_all(digest.intdigest())
 
 
 def _own_states() -> dict[str, Tensor]:

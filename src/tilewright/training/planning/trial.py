@@ -37,7 +37,7 @@ def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
         if run.asked_to_stop is not None:
             return run.asked_to_stop
         rounds.append(seconds[1:])  # the first one compiles
-        modes.schedule, modes.next_switch = ModeSchedule(modes.schedule.mode), run.step
+        modes.schedule, modes.next_step = ModeSchedule(modes.schedule.mode), run.step + 1
     step_s = share * statistics.median(rounds[0]) + (1 - share) * statistics.median(rounds[-1])
     eval_s = _evaluation_s(run) if run.recipe.train.eval_interval else 0.0
     return StepTimes(step_s, sum(map(len, rounds)), time.perf_counter() - began, eval_s)

@@ -10,6 +10,7 @@ Events of the process (start, stop, a rejected checkpoint) stay. Numbers that ar
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -178,6 +179,8 @@ class RunLog:
         self._precision_path = paths[3]
         self._precision: JsonLines | None = None
         self._interval = Interval()
+        self.recent_s: deque[float] = deque(maxlen=8)
+        """Seconds of the last steps."""
         self.step_done = resumed_step or 0
         """Last step that was counted."""
 
@@ -222,6 +225,7 @@ class RunLog:
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
             row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
+        self.recent_s.append(result.seconds)
         self._interval.steps += 1
         self._interval.tokens += result.num_tokens
         self._interval.seconds += seconds

@@ -6,6 +6,7 @@ holds the whole teacher, which has neither gradients nor states, and runs it on 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.components.weights.lora_model import build_adapted
 from tilewright.training.components.weights.trained_weights import load_newest
+from tilewright.training.hooks.base import Step, StepHook
 
 
-class Teacher:
+class Teacher(StepHook):
     """A frozen model with the student's tokenizer.
 
     Args:
@@ -40,14 +42,20 @@ class Teacher:
         device: where it is.
     """
 
+    name, repeatable = "teacher", True
+
     def __init__(self, model: Model, section: DistillSection, device: torch.device) -> None:
-        self.model, self.name = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
+        self.model, self._path = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
         self.device = device
         self._how = torch.tensor([section.temperature, section.weight])
         digest = xxhash.xxh3_64()
         for tensor in self.model.state_dict().values():
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
         self._digest = digest.hexdigest()
+
+    def before_step(self, step: Step) -> Step:
+        """The step on the micro-batches with what the teacher makes of them."""
+        return replace(step, microbatches=self.taught(step.microbatches))
 
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -78,7 +86,7 @@ class Teacher:
         if state["weights"] != self._digest:
             raise CheckpointError(
                 "Teacher has other weights than when the run was stopped",
-                got=f"{self.name} with weights {self._digest}",
+                got=f"{self._path} with weights {self._digest}",
                 need=f"weights {state['weights']}",
                 try_="a copy of the teacher that nothing trains further, or a new run.name",
                 where="distill.teacher",

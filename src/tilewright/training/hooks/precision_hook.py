@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.policy.schedule import FormatSchedule, lr_factor
+from tilewright.training.executor.base import StepResult
+from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.runlog.recorder import MetricsLogger
 
 _SHOWN = 3
@@ -24,7 +27,7 @@ _SHOWN = 3
 
 
 @dataclass
-class PrecisionHook:
+class PrecisionHook(StepHook):
     """The controller in a run.
 
     Args:
@@ -38,25 +41,35 @@ class PrecisionHook:
     model: TrainableModel
     device: torch.device
     lr_noise_damping: float = 0.0
+    _microbatches: Sequence[Batch] = field(default=(), repr=False)
+    name, repeatable = "control", True
 
-    def before(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
-        """Formats of `step` (counted from 0), and a sample where one is due: one row, or all of them."""
-        floors = dict(self.control.schedule.floors(step))
-        if self.control.enter(step) and step and floors != self.control.schedule.floors(step - 1):
+    def before_step(self, step: Step) -> Step:
+        """Formats of the step, a sample where one is due (one row, or all of them), and the learning rate lowered by
+        the noise that was measured."""
+        number, schedule, self._microbatches = step.number - 1, self.control.schedule, step.microbatches
+        floors = dict(schedule.floors(number))
+        if self.control.enter(number) and number and floors != schedule.floors(number - 1):
             held = [name for name, floor in floors.items() if floor] or ["none"]
-            recorder.event(step + 1, "precision_switch", f"matmuls kept in BF16 by schedule: {', '.join(held)}")
-        if self.control.due(step):
-            whole = self.control.recalibrates(step)
-            self._look(step, microbatches if whole else one_row(microbatches), recorder)
+            text = f"matmuls kept in BF16 by schedule: {', '.join(held)}"
+            step.recorder.event(step.number, "precision_switch", text)
+        if self.control.due(number):
+            whole = self.control.recalibrates(number)
+            self._look(number, step.microbatches if whole else one_row(step.microbatches), step.recorder)
+        return replace(step, lr=step.lr * lr_factor(self.control.controller.noise, self.lr_noise_damping))
 
-    def lr(self, lr: float) -> float:
-        """The learning rate of a step, lowered by the noise that was measured."""
-        return lr * lr_factor(self.control.controller.noise, self.lr_noise_damping)
-
-    def after(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
-        """A sample on the batch of a step that wider formats have mended."""
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """A sample on the batch of a step that wider formats have mended, without what a teacher has added."""
         if self.control.controller.suspect is not None:
-            self._look(step, microbatches, recorder)
+            self._look(step.number - 1, self._microbatches, step.recorder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PrecisionController`."""
+        return self.control.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `PrecisionController`."""
+        self.control.load_state_dict(state)
 
     def _look(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         self.control.sample(step, [self._pass(batch) for batch in microbatches])

@@ -1,5 +1,6 @@
 """The precision mode of a run, step by step: which one a step belongs to, and the switch to it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,11 @@ from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
+from tilewright.training.hooks.base import Step, StepHook
 
 
 @dataclass
-class PrecisionModes:
+class PrecisionModes(StepHook):
     """The precision of the run, step by step: enters the mode that a step belongs to."""
 
     model: Model
@@ -23,12 +25,24 @@ class PrecisionModes:
     weights: QuantizedWeights | None
     """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device,
     and where they are sharded (None), the codes are made in each pass."""
-    next_switch: float = 0
-    """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""
+    next_step: float = 0
+    """The next switch; infinite after the last one."""
+
+    def before_step(self, step: Step) -> Step:
+        """Enter the mode of the step; a switch is recorded."""
+        if (switched := self.enter(step.number - 1)) is not None:
+            step.recorder.event(step.number, "precision_switch", switched)
+            step.folder.write_json("precision.json", self.rows())
+        return step
+
+    def last_from(self, step: int) -> int:
+        """The step, counted from 1, from which on a run that begins with `step` is in its last mode."""
+        switch = self.schedule.next_switch(step - 1)
+        return step if switch == math.inf else int(switch) + 1
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
-        mode, self.next_switch = self.schedule.at(step), self.schedule.next_switch(step)
+        mode, self.next_step = self.schedule.at(step), self.schedule.next_switch(step) + 1
         if mode == self.mode:
             return None
         before, self.mode = self.mode, mode

@@ -2,9 +2,9 @@
 memory.
 
     replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=memory_tracker.take_peaks, record_event=...)
-    replanner.before_step(number, row_length(microbatches))  # of each step where `watches`
-    result = run_with_retries(step, lambda said: replanner.reduce_memory(number, said))  # of each step
-    replanner.after_step(number, result.seconds)  # of each step where `watches`
+    step = replanner.before_step(step)
+    result = run_with_retries(compute, lambda said: replanner.reduce_memory(step.number, said))
+    replanner.after_step(step, result)
 
 The first two steps say how far the plan is off (`forecast`): measured over planned bytes, by which every later plan is
 multiplied (upwards by the first, downwards by the second: the first step's allocator has free blocks that no later one
@@ -19,11 +19,12 @@ where it is faster by enough to pay for the change:
                     tighter plan: the same batch, the same random numbers, the same result
 
 Plans differ in what layers keep and where bytes lie, which changes no bit of a result; so no trigger changes a loss.
-A run that takes under 80 % of what it may use need not be watched at each step: `watches` says so, and the loop then
-looks where a line is due. Nothing is shown of it either, unless its memory plan changes. Plans come from
+A run that takes under 80 % of what it may use need not be watched at each step: `next_step` says so, and the loop then
+calls it where a line is due. Nothing is shown of it either, unless its memory plan changes. Plans come from
 `planner.replan`.
 """
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -34,9 +35,10 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.training.executor.base import Executor
+from tilewright.training.executor.base import Executor, StepResult
+from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.forecast import STEP_PHASES, Expected, Forecast, peak_of
 from tilewright.training.planning.describe import loosest, tighter, words
-from tilewright.training.planning.forecast import STEP_PHASES, Expected, Forecast, peak_of
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
     from tilewright.planner.replan import Replanner
@@ -65,7 +67,7 @@ class ReplanThresholds:
     """Share of the step time that a change must save where it need not be made."""
 
 
-class AdaptiveReplanner:
+class AdaptiveReplanner(StepHook):
     """Watches the steps of an executor, and moves it between memory plans.
 
     Args:
@@ -109,8 +111,8 @@ class AdaptiveReplanner:
         self.rules = rules
         self.active = watch
         """Whether anything but an out-of-memory matters."""
-        self.watches = watch
-        """Whether the next step must be looked at; else a look now and then is enough."""
+        self.next_step = 0 if watch else math.inf
+        """The next one, or a look now and then is enough."""
         self.forecast = Forecast(executor, planner, known)
         self._budget = budget
         self._peaks = peaks
@@ -135,14 +137,14 @@ class AdaptiveReplanner:
 
     # ---- before a step ----
 
-    def before_step(self, number: int, row_length: int | None) -> None:
-        """Plan again where the rows' length or the free memory has changed.
+    def before_step(self, step: Step) -> Step:
+        """Plan again where the rows' length or the free memory has changed."""
+        if self.active:
+            self._number = step.number
+            self._look_before(step.row_length)
+        return step
 
-        Args:
-            number: of the step, counted from 1.
-            row_length: tokens of its longest row; None of images.
-        """
-        self._number = number
+    def _look_before(self, row_length: int | None) -> None:
         if not self._calibrated:
             self._states_before = self._state_bytes()
         budget = self._allowed()
@@ -164,26 +166,21 @@ class AdaptiveReplanner:
 
     # ---- after a step ----
 
-    def after_step(self, number: int, seconds: float) -> None:
-        """Compare the steps since the last look with what was expected of them.
-
-        Args:
-            number: of the step, counted from 1.
-            seconds: that it took.
-        """
-        self._number, seconds = number, self._seconds(seconds)
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Compare the steps since the last look with what was expected of them."""
+        self._number, seconds = step.number, self._seconds(result.seconds)
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
         if not self.active:
             return
-        if self._first_s is None:
-            self._first_s = seconds
         peaks = {name: float(size) for name, size in self._peaks().items() if name in STEP_PHASES}
         if not self.forecast.is_known():
-            self.watches = False  # nobody can plan this model
+            self.next_step = math.inf  # nobody can plan this model
             return
-        if not peaks:  # the memory plan has changed after the step
+        if not peaks:  # the memory plan has changed after the step, or there was nothing to compute
             return
+        if self._first_s is None:
+            self._first_s = seconds
         if not self._calibrated:  # the first update makes the states, so what came before it lacks them
             made = self._state_bytes() - self._states_before
             peaks = {name: size + (made if name != "update" else 0.0) for name, size in peaks.items()}
@@ -195,7 +192,7 @@ class AdaptiveReplanner:
         else:
             self._later_look()
         self._calibrated = True
-        self.watches = self.forecast.looks < 2 or self._near()
+        self.next_step = 0 if self.forecast.looks < 2 or self._near() else math.inf
 
     def _first_look(self) -> None:
         """The first step of a memory plan compiles: one that took too much is believed, one that took less not yet."""
@@ -374,7 +371,7 @@ class AdaptiveReplanner:
             return False
         self._record(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
         self.forecast.restart(self.forecast.row_length)
-        self.watches, self._gave_back = self.active, False
+        self.next_step, self._gave_back = 0 if self.active else math.inf, False
         self.executor.transaction.free_memory()  # what the old one took is measured no more
         self._peaks()  # those up to now are of the old one
         return True

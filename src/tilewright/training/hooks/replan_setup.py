@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
@@ -16,13 +15,14 @@ from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.parallel.parts import local_part
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.planning.ranks import Agreement, planner_on_first
+from tilewright.training.hooks.agreement import Agreement, planner_on_first
+from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.planning.refused import fixes_of
-from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.runlog.recorder import MetricsLogger
 
 LOOK_S = 1.0
 """Seconds between two looks at the machine's free memory."""
+_ALONE = Agreement()
 LESS = 0.95
 """Of the planned peak of a run that found no memory, what proposals are to stay below."""
 
@@ -33,7 +33,7 @@ def replanner_for(
     recorder: MetricsLogger,
     *,
     budget: Callable[[], float] | None = None,
-    agreement: Agreement | None = None,
+    agreement: Agreement = _ALONE,
 ) -> AdaptiveReplanner:
     """What watches the steps of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
@@ -59,22 +59,20 @@ def replanner_for(
     def states() -> int:
         return state_bytes(parts.optimizer, setup.device)
 
-    together: dict[str, Any] = {}
-    if agreement is not None:
-        together = {"seconds": agreement.most, "apply": partial(agreement.apply, parts.executor)}
     return AdaptiveReplanner(
         parts.executor,
-        setup.replanner if agreement is None else partial(planner_on_first, setup.replanner, agreement),
-        budget=free if agreement is None else lambda: agreement.least(free()),
-        peaks=peaks if agreement is None else lambda: agreement.worst(peaks()),
+        partial(planner_on_first, setup.replanner, agreement),
+        budget=lambda: agreement.least(free()),
+        peaks=lambda: agreement.worst(peaks()),
         record_event=record_event,
-        state_bytes=states if agreement is None else lambda: int(agreement.most(states())),
+        state_bytes=lambda: int(agreement.most(states())),
         steps=setup.recipe.train.steps,
         ladder=_ladder(setup, parts.executor.memory_plan),
         give_back=trim_malloc if setup.device.type == "cpu" else None,
         watch=planned,
         known=None if setup.plan.unknown else _Known.of(setup, parts),
-        **together,
+        seconds=agreement.most,
+        apply=partial(agreement.apply, parts.executor),
     )
 
 

@@ -1,0 +1,120 @@
+"""What rides along with the steps of a run: it may change a step before it is computed, and hears how it went.
+
+    class Warm(StepHook):  # `train(recipe, hooks=[lambda setup, parts: Warm()])`
+        name = "warm"
+
+        def before_step(self, step):
+            return replace(step, lr=step.lr * min(1.0, step.number / 100))
+
+Precision, teacher, free memory, ranks and re-planning are hooks; `assemble` and `loop` list them in their order.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tilewright.core.errors import ConfigError
+from tilewright.data.batches.microbatches import Batch
+from tilewright.training.executor.base import StepResult
+from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, before it is computed. A hook gives another one to change it: `dataclasses.replace(step, lr=...)`."""
+
+    number: int
+    """Counted from 1."""
+    microbatches: Sequence[Batch]
+    """Of this rank, on the host."""
+    lr: float
+    """Learning rate."""
+    row_length: int | None
+    """Tokens of the longest row, once ranks have agreed of any rank; None of images."""
+    wait_s: float
+    """Seconds that the run waited for the micro-batches."""
+    due: bool
+    """A progress line follows it."""
+    recorder: MetricsLogger
+    """For events, and for rows of metrics."""
+    folder: RunFolder
+    """For other files; of several ranks the first one writes them."""
+    memory: Mapping[str, Any] | None = None
+    """After a step with a line: the memory tracker's snapshot."""
+
+
+class StepHook(Protocol):
+    """What is called around each step. A class has what it is for, and inherits the rest, which does nothing.
+
+    Of several ranks each has its hook, and all of them are called in the same order: what a hook decides must be the
+    same on all, and what it measures be agreed on before (`parallel.agree`).
+    """
+
+    name: str = ""
+    """Of its state in checkpoints; empty: it has none. Of several ranks the first one's state is saved."""
+    next_step: float = 0
+    """Step, counted from 1, from which on it is called; until then only where a line is due or rows have another length
+    than in the step before."""
+    repeatable: bool = False
+    """Its calls change nothing where they find no memory, and are made again under a smaller memory plan."""
+
+    def before_step(self, step: Step) -> Step:
+        """The step to compute: the one that was given, or another. The weights are those of the step before."""
+        return step
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """The step was computed or skipped (`result.skipped`), counted, and written down.
+
+        Args:
+            step: as it was computed.
+            result: over all ranks.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on, in JSON types: part of each checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Where a checkpoint has no part of this name, it is not called."""
+
+
+class AfterStep(StepHook):
+    """Calls a function after each step, directly: the function's file is all that a step runs of it.
+
+    Args:
+        after_step: see `StepHook.after_step`.
+    """
+
+    def __init__(self, after_step: Callable[[Step, StepResult], None]) -> None:
+        self.after_step = after_step  # type: ignore[method-assign]
+
+
+def by_name(hooks: Iterable[StepHook], taken: Collection[str] = ()) -> dict[str, StepHook]:
+    """Those with a state, under their names in checkpoints.
+
+    Args:
+        hooks: of a run.
+        taken: other names there.
+
+    Raises:
+        ConfigError: two of them have one name, or one of those.
+    """
+    found: dict[str, StepHook] = {}
+    for hook in hooks:
+        if hook.name in {*taken, *found}:
+            raise ConfigError(
+                "Two parts of a checkpoint with one name",
+                got=f"a hook of class {type(hook).__qualname__} with the name {hook.name!r}",
+                need="a name of its own for each hook with a state",
+                try_=f'name = "{hook.name}_2" in {type(hook).__qualname__}',
+                where="hooks",
+            )
+        found |= {hook.name: hook} if hook.name else {}
+    return found
+
+
+def calls(hooks: Sequence[StepHook], method: str) -> list[tuple[StepHook, Callable[..., Any]]]:
+    """Hooks with their method of this name, where they have one of their own."""
+    found = [(hook, getattr(hook, method)) for hook in hooks]
+    return [(hook, call) for hook, call in found if getattr(call, "__func__", call) is not getattr(StepHook, method)]

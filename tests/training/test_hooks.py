@@ -1,0 +1,259 @@
+"""A hook that nobody knows rides along with a run: it changes steps, hears of them, and its state outlives the run."""
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
+from tests.training.tiny import assert_same_run, last_state, rows, tiny
+from tilewright import api
+from tilewright.core.errors import ConfigError, FitError
+from tilewright.planner.machine import ceilings
+from tilewright.training.hooks.base import AfterStep, StepHook, by_name, calls
+from tilewright.training.loop import train
+
+QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false"}
+
+
+class Mixer(StepHook):
+    """What a step is depends on all steps before it: its rate and which rows it has."""
+
+    name = "mixer"
+
+    def __init__(self, setup, parts, kill_at=0):
+        self.steps, self.losses, self.kill_at, self.heard = 0, 0.0, kill_at, []
+
+    def before_step(self, step):
+        self.steps += 1
+        assert step.number == self.steps, "one that is resumed goes on where it was"
+        batches = [{name: tensor.flip(0) for name, tensor in batch.items()} for batch in step.microbatches]
+        return replace(step, lr=step.lr * (1 + self.losses % 1), microbatches=batches[:: 1 if self.steps % 2 else -1])
+
+    def after_step(self, step, result):
+        if step.number == self.kill_at:
+            signal.raise_signal(signal.SIGKILL)
+        self.losses += result.loss
+        self.heard.append((step.number, step.due, step.memory is not None))
+        if step.number == 5:
+            step.recorder.event(step.number, "mixed", "half of it", sum=self.losses)
+
+    def state_dict(self):
+        return {"steps": self.steps, "losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.steps, self.losses = state["steps"], state["losses"]
+
+
+KILLED = """
+import sys
+from functools import partial
+from pathlib import Path
+from tests.training.test_hooks import QUIET, Mixer
+from tests.training.tiny import tiny
+from tilewright.training.loop import train
+settings = QUIET | {"checkpoint__async_save": "false"}  # what was saved is there when it is killed
+train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **settings), hooks=[partial(Mixer, kill_at=int(sys.argv[3]))])
+"""
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    """A run with a mixer, and the hook."""
+    runs, made = tmp_path_factory.mktemp("straight"), []
+    train(tiny(data, runs, **QUIET), hooks=[lambda *of: made.append(Mixer(*of)) or made[-1]])
+    return runs / "tiny", *made
+
+
+def test_a_hook_changes_every_step_and_hears_of_it(data, tmp_path, straight):
+    run, mixer = straight
+    assert mixer.heard == [(n, due := n in (1, 4, 8, 12), due) for n in range(1, 13)]
+    losses, rates = zip(*((row["loss"], row["lr"]) for row in rows(run / "metrics.jsonl") if "lr" in row), strict=True)
+    assert mixer.losses == sum(losses)
+    train(tiny(data, tmp_path, **QUIET))
+    plain = [row["lr"] for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "lr" in row]
+    for number, (lr, without) in enumerate(zip(rates, plain, strict=True)):
+        assert lr == without * (1 + sum(losses[:number]) % 1), number
+    (event,) = [row for row in rows(run / "events.jsonl") if row["kind"] == "mixed"]
+    assert (event["step"], event["sum"]) == (5, sum(losses[:5]))
+    assert last_state(run)[1]["parts"]["mixer"] == {"steps": 12, "losses": sum(losses)}
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_its_state_survives_a_kill(step, data, tmp_path, straight):
+    command = [sys.executable, "-c", KILLED, str(data), str(tmp_path), str(step)]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parents[2], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    train(tiny(data, tmp_path, **QUIET), hooks=[Mixer])
+    events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "resume"]
+    assert [row["step"] for row in events] == [step - 1 - (step - 1) % 3]
+    assert_same_run(tmp_path / "tiny", straight[0])
+
+
+class Sometimes(StepHook):
+    """Called at the steps that it asks for, and where there is news."""
+
+    def __init__(self, wanted):
+        self.wanted, self.heard = sorted(wanted), []
+        self.next_step = min(wanted, default=float("inf"))
+
+    def before_step(self, step):
+        self.heard.append(step.number)
+        return step
+
+    def after_step(self, step, result):
+        assert self.heard[-1] == step.number
+        self.next_step = min((n for n in self.wanted if n > step.number), default=float("inf"))
+
+
+def test_a_hook_is_called_when_it_asks_and_where_a_line_is_due(data, tmp_path):
+    cases = [[], [1], [3, 6], [2, 3, 4, 11], range(1, 13)]
+    hooks = [Sometimes(wanted) for wanted in cases]
+    train(tiny(data, tmp_path, **QUIET), hooks=[lambda *_, hook=hook: hook for hook in hooks])
+    for hook in hooks:
+        assert hook.heard == sorted({*hook.wanted, 1, 4, 8, 12})
+
+
+class Hungry(StepHook):
+    """Finds no memory in one of its calls, so many times."""
+
+    name = "hungry"
+
+    def __init__(self, where, times, repeatable=True):
+        self.where, self.times, self.repeatable, self.count = where, times, repeatable, 0
+
+    def _look(self, where, number):
+        if (where, number) == (self.where, 5) and self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("planted: no memory")
+
+    def before_step(self, step):
+        self._look("before", step.number)
+        self.count += 1
+        return step
+
+    def after_step(self, step, result):
+        self._look("after", step.number)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_call_that_may_be_repeated_is_under_a_smaller_plan(where, data, tmp_path):
+    train(tiny(data, tmp_path / "plain", **QUIET), hooks=[lambda *_: Hungry("nowhere", 0)])
+    train(tiny(data, tmp_path / "hungry", **QUIET), hooks=[lambda *_: Hungry(where, 1)])
+    assert_same_run(tmp_path / "hungry" / "tiny", tmp_path / "plain" / "tiny", matmuls=False)
+    events = rows(tmp_path / "hungry" / "tiny" / "events.jsonl")
+    (event,) = [row for row in events if row.get("trigger") == "out_of_memory"]
+    assert event["step"] == 5
+
+
+def test_a_call_that_may_not_ends_the_run_before_the_step(data, tmp_path):
+    """The state of hooks and of the stream is saved as it was before the step that could not be prepared."""
+    runs, settings = tmp_path / "runs", QUIET | {"checkpoint__interval": 0}
+    mixers = lambda where, times: [Mixer, lambda *_: Hungry(where, times, repeatable=False)]  # noqa: E731
+    with pytest.raises(FitError):
+        train(tiny(data, runs, **settings), hooks=mixers("before", 1))
+    parts = last_state(runs / "tiny")[1]["parts"]
+    assert (parts["counters"]["step"], parts["mixer"]["steps"], parts["hungry"]["count"]) == (4, 4, 4)
+    train(tiny(data, runs, **settings), hooks=mixers("nowhere", 0))
+    train(tiny(data, tmp_path / "plain", **settings), hooks=mixers("nowhere", 0))
+    assert_same_run(runs / "tiny", tmp_path / "plain" / "tiny")
+
+
+def test_steps_that_are_timed_leave_no_trace_in_a_hook(data, tmp_path):
+    """With `train.minutes` a run is made twice, its hooks too."""
+    made = []
+    settings = QUIET | {"train__steps": 0, "train__minutes": 0.001}
+    result = train(tiny(data, tmp_path, **settings), hooks=[lambda *of: made.append(Mixer(*of)) or made[-1]])
+    assert len(made) == 2
+    assert made[1].steps == result.step
+
+
+def test_a_dry_run_has_its_hooks_too(data, tmp_path):
+    made = []
+    train(tiny(data, tmp_path, **QUIET), dry_run=True, hooks=[lambda *of: made.append(Mixer(*of)) or made[-1]])
+    assert [number for number, *_ in made[0].heard] == [1, 2]
+    assert not (tmp_path / "tiny").exists()
+
+
+NAMES = st.lists(st.sampled_from(["", "a", "b", "c", "clip"]), max_size=4)
+
+
+@given(names=NAMES, taken=st.sets(st.sampled_from(["clip", "stream"])))
+def test_no_two_parts_of_a_checkpoint_have_one_name(names, taken):
+    hooks = [type("Named", (StepHook,), {"name": name})() for name in names]
+    named = [name for name in names if name]
+    if len(set(named)) < len(named) or set(named) & taken:
+        with pytest.raises(ConfigError, match="Two parts of a checkpoint with one name") as caught:
+            by_name(hooks, taken)
+        problem = caught.value.problems[0]
+        assert all((problem.what, problem.got, problem.need, problem.try_))
+    else:
+        assert list(by_name(hooks, taken)) == named
+
+
+def test_a_name_of_the_run_itself_is_refused_before_a_step(data, tmp_path):
+    clash = type("Clash", (StepHook,), {"name": "counters"})
+    with pytest.raises(ConfigError, match="Two parts of a checkpoint with one name"):
+        train(tiny(data, tmp_path, **QUIET), hooks=[lambda *_: clash()])
+    assert not [*(tmp_path / "tiny").rglob("step_*")]
+
+
+class Plain:
+    """A hook that inherits nothing."""
+
+    name, next_step, repeatable = "plain", 0, False
+
+    def before_step(self, step):
+        return step
+
+    def after_step(self, step, result): ...
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def test_what_does_nothing_is_not_called():
+    only_before = type("Before", (StepHook,), {"before_step": lambda self, step: step})()
+    hooks = [StepHook.__new__(type("Nothing", (StepHook,), {})), only_before, AfterStep(print), Plain()]
+    assert [hook for hook, _ in calls(hooks, "before_step")] == [only_before, hooks[3]]
+    assert [hook for hook, _ in calls(hooks, "after_step")] == hooks[2:]
+
+
+def test_from_python(data, tmp_path, monkeypatch):
+    """`tilewright.train(..., hooks=...)`."""
+    given_ = []
+    monkeypatch.setattr(api, "run_training", lambda loaded, hooks: given_.append(hooks))
+    api.train("default", {"train.steps": "1"}, hooks=[Mixer])
+    assert given_ == [[Mixer]]
+
+
+def on_a_rank(rank, data, runs, mesh):
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    made = []
+    settings = QUIET | mesh | {"train__steps": 6, "train__global_batch_size": 4}
+    train(tiny(Path(data), Path(runs), **settings), hooks=[lambda *of: made.append(Mixer(*of)) or made[-1]])
+    return made[0].losses, made[0].heard
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", [{"parallel__dp_replicate": 2, "parallel__dp_shard": 1}, {"parallel__dp_shard": 2}])
+def test_ranks_have_a_hook_each_that_hears_the_same(mesh, data, tmp_path):
+    first, second = on_ranks(2, on_a_rank, str(data), str(tmp_path), mesh)
+    assert first == second
+    assert [number for number, *_ in first[1]] == [*range(1, 7)]
+    assert last_state(tmp_path / "tiny")[1]["parts"]["mixer"] == {"steps": 6, "losses": first[0]}
