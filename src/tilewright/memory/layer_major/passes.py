@@ -27,7 +27,7 @@ from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.layer_major.saved_views import rebind_saved_views
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
-from tilewright.models.base.protocols import LossOutput
+from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
 
 Batch = Mapping[str, Tensor]
@@ -71,7 +71,7 @@ class LayerMajor:
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._batches: Sequence[Batch] = ()
-        self._contexts: list[Any] = []
+        self._contexts: list[LayerContext] = []
         self._counted: list[list[Tensor]] = []
 
     # ---- forward ----
@@ -316,7 +316,7 @@ class _Prologue:
 
     def __init__(self, view: LayerwiseModel, batch: Batch) -> None:
         self._view, self._batch = view, batch
-        self.context: Any = None
+        self.context: LayerContext = {}
 
     def __call__(self) -> Tensor:
         x, self.context = self._view.prologue(self._batch)

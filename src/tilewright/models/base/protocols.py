@@ -35,6 +35,8 @@ class LossOutput:
     aux: dict[str, Tensor] = field(default_factory=dict)
 
 
+LayerContext = Mapping[str, Tensor]
+"""What the layers of a model read beside the stream, by name. Nothing in it asks for a gradient."""
 ALL_WHOLE: Mapping[str, int] = MappingProxyType({})
 """No tensor is asked for in part."""
 

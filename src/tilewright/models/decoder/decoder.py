@@ -32,7 +32,7 @@ from tilewright.models.base.checkpointing import (
 from tilewright.models.base.distill import batch_loss
 from tilewright.models.base.head import row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
-from tilewright.models.base.protocols import LossOutput
+from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.cache import DecoderCache, LayerCache
 from tilewright.models.decoder.config import DecoderConfig
@@ -40,10 +40,8 @@ from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.base.compile import graph_limit, layer_options
-from tilewright.ops.base.documents import Segments
+from tilewright.ops.base.documents import Segments, document_tensors, documents_from
 from tilewright.ops.kernels import Kernels
-
-LayerContext = tuple[Tensor, Tensor, Segments]
 
 
 class Block(nn.Module):
@@ -214,15 +212,12 @@ class Decoder(nn.Module):
     def hidden(
         self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
     ) -> Tensor:
-        """Output of the final norm.
+        """Output of the final norm, [B, S, D] in the residual stream's dtype.
 
         Args:
             input_ids_BS: [B, S] token ids.
             positions_BS: [B, S] place of each token in its document; None counts from 0 in each row.
             segments_BS: [B, S] document of each token, -1 for padding; None makes each row one document.
-
-        Returns:
-            [B, S, D] in the residual stream's dtype.
         """
         given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
         x_BSD, context = self.prologue({name: tensor for name, tensor in given.items() if tensor is not None})
@@ -267,16 +262,21 @@ class Decoder(nn.Module):
         """The same; see `protocols.Model`."""
         return tuple(self.blocks)
 
-    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Embedded tokens [B, S, D], and what all layers read too: cos and sin of the positions, documents."""
+    def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
+        """What all layers read too: cos and sin of the positions, documents."""
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-        return self._embedded(ids_BS), (*self._angles(positions_BS), self.kernels.documents(batch))
+        cos, sin = self._angles(positions_BS)
+        return {"cos": cos, "sin": sin, **document_tensors(self.kernels.documents(batch))}
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        """Embedded tokens [B, S, D], and `context`."""
+        return self._embedded(batch["input_ids"]), self.context(batch)
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""
-        return self.blocks[index](x_BSD, *context)
+        return self.blocks[index](x_BSD, context["cos"], context["sin"], documents_from(context))
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """Final norm, head and loss."""

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.eval_mode import eager
-from tilewright.models.base.protocols import LossOutput, Model
+from tilewright.models.base.protocols import LayerContext, LossOutput, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
+from tilewright.models.layerwise.calls import Call, LayerCalls, tensors_of
 from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
@@ -83,15 +84,6 @@ class _CallSite:
         return out[0] if self.tuple_of else out
 
 
-@dataclass
-class _Call:
-    """What a layer is called with in addition to the stream, and the autocast around it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: tuple[bool, torch.dtype]
-
-
 class HFLayers:
     """A Hugging Face model as a `LayerwiseModel`. Made by `layered`."""
 
@@ -99,16 +91,23 @@ class HFLayers:
         self.model = model
         self._place = place
         self.blocks: Sequence[nn.Module] = place.blocks
+        self.calls = LayerCalls()
         self._outer: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
 
-    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, list[_Call]]:
+    def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
+        """What the layers are called with beside the stream. Parameters outside of the layers need no values."""
+        devices = {param.device for param in self.model.parameters() if param.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return self.prologue(batch)[1]
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """The stream as it enters the first layer, and how each layer is called."""
-        calls: list[_Call] = []
+        calls: list[Call] = []
         streams: list[Tensor] = []
 
         def visit(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             streams.append(self._place.stream(args, kwargs))
-            calls.append(_call(self._place.slot, args, kwargs))
+            calls.append(Call.seen(self._place.slot, args, kwargs))
             if index + 1 == len(self.blocks):
                 raise _Reached
             return self._place.pack(streams[0])
@@ -116,18 +115,18 @@ class HFLayers:
         try:
             self._run(batch, visit)
         except _Reached:
-            return streams[0], calls
+            return streams[0], self.calls.pack(calls)
         raise AssertionError("the last layer was not reached, as it was when the blocks were found")
 
-    def layer(self, index: int, x: Tensor, context: list[_Call]) -> tuple[Tensor, None]:
+    def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, None]:
         """One layer, called as its model calls it."""
-        call = context[index]
+        call = self.calls.call(index, context)
         enabled, dtype = call.autocast
-        args, kwargs = _with_stream(self._place.slot, call, x)
+        args, kwargs = call.arguments(self._place.slot, x)
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
             return self._place.unpack(self.blocks[index](*args, **kwargs)), None
 
-    def epilogue(self, x: Tensor, context: list[_Call], batch: Mapping[str, Tensor]) -> LossOutput:
+    def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """The model's own loss, with `x` as what its layers gave."""
         return self._run(batch, lambda index, args, kwargs: self._place.pack(x))
 
@@ -176,6 +175,7 @@ def _cut(model: HFModel) -> HFLayers:
     with _undisturbed(model) as buffers, eager():
         model.loss(batch)  # what a model finds out about itself with its first batch, it finds out here
         view = HFLayers(model, _find_blocks(model, batch))
+        _check_called_alike(view, batch)
         _compare(model, view, batch)
         _check_buffers_unchanged(model, buffers)
         view.look(batch)
@@ -235,8 +235,8 @@ def _follow(model: HFModel, place: _CallSite, batch: Mapping[str, Tensor]) -> _C
         raise _NotSliceable("a block's output is no tensor")
     place = _CallSite(place.parent, place.name, _slot(calls, streams), tuple_of)
     for call in calls:
-        rest = _call(place.slot, call.args, call.kwargs)
-        if any(t.requires_grad for t in _tensors((rest.args, rest.kwargs))):
+        rest = Call.seen(place.slot, call.args, call.kwargs)
+        if any(t.requires_grad for t in tensors_of((rest.args, rest.kwargs))):
             raise _NotSliceable("a block reads a second tensor that needs a gradient")
     return place
 
@@ -265,6 +265,14 @@ def _has(call: _Seen, slot: int | str) -> bool:
 # ---- trying the cut ----
 
 
+def _check_called_alike(view: HFLayers, batch: Mapping[str, Tensor]) -> None:
+    """Raise where layers are called with objects that are made anew for each batch: only tensors may be."""
+    view.context(batch)
+    view.context(batch)
+    if len(view.calls) > 1:
+        raise _NotSliceable("its layers read an object that is made anew for each batch and is no tensor")
+
+
 def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> None:
     """Loss, and gradient at the first layer, cut and uncut, without dropout.
 
@@ -275,9 +283,9 @@ def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> Non
     firsts: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = _call(view._place.slot, args, kwargs)
+        call = Call.seen(view._place.slot, args, kwargs)
         firsts.append(view._place.stream(args, kwargs).detach().requires_grad_())
-        return _with_stream(view._place.slot, call, firsts[0])
+        return call.arguments(view._place.slot, firsts[0])
 
     handle = view.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
     try:
@@ -349,31 +357,6 @@ def _undisturbed(model: HFModel) -> Iterator[dict[str, Tensor]]:
         model.train(was_training)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def _call(slot: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """The call without its stream, which must not be kept alive."""
-    device = next(_tensors((args, kwargs))).device.type
-    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    if isinstance(slot, int):
-        return _Call((*args[:slot], None, *args[slot + 1 :]), dict(kwargs), autocast)
-    return _Call(args, {key: value for key, value in kwargs.items() if key != slot}, autocast)
-
-
-def _with_stream(slot: int | str, call: _Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(slot, int):
-        return (*call.args[:slot], x, *call.args[slot + 1 :]), call.kwargs
-    return call.args, call.kwargs | {slot: x}
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
 
 
 def _leaves(root: Tensor) -> list[nn.Parameter]:

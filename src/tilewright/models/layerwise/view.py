@@ -2,6 +2,7 @@
 
     prologue(batch) -> x, context      layer(0 .. L-1, x, context) -> x      epilogue(x, context, batch) -> loss
 
+The context is tensors, and any stage of a pipeline makes it from the batch: `context(batch)` reads no parameter.
 `Decoder` is such a row itself; `hf_view` finds one in a Hugging Face model; `SingleBlock` is what is left of a model
 that cannot be cut: no layers, all of it epilogue. `find_layer_groups` says which parameters belong together when layers
 are run and updated by groups."""
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import LossOutput, TrainableModel
+from tilewright.models.base.protocols import LayerContext, LossOutput, TrainableModel
 
 
 class LayerwiseModel(Protocol):
@@ -25,15 +26,19 @@ class LayerwiseModel(Protocol):
 
     blocks: Sequence[nn.Module]
 
-    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        """The first layer's input, and what the layers read too: nothing in it asks for a gradient."""
+    def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
+        """What the layers read too, from the batch alone: bitwise that of `prologue`. Draws no random numbers."""
         ...
 
-    def layer(self, index: int, x: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        """The first layer's input, and the context."""
+        ...
+
+    def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and something it counts (the load of its experts) or None."""
         ...
 
-    def epilogue(self, x: Tensor, context: Any, batch: Mapping[str, Tensor]) -> LossOutput:
+    def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """The loss, from the last layer's output. `aux` is left empty."""
         ...
 
@@ -53,13 +58,16 @@ class SingleBlock:
         self.model = model
         self.blocks: Sequence[nn.Module] = ()
 
-    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        return torch.zeros(()), None
+    def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
+        return {}
 
-    def layer(self, index: int, x: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        return torch.zeros(()), {}
+
+    def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("a model that is kept whole has no layers")
 
-    def epilogue(self, x: Tensor, context: Any, batch: Mapping[str, Tensor]) -> LossOutput:
+    def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         return self.model.loss(batch)
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:

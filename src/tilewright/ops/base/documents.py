@@ -6,6 +6,7 @@ themselves, nothing is found and `segments` is handed on as it is.
 Legend: B rows  S positions  N documents of all rows, padding at the end of a row being one.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,21 @@ def documents_of(segments_BS: Tensor, host_starts_N1: Tensor | None = None) -> D
     starts_N1 = document_starts(segments_BS) if host_starts_N1 is None else host_starts_N1
     longest = int(starts_N1.diff().max()) if len(starts_N1) > 1 else 0
     return Documents(segments_BS, starts_N1.to(segments_BS.device, non_blocking=True), bound(longest))
+
+
+def document_tensors(segments: Segments) -> dict[str, Tensor]:
+    """What layers hand to attention as tensors alone, which `documents_from` takes."""
+    if isinstance(segments, Documents):
+        longest = torch.tensor(segments.longest)  # on the host, where it is read
+        return {"segments": segments.segments_BS, "starts": segments.starts_N1, "longest": longest}
+    return {} if segments is None else {"segments": segments}
+
+
+def documents_from(tensors: Mapping[str, Tensor]) -> Segments:
+    """What was given to `document_tensors`."""
+    if "starts" in tensors:
+        return Documents(tensors["segments"], tensors["starts"], int(tensors["longest"]))
+    return tensors.get("segments")
 
 
 def rows_as_documents(num_rows: int, length: int, device: torch.device) -> tuple[Tensor, int]:
