@@ -9,7 +9,7 @@ from tests.models.shapes import SHAPES, make_batch, make_decoder
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_hf import CUT
 from tilewright.memory.offload.layout import placeholder
-from tilewright.models.layerwise.calls import Call, LayerCalls
+from tilewright.models.layerwise.calls import LayerCall, LayerCalls
 from tilewright.models.layerwise.hf_view import HFLayers, layered
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.ops.base.documents import document_tensors, documents_from, documents_of
@@ -107,7 +107,7 @@ def test_documents_go_through_tensors():
 
 def test_a_tensor_of_all_layers_is_sent_once_and_what_is_none_stays():
     mask, angles = torch.ones(2), (torch.zeros(3), torch.ones(3))
-    calls = [Call((None, mask), {"angles": angles, "flag": index, "none": None}, (False, torch.float32)) for index in
+    calls = [LayerCall((None, mask), {"angles": angles, "flag": index, "none": None}, (False, torch.float32)) for index in
              range(3)]  # fmt: skip
     layer_calls = LayerCalls()
     context = layer_calls.pack(calls)
@@ -118,7 +118,7 @@ def test_a_tensor_of_all_layers_is_sent_once_and_what_is_none_stays():
         assert call.args[1] is mask
     layer_calls.pack(calls)
     assert len(layer_calls) == 1
-    layer_calls.pack([Call((None, None), {}, (False, torch.float32))] * 3)
+    layer_calls.pack([LayerCall((None, None), {}, (False, torch.float32))] * 3)
     assert len(layer_calls) == 2
     assert layer_calls.call(2, context) == calls[2]
 

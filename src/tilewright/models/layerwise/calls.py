@@ -21,7 +21,7 @@ _STYLE = "style"
 
 
 @dataclass
-class Call:
+class LayerCall:
     """What a layer is called with in addition to the stream, and the autocast around it."""
 
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Call:
     autocast: tuple[bool, torch.dtype]
 
     @classmethod
-    def seen(cls, slot: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+    def seen(cls, slot: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
         """A call as it is made now, without its stream, which must not be kept alive.
 
         Args:
@@ -75,7 +75,7 @@ class LayerCalls:
         """How many ways there are: masks are there for some batches and not for others."""
         return len(self._styles)
 
-    def pack(self, calls: Sequence[Call]) -> dict[str, Tensor]:
+    def pack(self, calls: Sequence[LayerCall]) -> dict[str, Tensor]:
         """The tensors of the calls of all layers, each once, and the number of the rest."""
         names: dict[int, str] = {}
         found: dict[str, Tensor] = {}
@@ -92,12 +92,12 @@ class LayerCalls:
             self._styles.append(tuple(styles))
         return found | {_STYLE: torch.tensor(self._styles.index(tuple(styles)))}
 
-    def call(self, index: int, context: Mapping[str, Tensor]) -> Call:
+    def call(self, index: int, context: Mapping[str, Tensor]) -> LayerCall:
         """The call of a layer."""
         style = self._styles[int(context[_STYLE])][index]
         leaves = [context[leaf.name] if isinstance(leaf, _Place) else leaf for leaf in style.leaves]
         args, kwargs = tree_unflatten(leaves, style.nesting)
-        return Call(args, kwargs, style.autocast)
+        return LayerCall(args, kwargs, style.autocast)
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

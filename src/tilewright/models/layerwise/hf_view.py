@@ -23,7 +23,7 @@ from tilewright.models.base.eval_mode import eager
 from tilewright.models.base.protocols import LayerContext, LossOutput, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.calls import Call, LayerCalls, tensors_of
+from tilewright.models.layerwise.calls import LayerCall, LayerCalls, tensors_of
 from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
@@ -102,12 +102,12 @@ class HFLayers:
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """The stream as it enters the first layer, and how each layer is called."""
-        calls: list[Call] = []
+        calls: list[LayerCall] = []
         streams: list[Tensor] = []
 
         def visit(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             streams.append(self._place.stream(args, kwargs))
-            calls.append(Call.seen(self._place.slot, args, kwargs))
+            calls.append(LayerCall.seen(self._place.slot, args, kwargs))
             if index + 1 == len(self.blocks):
                 raise _Reached
             return self._place.pack(streams[0])
@@ -235,7 +235,7 @@ def _follow(model: HFModel, place: _CallSite, batch: Mapping[str, Tensor]) -> _C
         raise _NotSliceable("a block's output is no tensor")
     place = _CallSite(place.parent, place.name, _slot(calls, streams), tuple_of)
     for call in calls:
-        rest = Call.seen(place.slot, call.args, call.kwargs)
+        rest = LayerCall.seen(place.slot, call.args, call.kwargs)
         if any(t.requires_grad for t in tensors_of((rest.args, rest.kwargs))):
             raise _NotSliceable("a block reads a second tensor that needs a gradient")
     return place
@@ -283,7 +283,7 @@ def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> Non
     firsts: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = Call.seen(view._place.slot, args, kwargs)
+        call = LayerCall.seen(view._place.slot, args, kwargs)
         firsts.append(view._place.stream(args, kwargs).detach().requires_grad_())
         return call.arguments(view._place.slot, firsts[0])
 
