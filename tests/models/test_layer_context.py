@@ -107,8 +107,8 @@ def test_documents_go_through_tensors():
 
 def test_a_tensor_of_all_layers_is_sent_once_and_what_is_none_stays():
     mask, angles = torch.ones(2), (torch.zeros(3), torch.ones(3))
-    calls = [LayerCall((None, mask), {"angles": angles, "flag": index, "none": None}, (False, torch.float32)) for index in
-             range(3)]  # fmt: skip
+    kwargs = [{"angles": angles, "flag": index, "none": None} for index in range(3)]
+    calls = [LayerCall((None, mask), each, (False, torch.float32)) for each in kwargs]
     layer_calls = LayerCalls()
     context = layer_calls.pack(calls)
     assert len(context) == 4
