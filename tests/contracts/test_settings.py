@@ -184,6 +184,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.log_interval": Probe("5", "shown"),
     "train.eval_interval": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
+    "train.eval_part_batches": Probe("1", "evals", {"train.eval_interval": "1", "train.eval_batches": "2"}),
     "train.dpo_beta": "tests/training/test_dpo.py::test_losses_and_margins_are_those_of_a_plain_loop",
     "train.sample_tokens": Probe("4", "samples"),
     "distill.teacher": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",

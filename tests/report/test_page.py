@@ -15,7 +15,7 @@ from tilewright.report.figures.bits_figure import bits_figure
 from tilewright.report.figures.run_figures import memory_bars_figure, perplexity_figure
 from tilewright.report.page import render, write_report
 from tilewright.report.run_data.collect import collect
-from tilewright.report.run_data.measured import settled_norms, total_tokens
+from tilewright.report.run_data.measured import held_out_losses, settled_norms, total_tokens
 from tilewright.report.summary import MISSING, cards, learned
 from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows
 
@@ -266,6 +266,26 @@ def test_a_domain_has_one_colour_in_all_charts_and_all_domains_another(run_dir):
     assert all(by_chart[0][name] == by_chart[1][name] for name in names)
     assert by_chart[1]["all"] not in by_chart[0].values()
     assert len(set(by_chart[0].values())) == 5
+
+
+def test_a_curve_is_of_the_same_rows_and_a_number_of_all(run_dir):
+    """Where evaluations on the way take a part of the held-out text and the last one all of it."""
+    part = [{"a": {"loss": loss, "tokens": 10, "bytes": 30}} for loss in (4.0, 3.0, 2.0)]
+    rows = [{"step": step, "eval": table} for step, table in enumerate(part, 1)]
+    rows[-1] = {"step": 3, "eval": {"a": {"loss": 5.0, "tokens": 100, "bytes": 200}}, "eval_part": part[-1]}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = collect(run_dir)
+    assert [loss for _, loss in held_out_losses(run)] == [4.0, 3.0, 2.0]
+    assert held_out_losses(run, "eval_all")[-1] == (3.0, 5.0)
+    bits = 5.0 * 100 / math.log(2) / 200
+    assert [value for _, name, value in bits_figure(run).legend if name in ("all", "a")] == [f"{bits:.3f}"]
+    card = next(card for card in cards(run) if card.label == "Held-out bits per byte")
+    assert card.value == f"{bits:.3f}"
+    for figure in (bits_figure, perplexity_figure):
+        assert "10 of the 100 held-out tokens" in figure(run).note
+    rows[-1].pop("eval_part")
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert bits_figure(collect(run_dir)).note == ""
 
 
 def test_a_slow_run_is_named_at_the_head_beside_what_is_worse(run_dir):

@@ -8,7 +8,7 @@ import torch
 
 from tests.training.test_step import Toy, _rows
 from tilewright.precision.convert import convert
-from tilewright.training.executor.evaluate import DomainLoss, evaluate, pooled
+from tilewright.training.executor.evaluate import DomainLoss, evaluate, joined, pooled
 
 
 class Noisy(Toy):
@@ -79,3 +79,23 @@ def test_domains_without_targets_are_left_out():
     assert evaluate(Toy(), {"a": [empty], "b": []}, fp32=False) == {}
     assert pooled({}) is None
     assert DomainLoss(1.0, math.e, 3).to_json() == {"loss": 1.0, "ppl": math.e, "tokens": 3}
+
+
+@pytest.mark.parametrize("cut", [(1, 2), (3, 1), (2, 0), (0, 0)])
+def test_parts_of_a_text_are_the_text(cut):
+    """Where a domain has nothing in one of the parts, or in both, too."""
+    batches = {"a": [_rows(n, seed=n, ignored=0.1) for n in (1, 5, 2)], "b": [_rows(3, seed=7), _rows(1, seed=8)]}
+    sizes = {"a": {3: 70, 1: 10, 2: 50, 0: 0}, "b": {2: 40, 1: 25, 0: 0}}
+    first = {domain: rows[:n] for n, (domain, rows) in zip(cut, batches.items(), strict=True)}
+    rest = {domain: rows[len(first[domain]) :] for domain, rows in batches.items()}
+    found = []
+    for part in (first, rest):
+        taken = {d: sizes[d][len(first[d])] for d in part}
+        left = {d: sizes[d][len(batches[d])] - taken[d] for d in part}
+        found.append(evaluate(Toy(), part, num_bytes=taken if part is first else left, fp32=False))
+    whole = evaluate(Toy(), batches, num_bytes={"a": 70, "b": 40}, fp32=False)
+    both = joined(*found)
+    assert set(both) == set(whole)
+    for domain, result in whole.items():
+        assert (both[domain].tokens, both[domain].bytes) == (result.tokens, result.bytes)
+        assert both[domain].loss == pytest.approx(result.loss, rel=1e-14)  # sums of three FP64 terms in another order

@@ -50,7 +50,7 @@ PHASES = {
     "data": (1, Stream, "next_step", 2, SHARDS, "hangs in step 2, data"),
     "forward": (1, Decoder, "loss", 3, SHARDS, "hangs in step 2, forward"),
     "forward of copies": (1, Decoder, "loss", 3, COPIES, "hangs in step 2, forward"),
-    "evaluate": (1, run, "evaluate", 1, SHARDS | {"train__eval_interval": 1}, "hangs in step 2, evaluate"),
+    "evaluate": (1, run, "evaluate_texts", 1, SHARDS | {"train__eval_interval": 1}, "hangs in step 2, evaluate"),
     "save": (1, writing._Writer, "write_data", 1, SHARDS | SAVE, "hangs in step 3, save"),
     "save beside": (1, writing._Writer, "write_data", 1, COPIES | SAVE | {"checkpoint__async_save": "true"}, "save"),
     "sample": (1, run, "run_samples", 1, COPIES | {"train__steps": 2}, "hangs in step 3, samples"),

@@ -16,7 +16,7 @@ from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
-EVALS = {"train__eval_batches": 3, "checkpoint__interval": 4, "precision__mode": "fp32"}
+EVALS = {"train__eval_batches": 3, "train__eval_part_batches": 2, "checkpoint__interval": 4, "precision__mode": "fp32"}
 
 
 def run(rank, data, runs, changes):

@@ -44,7 +44,7 @@ class SummaryCard:
 
 def learned(run: RunData) -> str:
     """What became of the loss, in a sentence or two with numbers. No verdict: that is of `verdict.judge`."""
-    span, held, wall, tokens = loss_span(run), held_out_losses(run), total_seconds(run), total_tokens(run)
+    span, held, wall, tokens = loss_span(run), held_out_losses(run, "eval_all"), total_seconds(run), total_tokens(run)
     if span is None:
         return "No loss that is a number has been recorded." if run.steps else "No training step has been recorded yet."
     steps = int(run.steps[-1]["step"])
@@ -53,7 +53,7 @@ def learned(run: RunData) -> str:
     else:
         change = "fell" if span.end < span.start else "did not fall: it went"
         text = f"The loss {change} from {_loss(span.start)} to {_loss(span.end)} nats per token in {steps:,} steps"
-    bits = held_out_bits(run)
+    bits = held_out_bits(run, "eval_all")
     if bits:
         text += f", and held-out text takes {format_bits(bits[-1][1])} bits per byte{_compared(run)}"
     elif held:
@@ -89,7 +89,7 @@ def cards(run: RunData) -> Sequence[SummaryCard]:
 
 
 def _held_out_card(run: RunData) -> SummaryCard:
-    held, bits = held_out_losses(run), held_out_bits(run)
+    held, bits = held_out_losses(run, "eval_all"), held_out_bits(run, "eval_all")
     if bits:
         lines = [f"{name} -9 {format_bits(value)}" for name, value in compressor_lines(run).items()]
         detail = ", ".join([f"perplexity {format_perplexity(held[-1][1])}", *lines])

@@ -49,7 +49,7 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data, stream_of
+from tilewright.training.components.dataset import HeldOut, held_out, in_parts, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
@@ -199,6 +199,11 @@ class Components:
     def held_out(self) -> HeldOut:
         """Held-out rows of the data, made once."""
         return held_out(self.setup.recipe, self.setup.prepared)
+
+    @cached_property
+    def held_out_parts(self) -> tuple[HeldOut, HeldOut]:
+        """Of these what evaluations on the way take, and the rest."""
+        return in_parts(self.setup.recipe, self.setup.prepared, self.held_out)
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""

@@ -24,7 +24,7 @@ from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.base import StepResult
-from tilewright.training.executor.evaluate import DomainLoss, evaluate
+from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
 from tilewright.training.executor.transaction import PartialUpdateError, Stateful, run_with_retries
 from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook, by_name, calls
@@ -266,13 +266,14 @@ class Run:
         self._at("evaluate")
         started, group = time.perf_counter(), self.setup.world.control_group
         how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
-        texts = self.parts.held_out, self.setup.other_text
+        texts, whole = (*self.parts.held_out_parts, self.setup.other_text), self.step in (0, self.recipe.train.steps)
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
         with self.parts.executor.access.forward_passes(self.parts.model):
-            self.evals, others = (evaluate(self.parts.model, t.batches, num_bytes=t.num_bytes, **how) for t in texts)
+            tables = evaluate_texts(self.parts.model, *texts, whole=whole, **how)
+        self.evals = tables["eval"]
         self.parts.heap.give_back()
         self._evaluated_step = self.step
-        self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started, others)
+        self.recorder.evaluation(self.step, tables, time.perf_counter() - started)
 
     # ---- checkpoints ----
 

@@ -183,7 +183,10 @@ class TrainSection(Section):
     eval_interval: Count = Field(default=100, ge=0)
     """Steps between evaluations. 0: only at the end."""
     eval_batches: Count = Field(default=4, ge=1)
-    """Micro-batches evaluated a domain."""
+    """Micro-batches evaluated per domain."""
+    eval_part_batches: Count = Field(default=0, ge=0)
+    """Of these, so many per domain in evaluations on the way, the same ones each time; the last evaluation, and that of
+    loaded weights, takes all. 0: all each time."""
     dpo_beta: float = Field(default=0.1, gt=0)
     """preferences: how strongly the model is held to the one that training began with; small: loosely."""
     sample_tokens: Count = Field(default=64, ge=0)

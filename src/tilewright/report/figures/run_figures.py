@@ -16,6 +16,7 @@ from tilewright.report.run_data.measured import (
     domain_losses,
     held_out_losses,
     not_finite,
+    part_note,
     peak_memory_row,
     planned_owners,
     settled_norms,
@@ -73,7 +74,8 @@ def loss_figure(run: RunData) -> Figure | None:
     legend = [(0, f"training, smoothed over {_window(losses)} records", format_number(smoothed.ys[-1]))]
     if held:
         series.append(Series("held out", [step for step, _ in held], [loss for _, loss in held], 1, "dots"))
-        legend.append((1, "held out, all domains", format_number(held[-1][1])))
+        newest = (held_out_losses(run, "eval_all") or held)[-1][1]
+        legend.append((1, "held out, all domains", format_number(newest)))
     marks = [
         Mark(step, f"step {step:g}: {e['kind']}: {e.get('message', '')}", MARKED[e["kind"]])
         for e in run.kinds(*MARKED)
@@ -87,7 +89,8 @@ def loss_figure(run: RunData) -> Figure | None:
         "A loss usually falls steeply, then ever more slowly, with the held-out dots close to the line. A gap that "
         "widens comes from memorising, a jump that does not come back within tens of steps from divergence."
     )
-    return Figure("Loss", svg, reading, legend, _left_out(not_finite(run, "loss"), len(run.steps), "losses"))
+    notes = _left_out(not_finite(run, "loss"), len(run.steps), "losses"), part_note(run) if held else ""
+    return Figure("Loss", svg, reading, legend, " ".join(filter(None, notes)))
 
 
 def domain_colours(run: RunData) -> dict[str, int]:
@@ -107,11 +110,13 @@ def perplexity_figure(run: RunData) -> Figure | None:
         Series(domain, [step for step, _ in points], [drawn(loss) for _, loss in points], colours[domain])
         for domain, points in domains.items()
     ]
-    legend = [(colours[domain], domain, format_perplexity(points[-1][1])) for domain, points in domains.items()]
+    ended = domain_losses(run, "eval_all")
+    newest = {domain: (ended.get(domain) or points)[-1][1] for domain, points in domains.items()}
+    legend = [(colours[domain], domain, format_perplexity(loss)) for domain, loss in newest.items()]
     y_label = "perplexity" if drawable else "nats per token (perplexity is e to their power)"
     svg = line_chart(series, label="held-out perplexity by domain", y_label=y_label, log_y=True)
     reading = "A domain that rises while the others fall is being forgotten: more of its text (data.weights) helps."
-    return Figure("Held-out perplexity by domain", svg, reading, legend)
+    return Figure("Held-out perplexity by domain", svg, reading, legend, part_note(run))
 
 
 def norm_figure(run: RunData) -> Figure | None:

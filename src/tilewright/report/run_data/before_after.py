@@ -106,9 +106,15 @@ def changes(run: RunData) -> list[DomainChange]:
     return [
         DomainChange(domain, points[0][1], points[-1][1], table == "eval")
         for table in ("eval", "eval_other")
-        for domain, points in domain_losses(run, table).items()
+        for domain, points in domain_losses(run, _same_text(run) if table == "eval" else table).items()
         if len(points) > 1 and points[0][0] == 0
     ]
+
+
+def _same_text(run: RunData) -> str:
+    """The table in which the first and the last evaluation are of the same rows."""
+    ends = [sum(result["tokens"] for result in row["eval_all"].values()) for row in (*run.evals[:1], *run.evals[-1:])]
+    return "eval_all" if len(set(ends)) == 1 else "eval"
 
 
 def samples(run: RunData) -> list[ShownSample]:

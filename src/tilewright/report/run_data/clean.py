@@ -68,9 +68,19 @@ def step_row(row: Row) -> Row:
 
 def eval_row(row: Row) -> Row:
     """A row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
-    bytes of text that they stand for (None where they are not text). `eval_other` is of text that is not trained on."""
-    tables = {name: _eval_table(row.get(name)) for name in ("eval", "eval_other")}
-    return {"step": row["step"], "time_s": number(row.get("time_s")), **tables}
+    bytes of text that they stand for (None where they are not text).
+
+    `eval` is of the same rows at each step, so that a curve of it means something; `eval_all` of all that was evaluated
+    at this step; `eval_other` of text that is not trained on."""
+    tables = {name: _eval_table(row.get(name)) for name in ("eval", "eval_part", "eval_other")}
+    of_all, part = tables.pop("eval"), tables.pop("eval_part")
+    return {
+        "step": row["step"],
+        "time_s": number(row.get("time_s")),
+        "eval": part or of_all,
+        "eval_all": of_all,
+        **tables,
+    }
 
 
 def _eval_table(value: object) -> dict[str, Row]:

@@ -46,18 +46,31 @@ def not_finite(run: RunData, name: str) -> int:
     return sum(1 for row in run.steps if name in row and row[name] is None)
 
 
-def held_out(row: Row) -> float | None:
-    """Loss in nats per token over all domains of an evaluation, weighted by tokens; None where one is not finite."""
-    results = list(row["eval"].values())
+def held_out(row: Row, table: str = "eval") -> float | None:
+    """Loss in nats per token over all domains of an evaluation, weighted by tokens; None where one is not finite.
+    Tables are those of `clean.eval_row`: `eval` makes curves, `eval_all` numbers."""
+    results = list(row[table].values())
     if not results or any(result["loss"] is None for result in results):
         return None
     tokens = sum(result["tokens"] for result in results)
     return sum(result["loss"] * (result["tokens"] / tokens) for result in results)
 
 
-def held_out_losses(run: RunData) -> list[tuple[float, float]]:
+def held_out_losses(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
     """Steps and pooled losses of the evaluations whose loss was finite."""
-    return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row)) is not None]
+    return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row, table)) is not None]
+
+
+def part_note(run: RunData) -> str:
+    """That curves are of a part of the held-out text; "" where evaluations on the way take all of it."""
+    for row in run.evals:
+        part, of_all = (sum(result["tokens"] for result in row[table].values()) for table in ("eval", "eval_all"))
+        if part != of_all:
+            return (
+                f"The curve is of {part:,.0f} of the {of_all:,.0f} held-out tokens, which evaluations on the way take "
+                "(train.eval_part_batches). The last one takes all of them; a number beside a name is the newest one's."
+            )
+    return ""
 
 
 def domain_losses(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
@@ -72,22 +85,22 @@ def _of_domain(run: RunData, table: str, domain: str) -> list[tuple[float, float
     return [(step, loss) for step, loss in found if loss is not None]
 
 
-def held_out_bits(run: RunData) -> list[tuple[float, float]]:
+def held_out_bits(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
     """Steps and bits per byte over all domains of the evaluations that have finite losses and bytes of text."""
     found = []
     for row in run.evals:
-        loss, results = held_out(row), row["eval"].values()
+        loss, results = held_out(row, table), row[table].values()
         if loss is not None and all(result["bytes"] for result in results):
             tokens, size = (sum(result[name] for result in results) for name in ("tokens", "bytes"))
             found.append((float(row["step"]), bits_per_byte(loss * tokens, size)))
     return found
 
 
-def domain_bits(run: RunData) -> dict[str, list[tuple[float, float]]]:
+def domain_bits(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
     """Steps and bits per byte of each domain with bytes of text, in alphabetical order."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in run.evals:
-        for domain, result in sorted(row["eval"].items()):
+        for domain, result in sorted(row[table].items()):
             if result["loss"] is not None and result["bytes"]:
                 bits = bits_per_byte(result["loss"] * result["tokens"], result["bytes"])
                 found.setdefault(domain, []).append((float(row["step"]), bits))
@@ -100,7 +113,7 @@ def compressor_lines(run: RunData) -> dict[str, float]:
         return {}
     domains = (run.data or {}).get("domains")
     found = number_tables({name: row.get("compressors") for name, row in _tables(domains)})
-    return pooled_bits(found, {name: result["bytes"] or 0 for name, result in run.evals[-1]["eval"].items()})
+    return pooled_bits(found, {name: result["bytes"] or 0 for name, result in run.evals[-1]["eval_all"].items()})
 
 
 def _tables(value: object) -> list[tuple[str, Mapping]]:

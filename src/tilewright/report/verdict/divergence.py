@@ -91,7 +91,7 @@ def _not_finite(run: RunData) -> str:
     bad = sum(1 for _ in takewhile(lambda row: row["grad_norm"] is None, reversed(unscaled)))
     if bad >= BAD_GRADIENTS:
         return f": the gradients of its last {bad:,} of {len(rows):,} steps are not finite"
-    if run.evals and run.evals[-1]["eval"] and held_out(run.evals[-1]) is None:
+    if run.evals and run.evals[-1]["eval_all"] and held_out(run.evals[-1], "eval_all") is None:
         return f": the held-out loss at step {run.evals[-1]['step']:,} is not finite"
     return ""
 

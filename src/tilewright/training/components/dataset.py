@@ -97,6 +97,13 @@ class HeldOut:
     batches: dict[str, list[dict[str, torch.Tensor]]]
     num_bytes: dict[str, int | None]
 
+    def after(self, part: "HeldOut") -> "HeldOut":
+        """What is left of it behind its first batches."""
+        return HeldOut(
+            {domain: rows[len(part.batches[domain]) :] for domain, rows in self.batches.items()},
+            {domain: size and size - (part.num_bytes[domain] or 0) for domain, size in self.num_bytes.items()},
+        )
+
 
 def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:
     """Held-out rows, at most `num` batches of each domain (None: the recipe's number); the same on every call."""
@@ -105,6 +112,21 @@ def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> Held
         {domain: prepared.eval_batches(domain, *size) for domain in prepared.eval_domains},
         {domain: prepared.eval_bytes(domain, *size) for domain in prepared.eval_domains},
     )
+
+
+def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOut, HeldOut]:
+    """What evaluations on the way take of the held-out rows, and the rest, which is empty unless a recipe asks for one.
+
+    Args:
+        recipe: reads `[train]`.
+        prepared: the data.
+        whole: its `held_out`.
+    """
+    num = recipe.train.eval_part_batches
+    if not 0 < num < recipe.train.eval_batches:
+        return whole, HeldOut({}, {})
+    part = held_out(recipe, prepared, num)
+    return part, whole.after(part)
 
 
 def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:

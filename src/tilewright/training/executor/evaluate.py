@@ -5,6 +5,7 @@ The model is left as it was found: mode, precision, gradients and generators.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tilewright.models.base.protocols import TrainableModel
 from tilewright.parallel.agree import gather
 from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
+from tilewright.training.components.dataset import HeldOut
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,27 @@ def evaluate(
     return {domain: result for domain, result in results.items() if result is not None}
 
 
+def evaluate_texts(
+    model: TrainableModel, part: HeldOut, rest: HeldOut, other: HeldOut, *, whole: bool, **how: Any
+) -> dict[str, dict[str, DomainLoss]]:
+    """The tables of an evaluation: `eval`, `eval_part` where that is less than all, and `eval_other`.
+
+    Args:
+        model: see `evaluate`.
+        part: held-out rows that each evaluation takes.
+        rest: those that the whole ones take too; may be empty.
+        other: text that is not trained on.
+        whole: whether this one takes all, as the first and the last of a run do.
+        how: for `evaluate`.
+    """
+    nothing = HeldOut({}, {})
+    of_part, of_rest, of_other = (
+        evaluate(model, text.batches, num_bytes=text.num_bytes, **how)
+        for text in (part, rest if whole else nothing, other)
+    )
+    return {"eval": joined(of_part, of_rest), "eval_part": of_part if of_rest else {}, "eval_other": of_other}
+
+
 def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
     """All domains as one: the loss weighted by targets, bits per byte by bytes; None without targets.
 
@@ -88,6 +111,22 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
     sizes = [result.bytes for result in results.values() if result.bytes is not None]
     whole = sum(sizes) if len(sizes) == len(results) else None
     return _result(sum(result.loss * result.tokens for result in results.values()), tokens, whole)
+
+
+def joined(*parts: Mapping[str, DomainLoss]) -> dict[str, DomainLoss]:
+    """Results on parts of a text as those on all of it.
+
+    Example:
+        >>> joined({"a": DomainLoss(1.0, 2.718, 1, 4)}, {"a": DomainLoss(4.0, 54.6, 2, 8)})["a"].loss
+        3.0
+    """
+    found: dict[str, DomainLoss] = {}
+    for domain in dict.fromkeys(domain for part in parts for domain in part):
+        results = [part[domain] for part in parts if domain in part]
+        whole = results[0] if len(results) == 1 else pooled({str(i): result for i, result in enumerate(results)})
+        if whole is not None:
+            found[domain] = whole
+    return found
 
 
 def _domain(

@@ -40,7 +40,7 @@ class StepTimes:
     spent_s: float
     """Seconds of all that was done to time them, compilation included."""
     eval_s: float = 0.0
-    """Seconds of an evaluation."""
+    """Seconds of an evaluation on the way."""
 
 
 @dataclass(frozen=True)

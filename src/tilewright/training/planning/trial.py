@@ -59,9 +59,9 @@ def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
 
 
 def _evaluation_s(run: Run) -> float:
-    """Seconds of an evaluation, from one batch of it."""
+    """Seconds of an evaluation on the way, from one batch of it."""
     setup, group = run.setup, run.setup.world.waiting_group
-    texts = run.parts.held_out, setup.other_text
+    texts = run.parts.held_out_parts[0], setup.other_text
     batches = [batch for text in texts for rows in text.batches.values() for batch in rows]
     how = {"device": setup.device, "fp32": run.recipe.precision.eval_fp32, "group": group}
     seconds = []

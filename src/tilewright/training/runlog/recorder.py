@@ -80,12 +80,18 @@ class MetricsLogger:
         if shown:
             self._show(row, counters)
 
-    def evaluation(
-        self, step: int, results: Mapping[str, DomainLoss], seconds: float, others: Mapping[str, DomainLoss]
-    ) -> None:
-        """A row of evaluation, an event and a line on the screen. `others` are of text that is not trained on."""
-        tables = {"eval": results} | ({"eval_other": others} if others else {})
-        values = {name: {domain: r.to_json() for domain, r in table.items()} for name, table in tables.items()}
+    def evaluation(self, step: int, tables: Mapping[str, Mapping[str, DomainLoss]], seconds: float) -> None:
+        """A row of evaluation, an event and a line on the screen.
+
+        Args:
+            step: done.
+            tables: results by domain: `eval`, `eval_part` of what evaluations on the way take where that is less,
+                `eval_other` of text that is not trained on. Empty ones but the first are left out.
+            seconds: that it took.
+        """
+        results, others = tables["eval"], tables["eval_other"]
+        shown = {name: table for name, table in tables.items() if table or name == "eval"}
+        values = {name: {domain: r.to_json() for domain, r in table.items()} for name, table in shown.items()}
         row = self.log.metrics(step, **values)
         whole = pooled(results)
         text = "no held-out targets" if whole is None else _held_out_words(whole)
