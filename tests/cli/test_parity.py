@@ -1,8 +1,11 @@
 """`doctor --parallel`: a mesh from text, what differs in order, and the whole check on two processes."""
 
 import json
+import os
+import time
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -11,7 +14,7 @@ from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
 from tilewright.cli.commands.outputs.parity_model import with_small_model
 from tilewright.core.config.load import load_recipe
-from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
 
 
 @pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=0", "tp=2", "dp_shard=1", "dp_shard=x,dp_replicate=2"])
@@ -55,6 +58,51 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
     kinds = {gap["kind"] for gap in found["gaps"]}
     assert kinds == {"loss", "gradient", "weight"}
     assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
+
+
+SLEEPER = """
+import os
+import time
+
+if os.environ.get("RANK") == "1" and os.environ.get("WORLD_SIZE") == "2":
+    import {module} as module
+
+    def sleeps(*args, **named):
+        time.sleep(600)
+
+    module.{name} = sleeps
+"""
+"""A `sitecustomize` of the processes of the check: one of two ranks never comes back from a call."""
+CALLS = {
+    "launch": ("tilewright.parallel.launch", "meet", "Rank 1 of 2 did not come to the start of the run"),
+    "data": ("tilewright.training.assemble", "prepare_data", "Rank 1 of 2 hangs in data preparation"),
+    "forward": ("tilewright.models.decoder.decoder", "Decoder.loss", "Rank 1 of 2 hangs in forward"),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "phase", ["launch", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "launch")]
+)
+def test_a_rank_that_hangs_is_named_and_all_end(phase, tmp_path, monkeypatch):
+    write_text(tmp_path / "text")
+    *call, words = CALLS[phase]
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "sitecustomize.py").write_text(SLEEPER.format(module=call[0], name=call[1]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "early"), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", parallel__timeout_minutes=0.2)
+    began = time.monotonic()
+    result = CliRunner().invoke(
+        cli, ["doctor", "--parallel", "dp_shard=2", "default", *(f"--{n}={v}" for n, v in given.items())]
+    )
+    assert time.monotonic() - began < 60
+    assert result.exit_code != 0
+    assert isinstance(result.exception, TilewrightError), result.output
+    assert words in str(result.exception)
+    own = psutil.Process().children(recursive=True)
+    assert not [child for child in own if "parity" in " ".join(child.cmdline())], "a process is left"
 
 
 @pytest.mark.slow

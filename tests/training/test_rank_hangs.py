@@ -1,6 +1,7 @@
 """One of two ranks sleeps in a phase of a run: the other one waits as long as it may, names it, and both end."""
 
 import os
+import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.training.tiny import tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.data.batches.stream import Stream
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.liveness import heartbeat
 from tilewright.parallel.liveness.heartbeat import records
 from tilewright.planner.machine import ceilings
 from tilewright.training import assemble, loop, run
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 LIMIT_S, SECONDS = 12, 60
 """`parallel.timeout_minutes`, in seconds; and in how many both ranks have ended since one fell asleep."""
 SHARDS, COPIES = {"parallel__dp_shard": 2}, {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}
+DRY = {"dry_run": True}
 SAVE = {"train__steps": 4, "checkpoint__interval": 2, "checkpoint__async_save": "false"}
 
 
@@ -53,10 +56,13 @@ PHASES = {
     "evaluate": (1, run, "evaluate_texts", 1, SHARDS | {"train__eval_interval": 1}, "hangs in step 2, evaluate"),
     "save": (1, writing._Writer, "write_data", 1, SHARDS | SAVE, "hangs in step 3, save"),
     "save beside": (1, writing._Writer, "write_data", 1, COPIES | SAVE | {"checkpoint__async_save": "true"}, "save"),
+    "dry data": (0, assemble, "prepare_data", 1, COPIES | DRY, "hangs in data preparation"),
+    "dry batches": (1, Stream, "next_step", 2, SHARDS | DRY, "hangs in data of step 2"),
+    "dry forward": (0, Decoder, "loss", 1, SHARDS | DRY, "hangs in forward"),
     "sample": (1, run, "run_samples", 1, COPIES | {"train__steps": 2}, "hangs in step 3, samples"),
 }
 """Who sleeps, in which call of what, in which run, and what is said of it."""
-SOON = ("launch", "data")
+SOON = ("launch", "data", "dry data")
 """Of the tests that run by default."""
 
 
@@ -70,9 +76,12 @@ def main(number, phases, data, runs):
     victim, owner, function, calls, changes, _ = PHASES[name]
     if rank == victim:
         sleeping(owner, function, calls, Path(runs) / f"{name}.txt")
+    tempfile.tempdir = str(Path(runs) / name)  # where ranks without a run folder have their records
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
     changes = {"train__steps": 3, "parallel__timeout_minutes": LIMIT_S / 60, "train__sample_tokens": 2} | changes
+    dry = changes.pop("dry_run", False)
     try:
-        loop.train(tiny(Path(data), Path(runs) / name, **changes))
+        loop.train(tiny(Path(data), Path(runs) / name, **changes), dry_run=dry)
     except TilewrightError as error:
         return str(error)
     return ""
@@ -89,7 +98,7 @@ def ended(phases, data, runs):
             for end in ready:
                 name = left.pop(end)
                 began = float((runs / f"{name}.txt").read_text())
-                found[name] = _said(end, runs / name / "tiny"), time.monotonic() - began
+                found[name] = _said(end, runs / name), time.monotonic() - began
                 if not found[name][0]:  # it came to its end: the one that sleeps ends itself
                     left[ends[2 * phases.index(name) + PHASES[name][0]]] = name
     return found
@@ -101,7 +110,8 @@ def _said(end, folder):
         _, said = end.recv()
         return said
     except EOFError:
-        return " ".join(record.end for record in records(folder).values())
+        kept = [path.parent for path in folder.rglob(heartbeat.FOLDER)]
+        return " ".join(record.end for path in kept for record in records(path).values())
 
 
 @pytest.mark.parametrize("phases", [SOON, pytest.param(tuple(PHASES), marks=pytest.mark.slow)], ids=["soon", "all"])

@@ -22,6 +22,7 @@ def call_module(
     module: str,
     on_line: Callable[[str], object] = say,
     environ: Mapping[str, str] | None = None,
+    on_start: Callable[["subprocess.Popen[str]"], object] = lambda _: None,
     **arguments: object,
 ) -> Any:
     """Run `python -m module`, which calls `answer`.
@@ -30,6 +31,7 @@ def call_module(
         module: its full name.
         on_line: called with each line that the child prints. What it logs goes to stderr.
         environ: variables of the child in addition to this process's.
+        on_start: given the process.
         arguments: of the function that the module gives to `answer`, as JSON has them.
 
     Returns:
@@ -47,11 +49,14 @@ def call_module(
         command, stdout=subprocess.PIPE, text=True, env=env.importing(Path(__file__).parents[2]) | dict(environ or {})
     ) as child:
         assert child.stdout is not None
+        on_start(child)
         for line in child.stdout:
             if line.startswith("{"):
                 found = json.loads(line)
             else:
                 on_line(line.rstrip("\n"))
+    if "problems" in found:
+        raise getattr(errors, found["error"]).from_problems([Problem(**problem) for problem in found["problems"]])
     if child.returncode < 0:
         raise HardwareError(
             "Worker process was killed",
@@ -62,8 +67,6 @@ def call_module(
         )
     if child.returncode or not found:
         raise AssertionError(f"python -m {module} ended with exit code {child.returncode}; see its traceback above")
-    if "problems" in found:
-        raise getattr(errors, found["error"]).from_problems([Problem(**problem) for problem in found["problems"]])
     return found["result"]
 
 
@@ -75,7 +78,14 @@ def answer(function: Callable[..., object]) -> None:
     try:
         found = {"result": function(**request["arguments"])}
     except TilewrightError as error:
-        found = {"error": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
+        answer_error(error)
+        return
     except KeyboardInterrupt:  # the parent was interrupted, too
         sys.exit(130)
     print(json.dumps(found), flush=True)
+
+
+def answer_error(error: TilewrightError) -> None:
+    """In the child: print an error as `call_module` reads it, of a class of our own as its nearest one in `errors`."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    print(json.dumps({"error": name, "problems": [asdict(problem) for problem in error.problems]}), flush=True)

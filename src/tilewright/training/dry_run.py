@@ -18,6 +18,7 @@ from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
+from tilewright.training.planning.ranks import watched
 from tilewright.training.runlog.files import RunLog
 from tilewright.training.runlog.progress import NoProgress
 from tilewright.training.runlog.recorder import MetricsLogger
@@ -41,17 +42,26 @@ def dry_run(
         FitError: the plan says that the run does not fit, and the recipe enforces it.
         UnknownFitError: the plan does not know, and the recipe has a memory budget that it enforces.
     """
+    with watched(world, Path(loaded.recipe.run.dir)) as watching:
+        return _dry_run(loaded, watching, hooks)
+
+
+def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory]) -> int:
     setup = set_up(loaded, world=world)
     minutes = setup.recipe.train.minutes if is_open(setup.recipe) else 0.0
     if minutes:
         setup = setup.lasting(Length(LONG, "", "", {}))
+    world.begin("making the model")
     parts, folder = build(setup, fresh=True), RunFolder(Path(os.devnull), follows=True)
     log = RunLog(folder.path, follows=True)
     recorder = MetricsLogger(log, NoProgress(), (), steps=NUM_STEPS, memory_limit=setup.memory_limit, scaled=False)
+    if world.heartbeat is not None:
+        parts.memory_tracker.on_phase = world.heartbeat.phase
     try:
         attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model), world)
         parts.hooks += tuple(make(setup, parts) for make in hooks)
         for number in range(1, NUM_STEPS + 1):
+            world.begin(f"data of step {number}")
             started = time.perf_counter()
             batches, lr = parts.stream.next_step(), parts.schedule.lr_at(number - 1)
             step = Step(number, batches, lr, row_length(batches), parts.stream.wait_s, False, recorder, folder)

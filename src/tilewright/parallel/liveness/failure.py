@@ -32,6 +32,8 @@ BLAME_S = 4.0
 FORCED_S = 10.0
 """Since a rank has failed, after which one that still waits for it is ended."""
 LOOK_S = 0.1
+_CONTINUES = """the same command continues from the newest checkpoint,
+and with torchrun --max-restarts N it does so by itself"""
 
 
 class RankFailedError(HardwareError):
@@ -55,11 +57,12 @@ class RankEnd:
     hangs: bool = False
     """It has not ended, and does not go on."""
 
-    def error(self, world: int) -> RankFailedError:
+    def error(self, world: int, *, resumes: bool = True) -> RankFailedError:
         """What the other ranks end with.
 
         Args:
             world: number of ranks.
+            resumes: there are checkpoints to continue from.
         """
         record = self.record
         look = f"what rank {record.rank} says of it"
@@ -70,8 +73,7 @@ class RankEnd:
             "the others end with it",
             got=f"{self.how} ({record.process})",
             need="all ranks: each step needs every one of them",
-            try_=f"{look}; the same command continues from the newest checkpoint,\n"
-            "and with torchrun --max-restarts N it does so by itself",
+            try_=f"{look}; {_CONTINUES if resumes else 'then the same command again'}",
         )
         error.failed = record.rank
         return error

@@ -1,8 +1,10 @@
 """Ranks of a run that watch each other, and what must hold before they begin. A process alone watches nobody."""
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from tilewright import __version__
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.schema import flat
 from tilewright.core.errors import ConfigError
+from tilewright.parallel.launch import on_first
 from tilewright.parallel.liveness.failure import (
     Blame,
     RankEnd,
@@ -64,15 +67,25 @@ class RankWatch(LoneWatch):
     Args:
         folder: of the run.
         world: of more than one process. That of the watch has the heartbeat.
+        resumes: there will be checkpoints to continue from.
+        tell_end: told why the watching thread ends this process; None: the user is.
     """
 
-    def __init__(self, folder: Path, world: World) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        resumes: bool = True,
+        tell_end: Callable[[RankFailedError], None] | None = None,
+    ) -> None:
         self.heartbeat = Heartbeat(folder, world.rank)
         self.world = replace(world, heartbeat=self.heartbeat)
         self._recorder: MetricsLogger | None = None
         """While there is one, on the first rank: told what is seen, from the watching thread."""
         self._folder = folder
         self._watch = Watch(folder, world.size, world.rank)
+        self._resumes, self._tell_end = resumes, tell_end or self._print_end
 
     @contextmanager
     def running(self) -> Iterator["RankWatch"]:
@@ -102,7 +115,7 @@ class RankWatch(LoneWatch):
 
     def _followed(self, found: RankEnd) -> RankFailedError:
         """The error of this rank, written down."""
-        error = found.error(self.world.size)
+        error = found.error(self.world.size, resumes=self._resumes)
         self.heartbeat.fail(error, follows=error.failed != self.world.rank)
         if self._recorder is not None:
             self._recorder.event(self._recorder.log.step_done, "stop", str(error), rank=error.failed)
@@ -111,9 +124,12 @@ class RankWatch(LoneWatch):
     def _end(self, found: RankEnd) -> None:
         """End this process from the watching thread: the main thread waits in a collective that does not end."""
         error = self._followed(found)
+        self._tell_end(error)
+        os._exit(error.exit_code)
+
+    def _print_end(self, error: RankFailedError) -> None:
         if speaks_for_others(self.world.rank, error.failed):
             print(f"tilewright: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
 
     @contextmanager
     def recording(self, recorder: MetricsLogger | None) -> Iterator[None]:
@@ -143,6 +159,35 @@ class RankWatch(LoneWatch):
 def watch_of(folder: Path, world: World) -> LoneWatch:
     """Of a run in this folder."""
     return LoneWatch() if world.size == 1 else RankWatch(folder, world)
+
+
+@contextmanager
+def watched(world: World, shared: Path, tell_end: Callable[[RankFailedError], None] | None = None) -> Iterator[World]:
+    """The ranks of work that has no run folder watch each other inside as those of a run do; gives their world.
+
+    Args:
+        world: of any size; a single process has nobody to watch.
+        shared: a folder that all machines of the run see. On one machine a temporary folder takes the records.
+        tell_end: see `RankWatch`.
+    """
+    if world.size == 1:
+        yield world
+        return
+
+    def make() -> str:
+        if world.local_size == world.size:
+            return tempfile.mkdtemp(prefix="tilewright-ranks-")
+        shared.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".ranks-", dir=shared)
+
+    folder = Path(on_first(world, make, named="the records of ranks"))
+    try:
+        with RankWatch(folder, world, resumes=False, tell_end=tell_end).running() as watch:
+            yield watch.world
+    finally:
+        ended = [record.end for record in records(folder).values()]
+        if len(ended) == world.size and all(ended):  # the last one out: nobody reads them any more
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:

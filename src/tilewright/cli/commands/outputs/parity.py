@@ -7,10 +7,11 @@ sides, row by row; what differs is the order of sums.
 
 import socket
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from tilewright.core import env
@@ -19,12 +20,17 @@ from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
-from tilewright.core.subprocess_call import answer, call_module
+from tilewright.core.subprocess_call import answer, answer_error, call_module
 
 STEPS = 3
 TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
 """By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2 in FP32:
 gradients 1.9e-7, weights 4.3e-7. 16-bit gradients are rounded after each sum, 8-bit ones in each matmul."""
+
+PATIENCE_S = 36.0
+"""For which ranks wait for each other: with what follows, a rank that hangs is named within a minute."""
+GRACE_S = 5.0
+"""Since a rank has failed, after which the others are ended."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +104,39 @@ def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
         sides = []
         for number, (mesh, environs) in enumerate(_sides(replicate, shards)):
             out = Path(folder) / f"{number}.npz"
-            with ThreadPoolExecutor(len(environs)) as pool:
-                calls = [
-                    pool.submit(call_module, __name__, say, environ, recipe=str(path), mesh=mesh, out=str(out))
-                    for environ in environs
-                ]
-            problems = [error for call in calls if (error := call.exception()) is not None]
-            if problems:
-                raise next((error for error in problems if isinstance(error, TilewrightError)), problems[0])
+            _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
+
+
+def _run_side(environs: Sequence[Mapping[str, str]], **arguments: Any) -> None:
+    """The processes of a side, to their end; where one fails, so do the others, the one that hangs by force.
+
+    Raises:
+        TilewrightError: that of the process which failed first.
+    """
+    children: list[Popen[str]] = []
+    problems: list[BaseException] = []  # in the order in which they came
+
+    def run(environ: Mapping[str, str]) -> None:
+        try:
+            call_module(__name__, say, environ, children.append, **arguments)
+        except BaseException as error:
+            problems.append(error)
+            raise
+
+    with ThreadPoolExecutor(len(environs)) as pool:
+        calls = [pool.submit(run, environ) for environ in environs]
+        _, running = wait(calls, return_when=FIRST_EXCEPTION)
+        if running:
+            wait(running, timeout=GRACE_S)
+        found = next(
+            (error for error in problems if isinstance(error, TilewrightError)), problems[0] if problems else None
+        )
+        for child in children if found is not None else ():
+            child.kill()
+    if found is not None:
+        raise found
 
 
 def _sides(replicate: int, shards: int) -> list[tuple[list[int], list[dict[str, str]]]]:
@@ -134,7 +163,7 @@ def tiny(recipe: Recipe, world: int) -> Recipe:
         "optim.clip": "two_pass",
         "plan.enforce": False,
         "plan.device_memory": 0,
-        "parallel.timeout_minutes": 2.0,
+        "parallel.timeout_minutes": min(recipe.parallel.timeout_minutes, PATIENCE_S / 60),
     }
     if not recipe.model.path:
         model = recipe.model
@@ -195,15 +224,20 @@ def train_side(recipe: str, mesh: list[int], out: str) -> int:
 
     from tilewright.parallel.launch import launched
     from tilewright.training.assemble import build, set_up
+    from tilewright.training.planning.ranks import watched
 
     loaded = load_recipe(recipe, environ={})
     timeout_s = 60 * loaded.recipe.parallel.timeout_minutes
     replicate, shards = mesh
     found: dict[str, Any] = {}
-    with launched(
-        dp_replicate=replicate, dp_shard=shards, device=loaded.recipe.run.device, timeout_s=timeout_s
-    ) as world:
+    device = loaded.recipe.run.device
+    with (
+        launched(dp_replicate=replicate, dp_shard=shards, device=device, timeout_s=timeout_s) as launch,
+        watched(launch, Path(recipe).parent, answer_error) as world,
+    ):
         parts = build(set_up(loaded, world=world), fresh=True)
+        if world.heartbeat is not None:
+            parts.memory_tracker.on_phase = world.heartbeat.phase
         named = list(parts.model.named_parameters())
 
         def keep(kind: str, tensor: torch.Tensor | None, name: str) -> None:
@@ -219,6 +253,7 @@ def train_side(recipe: str, mesh: list[int], out: str) -> int:
         hook = parts.optimizer.register_step_pre_hook(before_update)
         try:
             for step in range(STEPS):
+                world.begin(f"step {step + 1}")
                 parts.modes.enter(step)
                 result = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
                 found[f"loss/step {step + 1}"] = np.array([result.loss])
