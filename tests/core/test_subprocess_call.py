@@ -11,15 +11,24 @@ import pytest
 
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.core.log import get_logger
-from tilewright.core.subprocess_call import answer, call_module
+from tilewright.core.subprocess_call import answer, answer_error, call_module
 
 NAME = "tests.core.test_subprocess_call"
+
+
+class OwnError(DataError):
+    """As a module below `core` may have."""
 
 
 def act(what, **rest):
     """What the child does."""
     if what == "return":
         return rest | {"pid": os.getpid()}
+    if what == "raise_own":
+        raise OwnError("what", got="got", need="need", try_="try")
+    if what == "answer_and_end":
+        answer_error(OwnError("what", got="got", need="need", try_="try"))
+        os._exit(1)
     if what == "raise":
         raise DataError("what", got="got", need="need", try_="try", where="where")
     if what == "fail":
@@ -52,6 +61,23 @@ def test_errors_of_users_come_back_whole():
         act("raise")
     assert caught.value.problems == expected.value.problems
     assert str(caught.value) == "what\n  where  where\n  got    got\n  need   need\n  try    try"
+
+
+def test_an_error_of_a_class_of_its_own_comes_back_as_the_nearest_public_one():
+    with pytest.raises(DataError) as caught:
+        call_module(NAME, what="raise_own")
+    assert type(caught.value) is DataError
+
+
+def test_an_error_in_words_counts_however_the_process_ends():
+    with pytest.raises(DataError, match="what"):
+        call_module(NAME, what="answer_and_end")
+
+
+def test_the_process_is_given_out():
+    found = []
+    call_module(NAME, on_start=found.append, what="return", text="", numbers=[])
+    assert [child.returncode for child in found] == [0]
 
 
 def test_other_errors_leave_their_traceback(capfd):

@@ -130,13 +130,11 @@ def _run_side(environs: Sequence[Mapping[str, str]], **arguments: Any) -> None:
         _, running = wait(calls, return_when=FIRST_EXCEPTION)
         if running:
             wait(running, timeout=GRACE_S)
-        found = next(
-            (error for error in problems if isinstance(error, TilewrightError)), problems[0] if problems else None
-        )
-        for child in children if found is not None else ():
-            child.kill()
-    if found is not None:
-        raise found
+        if problems:
+            for child in children:
+                child.kill()
+    if problems:
+        raise next((error for error in problems if isinstance(error, TilewrightError)), problems[0])
 
 
 def _sides(replicate: int, shards: int) -> list[tuple[list[int], list[dict[str, str]]]]:
