@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.planner.rates import make_rates
 from tilewright.core.hardware import detect_machine
@@ -158,9 +161,57 @@ def test_steady_load_of_another_process_is_seen():
 def test_the_clock_takes_the_middle_and_remembers_the_fastest(monkeypatch):
     now, seconds = [0.0], iter([0.0, 3.0, 1.0])  # the first is the warm-up
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
     clock = microbench.Clock(torch.device("cpu"))
     assert clock(lambda: now.append(now.pop() + next(seconds)), budget_s=0.0) == 2.0
     assert clock.ratios == [2.0]
+
+
+@given(
+    own=st.lists(st.floats(0.01, 0.02), min_size=2, max_size=5),
+    taken=st.lists(st.floats(0.0, 0.5), min_size=5, max_size=5),
+)
+def test_what_others_take_is_not_counted(own, taken):
+    """However much: a call's seconds are within those in which it ran; a little that others take stays in."""
+    calls, wall, cpu = iter([(0.0, 0.0), *zip(own, taken, strict=False)]), [0.0], [0.0]
+
+    def work():
+        mine, theirs = next(calls)
+        wall[0], cpu[0] = wall[0] + mine + theirs, cpu[0] + mine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: wall[0])
+        patch.setattr(time, "thread_time", lambda: cpu[0])
+        patch.setattr(microbench, "_FEWEST", len(own))
+        found = microbench.Clock(torch.device("cpu"))(work, budget_s=0.0)
+    if sum(taken[: len(own)]) > 0.26 * sum(own):
+        assert found == pytest.approx(min(own))
+    elif not any(taken):
+        assert found == pytest.approx(statistics.median(own))
+
+
+@pytest.mark.slow
+def test_rates_beside_other_programs_are_near_those_of_a_quiet_machine():
+    """In alternation: alone, and beside four programs that take the processors. By the clock it was 3 times and more."""
+    x = torch.randn(512, 512)
+    clock, found = microbench.Clock(torch.device("cpu")), {False: [], True: []}
+    for _ in range(3):
+        for loaded in (False, True):
+            others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * loaded)]
+            try:
+                time.sleep(0.2 * loaded)
+                found[loaded].append(clock(lambda: x @ x, 0.2))
+            finally:
+                for other in others:
+                    other.kill()
+                    other.wait()
+    assert min(found[True]) < 1.6 * min(found[False]), found
+
+
+@pytest.mark.parametrize("loud", [{"busy": 1.4}, {"others": 0.2}])
+def test_a_plan_on_rates_of_a_busy_machine_says_so(loud):
+    assert make_rates().load_note == ""
+    assert "planned seconds may be far off" in replace(make_rates(), **loud).load_note
 
 
 def test_the_middle_of_several_measurements():

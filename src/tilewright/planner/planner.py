@@ -353,7 +353,7 @@ class Planner:
                     host[owner] = host.get(owner, 0.0) + size
             inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
             host["inputs"] = max(0.0, inputs)
-        more = (*slow_mode_notes(recipe, self.rates, self.machine), *more)
+        more = (*filter(None, [self.rates.load_note]), *slow_mode_notes(recipe, self.rates, self.machine), *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,

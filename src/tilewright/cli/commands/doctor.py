@@ -158,6 +158,7 @@ def _measured(
             ("", f"updates in million parameters/s by moments: {updates}"),
             ("modes", f"slower than fp32 here, by matmuls: {in_words(slow)}" if slow else "none is slower than fp32"),
         ]
+        rows += [("", rates.load_note)] if rates.load_note else []
     return rows + [("link", f"{name}: {speed}") for name, speed in speeds.items()]
 
 

@@ -3,11 +3,12 @@
 Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
 the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
 (steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
-seconds, and some in which it runs faster than it can keep up. Of what runs compiled only the optimizer is compiled for
-it, which takes some seconds and is cached by torch for the run: its eager form is up to 25 times slower. What other
-compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch, kernels and thread
-count; pass `refresh` to measure again. Where others took the processors meanwhile (not `quiet`), it is used for an hour
-and then measured again.
+seconds, and some in which it runs faster than it can keep up. On a CPU whose processors others took meanwhile, seconds
+are those of the processor that a call had (`microbench.Clock`): by the clock a plan was 13 times too long.
+Of what runs compiled only the optimizer is compiled for it, which takes some seconds and is cached by torch for the
+run: its eager form is up to 25 times slower. What other compiled loops reach is bounded by `bandwidth` and `exp`. The
+cache file is keyed by machine, torch, kernels and thread count; pass `refresh` to measure again. Where others took the
+processors meanwhile (not `quiet`), plans say so, and it is measured again after an hour.
 """
 
 import functools
@@ -75,6 +76,16 @@ class Ceilings:
     def quiet(self) -> bool:
         """Whether these are rates of the machine rather than of what others left of it."""
         return self.busy <= _BUSY and self.others <= _OTHERS
+
+    @property
+    def load_note(self) -> str:
+        """What is said of seconds that rest on rates of a busy machine; "" on a quiet one."""
+        if self.quiet:
+            return ""
+        return (
+            f"other programs took {self.others:.0%} of the processors while this machine was measured, and timings "
+            f"varied {self.busy:.1f}x: planned seconds may be far off; they are measured again after an hour"
+        )
 
     def matmul_rate(self, fmt: str, width: float) -> float:
         """FLOP/s at `width` features, between measured widths by straight line, flat beyond them."""
@@ -252,10 +263,7 @@ def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[s
         others=round(load.others(), 3),
     )
     if not ceilings.quiet:
-        progress(
-            f"  other programs are running (they took {ceilings.others:.0%} of the processors, timings vary "
-            f"{ceilings.busy:.1f}x): predicted seconds are those of a busy machine, and measured again in an hour"
-        )
+        progress(f"  {ceilings.load_note}")
     return ceilings
 
 
