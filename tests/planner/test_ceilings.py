@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.rates import make_rates
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.planner.machine import ceilings, microbench
 from tilewright.planner.machine.ceilings import Ceilings, measure
@@ -192,7 +192,7 @@ def test_what_others_take_is_not_counted(own, taken):
 
 @pytest.mark.slow
 def test_rates_beside_other_programs_are_near_those_of_a_quiet_machine():
-    """In alternation: alone, and beside four programs that take the processors. By the clock it was 3 times and more."""
+    """In alternation: alone, and beside four programs that take the processors. By the clock it is 3 times and more."""
     x = torch.randn(512, 512)
     clock, found = microbench.Clock(torch.device("cpu")), {False: [], True: []}
     for _ in range(3):
@@ -211,7 +211,11 @@ def test_rates_beside_other_programs_are_near_those_of_a_quiet_machine():
 @pytest.mark.parametrize("loud", [{"busy": 1.4}, {"others": 0.2}])
 def test_a_plan_on_rates_of_a_busy_machine_says_so(loud):
     assert make_rates().load_note == ""
-    assert "planned seconds may be far off" in replace(make_rates(), **loud).load_note
+    busy = replace(make_rates(), **loud)
+    assert "planned seconds may be far off" in busy.load_note
+    recipe, machine = make_recipe(), make_machine(64 * GIB)
+    assert busy.load_note in make_plan(recipe, 512, machine, busy).notes
+    assert not [note for note in make_plan(recipe, 512, machine, make_rates()).notes if "other programs" in note]
 
 
 def test_the_middle_of_several_measurements():

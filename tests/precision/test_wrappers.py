@@ -13,6 +13,7 @@ from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import MODES
 
 
 class Norms(nn.Module):
@@ -81,12 +82,48 @@ def main(rank):
             model.train()(torch.ones(2, 6))
         except ConfigError as error:
             found["by hand", policy is None] = str(error)
+    for mode in MODES:
+        for name, wrap in WRAPS.items():
+            found[mode, name] = by_hand(mode, wrap)
     model = convert(Norms(1), "pure_fp16")
     with torch.no_grad():
         found["evaluated"] = bool(model.eval()(inputs(1)).isfinite().all())
     return found
 
 
+def by_hand(mode, wrap):
+    """What a user sees who shards a converted model: gradients that are those of the whole one, or the words of an
+    error, in it or beside it."""
+    whole, model = convert(Norms(1), mode), convert(Norms(1), mode)
+    wrap(model)
+    words = []
+    for evaluation in (True, False):
+        try:
+            with torch.set_grad_enabled(not evaluation):
+                loss = model.train(not evaluation)(inputs(1)).square().mean()
+        except (ConfigError, AssertionError) as error:
+            words.append("\n".join([str(error), *getattr(error, "__notes__", ())]))
+    if words:
+        return words[-1]
+    loss.backward()
+    whole(inputs(1)).square().mean().backward()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return all(torch.equal(getattr(got.grad, "full_tensor", lambda g=got: g.grad)(), want.grad) for got, want in pairs)
+
+
+def each_and_all(model):
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def in_pairs(model):
+    """A norm and a linear layer in one call."""
+    fully_shard(list(model.layers[6:8]))
+    fully_shard(model)
+
+
+WRAPS = {"whole": fully_shard, "each": each_and_all, "pairs": in_pairs}
 MIXED = [(dims, mode, dtype) for dims in (1, 2, 3) for mode, dtype in (("bf16_mixed", torch.bfloat16),)]
 MIXED += [(1, "hybrid", torch.float16), (1, "fp32", torch.bfloat16)]
 
@@ -125,6 +162,20 @@ def test_fully_shard_by_hand_refuses_parameters_in_16_bits_in_words(found):
             assert said.startswith("torch's fully_shard cannot train parameters that are stored in 16 bits")
             assert "parallel.shard.shard" in said
     assert "fully_shard" in " ".join(convert(Norms(1), "pure_fp16").precision_report.notes)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_fully_shard_by_hand_works_or_is_refused_in_words(found, mode, wrap):
+    """Both ranks have the same rows, so sharded gradients are those of the whole model to the last bit."""
+    for of_rank in found:
+        said = of_rank[mode, wrap]
+        if mode == "pure_fp16":
+            assert "torch's fully_shard cannot train parameters that are stored in 16 bits" in said
+            assert said.count("parallel.shard.shard") == 1
+        else:
+            assert said is True, said
 
 
 def step(model, optimizer):

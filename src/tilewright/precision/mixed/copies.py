@@ -1,11 +1,12 @@
 """Parameters in 16 bits have gradients in FP32, which torch's wrappers do not take. Said in words before DDP's backward
 pass fails ("Expected Half, got Float"), or FSDP2's makes gradients of 16 bits.
 
-Not seen is a call of `fully_shard` on parameters of several dtypes (16-bit matrices with FP32 norms): torch's own
-assertion comes before any code of a model ("FSDP expects uniform original parameter dtype"). The conversion's notes
-tell of it.
+A call of `fully_shard` on parameters of several dtypes (16-bit matrices with FP32 norms) fails in torch's own assertion
+("FSDP expects uniform original parameter dtype"), in a hook that comes before any code of the model. The words are a
+note of that error then.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ def has_wide_gradients(model: nn.Module) -> bool:
 
 def refuse_wrappers(model: nn.Module) -> None:
     """Let a model with such gradients raise in a forward pass of torch's DistributedDataParallel, and of `fully_shard`
-    where it was not called by `parallel.shard`: its parts would have gradients in 16 bits, without a word."""
+    where it was not called by `parallel.shard`: its parts would have gradients in 16 bits, without a word. Where torch
+    itself refuses the shards, its error gets the words."""
     if _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check)
+        model.register_forward_hook(_explain, always_call=True)
 
 
 def _check(model: nn.Module, inputs: Any) -> None:
@@ -41,6 +44,17 @@ def _check(model: nn.Module, inputs: Any) -> None:
         raise storage_refused("torch's DistributedDataParallel")
     if model.training and _has_narrow_parts(model):
         raise storage_refused("torch's fully_shard")
+
+
+def _explain(model: nn.Module, inputs: Any, output: Any) -> None:
+    """After a forward pass that failed in `fully_shard`'s preparation: add to torch's error what it means here."""
+    if torch.compiler.is_compiling():
+        return
+    error = sys.exception()
+    if isinstance(error, AssertionError) and "uniform original parameter dtype" in str(error):
+        words = str(storage_refused("torch's fully_shard"))
+        if words not in getattr(error, "__notes__", ()):
+            error.add_note(words)
 
 
 def _has_narrow_parts(model: nn.Module) -> bool:
