@@ -1,5 +1,5 @@
-"""Proofs of graph targets find damage: in files for onnxruntime and OpenVINO; and, for every target, in the answers of a
-damaged model."""
+"""Proofs of graph targets find damage in files for onnxruntime and OpenVINO; and, for every target, in what a damaged
+model answers."""
 
 import copy
 

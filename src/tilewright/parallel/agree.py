@@ -22,6 +22,12 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None
             dist.all_reduce(tensor, group=group)
 
 
+def reduced_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where numbers that are on the host are reduced: there, if the group has a backend for it, so that no device is
+    waited for; else on the given device."""
+    return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
+
+
 def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device | str = "cpu") -> float:
     """The sum of a number over the group, in FP64."""
     if group is None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.parallel.agree import reduced_on
 from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
@@ -353,9 +354,10 @@ def check_as_many(group: dist.ProcessGroup | None, microbatches: int, device: to
     """
     if group is None:
         return
-    bounds = torch.tensor([microbatches, -microbatches], device=device)
+    bounds = torch.tensor([microbatches, -microbatches], device=reduced_on(group, device))
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    most, least = bounds[0].item(), -bounds[1].item()
+    most, fewest = bounds.tolist()
+    least = -fewest
     if most != least:
         raise ConfigError(
             "Ranks of a sharded model with different numbers of micro-batches",

@@ -76,9 +76,11 @@ def launched(
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if not there:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        gpu = {"device_id": torch.device("cuda", take_gpu(ranks, meeting))} if on_gpu else {}
-        group = {"store": meeting.store, "rank": ranks.rank, "world_size": ranks.world}
-        dist.init_process_group(backend, timeout=limit, **group, **gpu)
+        if on_gpu:
+            take_gpu(ranks, meeting)
+        # Without `device_id`: with it a mesh would split its groups off this one, and torch (2.13) hands NCCL's options
+        # to gloo's part of them (pytorch #182057). Made anew they have both backends.
+        dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world)
     world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
     groups = {
         "control_group": dist.new_group(backend="gloo", timeout=limit),

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.preference import is_pairs
 from tilewright.ops.base.documents import STARTS, document_starts
-from tilewright.parallel.agree import sum_over
+from tilewright.parallel.agree import reduced_on, sum_over
 
 Batch = Mapping[str, Tensor]
 
@@ -55,9 +55,11 @@ def _tokens_in(batch: Batch) -> int:
 
 def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
     """Targets and tokens of all ranks of a group."""
-    totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)], device=device)
-    if group is not None:
-        sum_over(group, [totals])
+    counts = count_targets(microbatches), count_tokens(microbatches)
+    if group is None:
+        return counts  # known on the host: nothing waits for a device
+    totals = torch.tensor(counts, device=reduced_on(group, device))
+    sum_over(group, [totals])
     num_targets, num_tokens = totals.tolist()
     return num_targets, num_tokens
 
@@ -100,9 +102,9 @@ def mean_over(
     if not sums:
         return {}
     names = sorted(sums)
-    total, *rest = weight, *(float(sums[name]) for name in names)
+    totals = torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=device) for name in names])
+    totals = torch.cat([totals.new_tensor([weight]), totals])
     if group is not None:
-        totals = torch.tensor([total, *rest], dtype=torch.float64, device=device)
         dist.all_reduce(totals, group=group)
-        total, *rest = totals.tolist()
+    total, *rest = totals.tolist()  # one wait for the device, not one per number
     return {name: value / total for name, value in zip(names, rest, strict=True)} if total else {}

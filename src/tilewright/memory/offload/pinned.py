@@ -4,11 +4,15 @@ torch's own pinned memory comes in powers of two (up to twice what was asked for
 is registered costs its own bytes.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 
 from tilewright.core.errors import FitError, HardwareError
 from tilewright.core.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
@@ -36,6 +40,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         buffer.zero_()  # all cores make its pages; the driver would do it on one
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         if status:
+            _forget_error(device)
             raise HardwareError(
                 "Host memory cannot be registered with the GPU",
                 got=f"cudaHostRegister of {num_bytes:,} bytes gave error {status}",
@@ -43,6 +48,15 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
                 try_='the tier "device" or "disk" for parameters, states or inputs, or a larger limit',
             )
     return buffer
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the runtime's last error out. torch's binding of `cudaHostRegister` leaves it, and the next kernel, of
+    somebody who went on in another tier, would fail with it: so one is launched that may."""
+    try:
+        torch.zeros(1, device=device).add_(1)
+    except RuntimeError as error:  # torch.AcceleratorError is one; what is not over comes again
+        _log.debug("after a failed registration: %s", error)
 
 
 def unpin(buffer: Tensor, device: torch.device) -> None:
