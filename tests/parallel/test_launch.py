@@ -13,6 +13,7 @@ from tests.ranks import on_ranks
 from tilewright.core import env
 from tilewright.core.env import Ranks, agent_store, meeting_point, of_ranks
 from tilewright.core.errors import ConfigError, DataError, HardwareError
+from tilewright.parallel import launch
 from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, take_gpu
 from tilewright.parallel.meeting import Meeting
 
@@ -163,3 +164,28 @@ def test_torchrun_s_store_is_found_where_it_is_there():
     with pytest.raises(ConfigError, match="nowhere to meet"):
         meeting_point({"WORLD_SIZE": "2"})
     assert [env.ranks(one).rank for one in of_ranks(3, 29500)] == [0, 1, 2]
+
+
+def test_groups_of_gpus_are_made_and_not_split(monkeypatch):
+    """A mesh splits its groups off a default group that is bound to a device: gloo's part with NCCL's options."""
+    asked = {}
+
+    def stop(*args, **named):
+        asked.update(named, backend=args[0])
+        raise KeyboardInterrupt
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    monkeypatch.setattr(launch, "meet", lambda ranks, timeout_s: Meeting(store, 0, 2, 20))
+    monkeypatch.setattr(Meeting, "gather", lambda self, what, value: [value])
+    monkeypatch.setattr(launch, "take_gpu", lambda ranks, meeting: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", stop)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        launched(dp_replicate=1, dp_shard=2, device="auto", timeout_s=20),
+    ):
+        pass
+    assert asked["backend"] == "cpu:gloo,cuda:nccl"
+    assert "device_id" not in asked

@@ -1,6 +1,6 @@
 """Host copies of a training state, in memory that is reused from save to save.
 
-The copy is what training waits for; the disk is not. CUDA tensors are copied into one buffer that is registered with the
+The copy is what training waits for; the disk is not. CUDA tensors are copied into one buffer, registered with the
 driver, at the speed of the link: torch's own pinned memory would round each tensor up to a power of two, and small
 buffers of their own would share pages, which are registered once. They hold as many bytes as the state itself, from the
 first save on; of a state in shards, as many as this rank's.
