@@ -264,15 +264,14 @@ class Run:
         if self._evaluated_step == self.step:
             return
         self._at("evaluate")
-        started, group = time.perf_counter(), self.setup.world.control_group
-        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
+        started, world = time.perf_counter(), self.setup.world
+        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": world.control_group}
         texts, whole = (*self.parts.held_out_parts, self.setup.other_text), self.step in (0, self.recipe.train.steps)
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
         with self.parts.executor.access.forward_passes(self.parts.model):
             tables = evaluate_texts(self.parts.model, *texts, whole=whole, **how)
-        self.evals = tables["eval"]
         self.parts.heap.give_back()
-        self._evaluated_step = self.step
+        self.evals, self._evaluated_step = tables["eval"], self.step
         self.recorder.evaluation(self.step, tables, time.perf_counter() - started)
 
     # ---- checkpoints ----
