@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tests.training.tiny import save_tokenizer, settings, write_text
 from tilewright.cli.app import cli
+from tilewright.cli.commands.outputs import parity
 from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
 from tilewright.cli.commands.outputs.parity_model import with_small_model
 from tilewright.core.config.load import load_recipe
@@ -62,12 +63,14 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
 
 SLEEPER = """
 import os
+import pathlib
 import time
 
 if os.environ.get("RANK") == "1" and os.environ.get("WORLD_SIZE") == "2":
     import {module} as module
 
     def sleeps(*args, **named):
+        pathlib.Path({mark!r}).write_text(str(time.monotonic()))
         time.sleep(600)
 
     module.{name} = sleeps
@@ -79,32 +82,57 @@ CALLS = {
     "forward": ("tilewright.models.decoder.decoder", "Decoder.loss", "Rank 1 of 2 hangs in forward"),
 }
 
-LATER = [name for name in CALLS if name != "launch"]
 
-
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "phase", ["launch", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "launch")]
-)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("phase", CALLS)
 def test_a_rank_that_hangs_is_named_and_all_end(phase, tmp_path, monkeypatch):
     write_text(tmp_path / "text")
-    *call, words = CALLS[phase]
+    module, name, words = CALLS[phase]
     (tmp_path / "early").mkdir()
-    (tmp_path / "early" / "sitecustomize.py").write_text(SLEEPER.format(module=call[0], name=call[1]))
+    sleeper = SLEEPER.format(module=module, name=name, mark=str(tmp_path / "mark"))
+    (tmp_path / "early" / "sitecustomize.py").write_text(sleeper)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "early"), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", parallel__timeout_minutes=0.2)
-    began = time.monotonic()
-    result = CliRunner().invoke(
-        cli, ["doctor", "--parallel", "dp_shard=2", "default", *(f"--{n}={v}" for n, v in given.items())]
-    )
-    assert time.monotonic() - began < 60
-    assert result.exit_code != 0
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    result = CliRunner().invoke(cli, ["doctor", "--parallel", "dp_shard=2", "default", *arguments])
+    assert time.monotonic() - float((tmp_path / "mark").read_text()) < 60
     assert isinstance(result.exception, TilewrightError), result.output
     assert words in str(result.exception)
-    own = psutil.Process().children(recursive=True)
-    assert not [child for child in own if "parity" in " ".join(child.cmdline())], "a process is left"
+    assert "checkpoint" not in str(result.exception), "there is none to continue from"
+    assert not _children(), "a process is left"
+
+
+STAND_IN = """
+import os
+import time
+from tilewright.core.errors import HardwareError
+from tilewright.core.subprocess_call import answer
+
+def act(first):
+    if first == int(os.environ["RANK"]):
+        raise HardwareError("Rank 1 hangs", got="nothing", need="a sign", try_="look")
+    time.sleep(600)
+
+answer(act)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_process_that_fails_ends_those_that_do_not(first, tmp_path, monkeypatch):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(parity, "__name__", "stand_in")
+    monkeypatch.setattr(parity, "GRACE_S", 0.2)
+    with pytest.raises(HardwareError, match="Rank 1 hangs"):
+        parity._run_side([{"RANK": str(rank)} for rank in range(3)], first=first)
+    assert not _children()
+
+
+def _children():
+    return [child for child in psutil.Process().children() if "-m" in child.cmdline()]
 
 
 @pytest.mark.slow
