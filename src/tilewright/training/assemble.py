@@ -49,7 +49,7 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import HeldOut, held_out, in_parts, other_text, prepare_data, stream_of
+from tilewright.training.components.dataset import held_out, in_parts, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
@@ -59,6 +59,7 @@ from tilewright.training.components.weights.sharded_model import first_values, g
 from tilewright.training.components.weights.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
+from tilewright.training.executor.evaluate import HeldOut
 from tilewright.training.executor.kinds import KINDS
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name
 from tilewright.training.hooks.precision_hook import precision_hook

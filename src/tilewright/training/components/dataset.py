@@ -1,10 +1,7 @@
 """The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
@@ -20,6 +17,7 @@ from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import local_folder
+from tilewright.training.executor.evaluate import HeldOut
 
 Prepared = PreparedData | PreparedChat | PreparedImages
 
@@ -87,22 +85,6 @@ def stream_of(recipe: Recipe, prepared: Prepared, *, rank: int, world: int) -> S
         rank=rank,
         world=world,
     )
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """What is evaluated, by domain: batches, and the UTF-8 bytes of text that their targets stand for (None where they
-    are not text)."""
-
-    batches: dict[str, list[dict[str, torch.Tensor]]]
-    num_bytes: dict[str, int | None]
-
-    def after(self, part: "HeldOut") -> "HeldOut":
-        """What is left of it behind its first batches."""
-        return HeldOut(
-            {domain: rows[len(part.batches[domain]) :] for domain, rows in self.batches.items()},
-            {domain: size and size - (part.num_bytes[domain] or 0) for domain, size in self.num_bytes.items()},
-        )
 
 
 def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:

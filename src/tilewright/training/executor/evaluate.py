@@ -17,7 +17,22 @@ from tilewright.models.base.protocols import TrainableModel
 from tilewright.parallel.agree import gather
 from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
-from tilewright.training.components.dataset import HeldOut
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is evaluated, by domain: batches, and the UTF-8 bytes of text that their targets stand for (None where they
+    are not text)."""
+
+    batches: dict[str, list[dict[str, torch.Tensor]]]
+    num_bytes: dict[str, int | None]
+
+    def after(self, part: "HeldOut") -> "HeldOut":
+        """What is left of it behind its first batches."""
+        return HeldOut(
+            {domain: rows[len(part.batches[domain]) :] for domain, rows in self.batches.items()},
+            {domain: size and size - (part.num_bytes[domain] or 0) for domain, size in self.num_bytes.items()},
+        )
 
 
 @dataclass(frozen=True)
