@@ -13,11 +13,8 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from tilewright.core.config.conflicts import executor_conflicts
-from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
@@ -60,7 +57,7 @@ from tilewright.training.components.weights.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.evaluate import HeldOut
-from tilewright.training.executor.kinds import KINDS
+from tilewright.training.executor.kinds import executor_of
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name
 from tilewright.training.hooks.precision_hook import precision_hook
 from tilewright.training.hooks.precision_modes import PrecisionModes
@@ -100,7 +97,7 @@ class RunContext:
     @property
     def executor(self) -> ExecutorKind:
         """What runs the steps."""
-        return self.given or KINDS[self.recipe.memory.executor]
+        return executor_of(self.recipe, self.given)
 
     @property
     def plan(self) -> PlanSummary:
@@ -251,11 +248,9 @@ def set_up(
         CheckpointError: a model of the hub that cannot be had.
         DataError: the data cannot be used.
         ConfigError: the data's settings do not fit the model, or a plan file that cannot be used, or ranks whose data
-            differ; or the executor cannot do what the recipe asks.
+            differ.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    if executor is not None:
-        _check_executor(loaded.recipe, executor.capabilities)
     loaded = in_turn(world, lambda: pinned(loaded))
     recipe = loaded.recipe
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
@@ -349,17 +344,6 @@ def build(
     hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
     run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, hooks
     return Components(model, *run_parts)
-
-
-def _check_executor(recipe: Recipe, can: Capabilities) -> None:
-    """Refuse an executor that cannot do what the recipe asks.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    found = [Problem(c.what, c.got, c.need, c.try_, ", ".join(c.fields)) for c in executor_conflicts(recipe, can)]
-    if found:
-        raise ConfigError.from_problems(found)
 
 
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:

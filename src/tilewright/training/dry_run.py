@@ -16,6 +16,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference import attach_reference
+from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
 from tilewright.training.planning.ranks import watched
@@ -34,6 +35,7 @@ def dry_run(
     loaded: Loaded,
     world: World = World.alone(),  # noqa: B008 (frozen)
     hooks: Sequence[HookFactory] = (),
+    executor: ExecutorKind | None = None,
 ) -> int:
     """Run the first steps of a recipe and print planned and measured; returns the steps run. Of several ranks, what is
     printed is of the first.
@@ -43,11 +45,11 @@ def dry_run(
         UnknownFitError: the plan does not know, and the recipe has a memory budget that it enforces.
     """
     with watched(world, Path(loaded.recipe.run.dir)) as watching:
-        return _dry_run(loaded, watching, hooks)
+        return _dry_run(loaded, watching, hooks, executor)
 
 
-def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory]) -> int:
-    setup = set_up(loaded, world=world)
+def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executor: ExecutorKind | None) -> int:
+    setup = set_up(loaded, world=world, executor=executor)
     minutes = setup.recipe.train.minutes if is_open(setup.recipe) else 0.0
     if minutes:
         setup = setup.lasting(Length(LONG, "", "", {}))

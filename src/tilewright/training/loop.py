@@ -29,6 +29,8 @@ from tilewright.training.components.pinned import pinned
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
+from tilewright.training.executor.base import ExecutorKind
+from tilewright.training.executor.kinds import check_executor, executor_of
 from tilewright.training.hooks.pace import Pace
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
@@ -59,6 +61,7 @@ def train(
     dry_run: bool = False,
     on_setup: Callable[[RunContext], None] | None = None,
     hooks: Sequence[HookFactory] = (),
+    executor: ExecutorKind | None = None,
 ) -> RunResult:
     """Train what a recipe describes, or continue where its run folder stops.
 
@@ -68,11 +71,14 @@ def train(
         on_setup: called with data and plan before the model is made; not of a dry run.
         hooks: each is called once the model is made, and gives what rides along with the steps. A run that times its
             steps, or goes back to a checkpoint, is made anew, hooks too.
+        executor: runs the steps instead of the one that the recipe names, at whose costs they are planned.
 
     Raises:
         TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
     """
     began = time.perf_counter()
+    if executor is not None:
+        check_executor(loaded.recipe, executor.capabilities)
     parallel = loaded.recipe.parallel
     with launched(
         dp_replicate=parallel.dp_replicate,
@@ -82,10 +88,10 @@ def train(
         facts=facts_of(loaded.recipe),
         details=partial(settings_of, loaded.recipe),
     ) as world:
-        check_world(world, loaded.recipe)
+        check_world(world, loaded.recipe, executor_of(loaded.recipe, executor).capabilities)
         if dry_run:
-            return RunResult(None, run_dry(loaded, world, hooks))
-        with TrainSession.opened(loaded, world, began, on_setup, hooks) as session:
+            return RunResult(None, run_dry(loaded, world, hooks, executor))
+        with TrainSession.opened(loaded, world, began, on_setup, hooks, executor) as session:
             return session.train()
 
 
@@ -100,6 +106,7 @@ class TrainSession:
     began: float
     on_setup: Callable[[RunContext], None] | None
     hooks: Sequence[HookFactory]
+    executor: ExecutorKind | None
     lost: tuple[RankRecord, ...]
     """Of ranks that were gone at the end of the run before."""
     run_plan: PlanFile | None = None
@@ -116,6 +123,7 @@ class TrainSession:
         began: float,
         on_setup: Callable[[RunContext], None] | None,
         hooks: Sequence[HookFactory],
+        executor: ExecutorKind | None,
     ) -> Iterator["TrainSession"]:
         """The session of a recipe: its folder locked, its ranks watched."""
         recipe = loaded.recipe
@@ -131,7 +139,7 @@ class TrainSession:
             with watch_of(path, world).running() as watch:  # from here on a rank that is gone is named
                 store.world = watch.world
                 try:
-                    yield cls(loaded, folder, store, watch, began, on_setup, hooks, lost)
+                    yield cls(loaded, folder, store, watch, began, on_setup, hooks, executor, lost)
                 finally:
                     store.wait()  # other ranks can finish what is being written until they hear that this one failed
         finally:
@@ -188,7 +196,10 @@ class TrainSession:
     def _train_from(self, found: ResumePoint) -> RunResult:
         with open_pulse() as pulse:
             resuming = found.checkpoint is not None
-            setup = set_up(self.loaded, world=self.world, run_plan=self.run_plan, resuming=resuming, at=pulse.at)
+            setup = set_up(
+                self.loaded, world=self.world, run_plan=self.run_plan, resuming=resuming, at=pulse.at,
+                executor=self.executor,
+            )  # fmt: skip
             if self.on_setup is not None:
                 self.on_setup(setup)
             self.store.background = setup.recipe.checkpoint.async_save  # a plan may have changed it

@@ -18,9 +18,15 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
     return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, recipe.memory.can)]
 
 
-def executor_conflicts(recipe: Recipe, can: Capabilities) -> Iterator[Conflict]:
-    """What a recipe asks of an executor that cannot do it."""
-    train, executor = recipe.train, f'memory.executor = "{recipe.memory.executor}"'
+def executor_conflicts(recipe: Recipe, can: Capabilities, named: str = "") -> Iterator[Conflict]:
+    """What a recipe asks of an executor that cannot do it.
+
+    Args:
+        recipe: of the run.
+        can: what the executor can do.
+        named: how errors name it; empty: as the recipe does.
+    """
+    train, executor = recipe.train, named or f'memory.executor = "{recipe.memory.executor}"'
     if recipe.data.format == "preferences" and not can.whole_model:
         yield Conflict(
             ("data.format", "memory.executor"),

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from tilewright import __version__
+from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.schema import flat
 from tilewright.core.errors import ConfigError
@@ -201,7 +202,7 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
     return {f"setting {name}": repr(value) for name, value in flat(recipe.model_dump(mode="json")).items()}
 
 
-def check_world(world: World, recipe: Recipe) -> None:
+def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
     """What can be known to go wrong on these ranks before anything is prepared.
 
     Raises:
@@ -209,7 +210,7 @@ def check_world(world: World, recipe: Recipe) -> None:
     """
     if world.size == 1:
         return
-    if not recipe.memory.can.shard and world.sizes.dp_shard > 1:
+    if not can.shard and world.sizes.dp_shard > 1:
         raise ConfigError(
             "Layer-major executor does not shard",
             got=f'{world.size} processes, parallel.dp_shard = {world.sizes.dp_shard}, memory.executor = "layer_major"',
