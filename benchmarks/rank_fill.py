@@ -30,8 +30,9 @@ from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.agree import gather
 from tilewright.parallel.fill import shard_from_meta
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding
-from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.parallel.world import World, join
 
 CLAIM = "a rank that makes its shards needs less than 16 MiB beside them"
 SHAPE = {"dim": 1024, "num_layers": 1, "num_heads": 4, "ffn_dim": 64, "tie_embeddings": True}
@@ -76,7 +77,7 @@ def fill(world: World, vocab: int, folder: str | None) -> dict[str, Any]:
     model = model_of(vocab, "meta")
     values = random_values(model, 0) if folder is None else stored_values(model, Path(folder))
     assert world.fsdp_mesh is not None
-    gather(world.data_group, None)
+    gather(world.everyone.handle, None)
     began = time.perf_counter()
     with Peaks() as peaks:
         shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(), values, torch.device("cpu"))
@@ -92,10 +93,10 @@ def _rank(rank: int, size: int, port: int, folder: str) -> None:
     os.environ.update({name: str(value) for name, value in local.items()})
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    world = join(env.ranks(), MeshSizes(1, size), torch.device("cpu"))
+    world = join(env.ranks(), MeshSizes(dp_shard=size), torch.device("cpu"))
     fill(world, 64, None)  # what is imported and allocated once is no part of it
     ways = {"drawn": None, "read": folder}
-    found = {way: gather(world.data_group, fill(world, VOCAB, stored)) for way, stored in ways.items()}
+    found = {way: gather(world.everyone.handle, fill(world, VOCAB, stored)) for way, stored in ways.items()}
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

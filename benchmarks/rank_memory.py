@@ -23,6 +23,7 @@ from benchmarks.common import write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.plan import rank_rows
 from tilewright.training.assemble import build, set_up
 
@@ -63,8 +64,7 @@ def hold(folder: str, given: dict[str, str]) -> list[dict[str, Any]]:
     } | given  # fmt: skip
     loaded = load_recipe("zero_cpu", settings, environ={})
     parallel = loaded.recipe.parallel
-    mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
-    with launched(**mesh, device="cpu", timeout_s=300) as joined:
+    with launched(MeshSizes.of(parallel), device="cpu", timeout_s=300) as joined:
         setup = set_up(loaded, world=joined)
         parts = build(setup, fresh=True)
         for step in range(STEPS):
@@ -81,7 +81,7 @@ def hold(folder: str, given: dict[str, str]) -> list[dict[str, Any]]:
             "planned_peak": plan.peak_bytes,
             "measured_peak": counted["peak_bytes"],
         }
-        return gather(joined.data_group, row)
+        return gather(joined.everyone.handle, row)
 
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:

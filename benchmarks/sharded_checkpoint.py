@@ -32,7 +32,8 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.parallel.agree import gather
-from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.world import World, join
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore
 
@@ -84,7 +85,7 @@ def measure_saves(world: World, folder: Path, saves: int) -> dict[str, Any]:
             raise SystemExit(record.error)
         writes.append(record.write_s)
     store.close()
-    stalls = [max(of_ranks) for of_ranks in zip(*gather(world.data_group, stalls), strict=True)]
+    stalls = [max(of_ranks) for of_ranks in zip(*gather(world.everyone.handle, stalls), strict=True)]
     return {
         "first_stall_s": stalls[0],  # buffers are made, and the group
         "stall_s": spread(stalls[1:]),
@@ -104,12 +105,12 @@ def measure_resume(world: World, folder: Path) -> dict[str, Any]:
         if path is None or rejected:
             raise SystemExit(f"no valid checkpoint, or a corrupt one: {rejected}")
     verify_s = time.perf_counter() - began
-    if world.data_group is not None:
+    if world.everyone.handle is not None:
         dist.barrier()
     began = time.perf_counter()
     job.state.restore(CheckpointStore(folder).paths()[-1])
     load_s = time.perf_counter() - began
-    found = gather(world.data_group, (verify_s, load_s))
+    found = gather(world.everyone.handle, (verify_s, load_s))
     return {"verify_s": found[0][0], "load_s": max(load for _, load in found)}
 
 
@@ -123,7 +124,7 @@ def _rank(rank: int, size: int, port: int, folder: str, work: Callable[..., dict
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in local.items()})
-        world = join(env.ranks(), MeshSizes(1, size), torch.device("cpu"))
+        world = join(env.ranks(), MeshSizes(dp_shard=size), torch.device("cpu"))
     found = work(world, Path(folder) / "checkpoints", *args)
     if world.is_first:
         (Path(folder) / "found.json").write_text(json.dumps(found))

@@ -13,8 +13,9 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.optim.clip import GradClip
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding, shard
-from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.policy import Policy
@@ -123,13 +124,18 @@ def is_part(param):
 
 def world_of(sizes):
     """The mesh of a test's ranks: copies, shards."""
-    return join(env.ranks(), MeshSizes(*sizes), torch.device("cpu"))
+    return join(env.ranks(), MeshSizes(dp_replicate=sizes[0], dp_shard=sizes[1]), torch.device("cpu"))
+
+
+def groups_of(world):
+    """What executors take of a world."""
+    return {"data": world.data.handle, "everyone": world.everyone.handle}
 
 
 def run(model, world, batches, **options):
     """One step; (optimizer with gradients, result)."""
     optimizer = Seen(model)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(0.0), group=world.data_group, **options)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(0.0), **groups_of(world), **options)
     return optimizer, executor.step(batches, 0.0)
 
 

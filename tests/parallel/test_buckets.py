@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import on_ranks
+from tilewright.parallel.agree import OnAllRanksError
 from tilewright.parallel.gradients import BUCKET_BYTES, GradientReduction
-from tilewright.parallel.oom import OnAllRanksError
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform == "win32", reason="gloo over a file store")]
 
@@ -91,7 +91,7 @@ def steps(rank, plans, bucket_bytes):
     plain = Net()
     plain.load_state_dict(model.state_dict())
     params = sorted((p for p in model.parameters()), key=lambda p: p.ndim < 2)  # as groups of optimizers have them
-    reduction = GradientReduction(model, params, dist.group.WORLD, bucket_bytes=bucket_bytes)
+    reduction = GradientReduction(model, params, dist.group.WORLD, everyone=dist.group.WORLD, bucket_bytes=bucket_bytes)
     for number, plan in enumerate(plans):
         passes(plain, plan, rank, number)
         passes(model, plan, rank, number, lambda last: reduction.begin(last=last))
@@ -125,7 +125,9 @@ def overlapping(rank):
     """Buckets that are gone when the first layer's gradient comes, in the last of two passes; and in the first."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    reduction = GradientReduction(model, list(model.parameters()), dist.group.WORLD, bucket_bytes=2000)
+    reduction = GradientReduction(
+        model, list(model.parameters()), dist.group.WORLD, everyone=dist.group.WORLD, bucket_bytes=2000
+    )
     gone = []
     model[0].weight.register_hook(lambda grad: gone.append(len(reduction._sums._sent)))
     for last in (False, True):
@@ -145,7 +147,9 @@ def stopping(rank):
     """Rank 1 finds no memory, once before and once in the middle of the last backward pass; then all try again."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    reduction = GradientReduction(model, list(model.parameters()), dist.group.WORLD, bucket_bytes=2000)
+    reduction = GradientReduction(
+        model, list(model.parameters()), dist.group.WORLD, everyone=dist.group.WORLD, bucket_bytes=2000
+    )
 
     def fail(grad):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -180,7 +184,7 @@ def by_hand(rank):
     """A loop that tells nothing of its micro-batches."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    reduction = GradientReduction(model, list(model.parameters()), dist.group.WORLD)
+    reduction = GradientReduction(model, list(model.parameters()), dist.group.WORLD, everyone=dist.group.WORLD)
     for _ in range(2):
         model(torch.full((1, 4), rank + 1.0)).sum().backward()
         reduction.finish()

@@ -8,9 +8,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import on_ranks
 from tilewright.core import env
+from tilewright.ops.base.parts import local, place_of
 from tilewright.parallel.checksum import checksum, find_differences
-from tilewright.parallel.parts import local_part, place_of
-from tilewright.parallel.world import MeshSizes, join
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.world import join
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float64, torch.bool)
 
@@ -49,7 +50,7 @@ CASES = [
 
 def _compared(rank):
     """Four ranks, two replicas of two shards."""
-    world = join(env.ranks(), MeshSizes(2, 2), torch.device("cpu"))
+    world = join(env.ranks(), MeshSizes(dp_replicate=2, dp_shard=2), torch.device("cpu"))
     said = []
     for wrong, _ in CASES:
         tensors = {
@@ -59,9 +60,9 @@ def _compared(rank):
         }
         own = {f"only {rank}": torch.tensor(rank)}  # what one rank has is compared with nothing
         for name in wrong.get(rank, ()):
-            local_part(tensors[name])[0] += 1
-        sums = {place_of(name, tensor): checksum(local_part(tensor)) for name, tensor in (tensors | own).items()}
-        said.append([str(difference) for difference in find_differences(world.data_group, sums)])
+            local(tensors[name])[0] += 1
+        sums = {place_of(name, tensor): checksum(local(tensor)) for name, tensor in (tensors | own).items()}
+        said.append([str(difference) for difference in find_differences(world.everyone.handle, sums)])
     return said
 
 

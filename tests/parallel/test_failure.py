@@ -23,14 +23,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.planning.ranks import RankWatch
-with launched(dp_replicate=2, dp_shard=1, device="cpu", timeout_s=100) as world:
+with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=100) as world:
     with RankWatch(Path(sys.argv[1]), world).running() as watch:
         watch.heartbeat.at(4, "forward")
         if world.rank:
             watch.heartbeat.fail(RuntimeError("lost the plot"))
             time.sleep(100)  # on its way out
-        dist.all_reduce(torch.zeros(1), group=world.data_group)
+        dist.all_reduce(torch.zeros(1), group=world.data.handle)
 """
 
 

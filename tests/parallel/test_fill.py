@@ -13,7 +13,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
-from tilewright.parallel.fill import first_of_part, len_of_part, shard_from_meta
+from tilewright.parallel.fill import shard_from_meta
 from tilewright.parallel.shard import Sharding
 from tilewright.precision.convert import convert
 
@@ -121,23 +121,6 @@ def test_a_rank_needs_little_beyond_its_parts(tmp_path):
     for drawn, read in on_ranks(4, _growth, str(tmp_path)):
         assert drawn[0] < drawn[1] + 16 * 2**20, drawn
         assert read[0] < read[1] + BEYOND, read
-
-
-def _parts(rank, world_size):
-    world, found = world_of((1, world_size)), []
-    for rows in (1, 2, 3, 5, 8, 61, 128):
-        start, rows_here = first_of_part(rows, world.fsdp_mesh), len_of_part(rows, world.fsdp_mesh)
-        chunks = torch.arange(rows).chunk(world_size)
-        want = chunks[rank].tolist() if rank < len(chunks) else []
-        found.append((list(range(start, start + rows_here)), want))
-    return found
-
-
-@pytest.mark.dist
-def test_parts_are_cut_as_torch_cuts_them():
-    for found in on_ranks(4, _parts, 4):
-        for got, want in found:
-            assert got == want
 
 
 def _unfilled(rank):

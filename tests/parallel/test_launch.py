@@ -16,16 +16,18 @@ from tilewright.core.errors import ConfigError, DataError, HardwareError
 from tilewright.parallel import launch
 from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, take_gpu
 from tilewright.parallel.meeting import Meeting
+from tilewright.parallel.mesh import REST, MeshSizes
 
 WAIT = """
 import time
 import torch
 import torch.distributed as dist
 from tilewright.parallel.launch import launched
-with launched(dp_replicate=2, dp_shard=1, device="cpu", timeout_s=1.0) as world:
+from tilewright.parallel.mesh import MeshSizes
+with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=1.0) as world:
     if world.rank:
         time.sleep(6)
-    dist.all_reduce(torch.zeros(1), group=world.data_group)
+    dist.all_reduce(torch.zeros(1), group=world.data.handle)
 """
 
 
@@ -48,7 +50,7 @@ def test_a_rank_that_waits_too_long_ends(port):
 
 def _first(rank):
     done = []
-    with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
+    with launched(MeshSizes(dp_shard=REST), device="cpu", timeout_s=60) as world:
         value = on_first(world, lambda: done.append(1) or {"of": rank})
         turns = in_turn(world, lambda: rank)
         try:
@@ -84,21 +86,20 @@ def _refused(call):
     return ""
 
 
-def _launched(**given):
-    with launched(device="cpu", timeout_s=60, **{"dp_replicate": 1, "dp_shard": -1} | given) as world:
+def _launched(sizes, **given):
+    with launched(sizes, device="cpu", timeout_s=60, **given) as world:
         return world
 
 
 def _facts(rank):
-    with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
+    with launched(MeshSizes(dp_shard=REST), device="cpu", timeout_s=60) as world:
         check_equal(world, {"recipe": "same"})
         found = [_refused(lambda: check_equal(world, {"recipe": "same", "version of torch": f"2.{rank}"}))]
-    meshes = ({"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": 2})
-    given = meshes[rank] | {"facts": {"recipe": str(rank)}}
+    meshes, facts = (MeshSizes(dp_replicate=2), MeshSizes(dp_shard=2)), {"recipe": str(rank)}
     details = {"setting train.steps": "5", "setting parallel.dp_shard": str(2 - rank)}
-    found.append(_refused(lambda: _launched(**given, details=lambda: details)))
-    found.append(_refused(lambda: _launched(dp_replicate=3, dp_shard=1)))
-    assert _launched(**meshes[0]).sizes.dp_replicate == 2
+    found.append(_refused(lambda: _launched(meshes[rank], facts=facts, details=lambda: details)))
+    found.append(_refused(lambda: _launched(MeshSizes(dp_replicate=3))))
+    assert _launched(meshes[0]).sizes.dp_replicate == 2
     return found
 
 
@@ -143,13 +144,13 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
 
 
 def test_one_process_starts_nothing():
-    with launched(dp_replicate=1, dp_shard=-1, device="cpu", timeout_s=60) as world:
+    with launched(MeshSizes(dp_shard=REST), device="cpu", timeout_s=60) as world:
         assert world.size == 1
         assert not dist.is_initialized()
         assert on_first(world, lambda: 5) == in_turn(world, lambda: 5) == 5
     with (
         pytest.raises(ConfigError, match="and 1 processes"),
-        launched(dp_replicate=2, dp_shard=1, device="cpu", timeout_s=60),
+        launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=60),
     ):
         pass
 

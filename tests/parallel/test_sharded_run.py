@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.models.shapes import KERNELS, make_batch
-from tests.parallel.steps import Case, Seen, build, is_part, made, microbatches, relative, run, world_of
+from tests.parallel.steps import Case, Seen, build, groups_of, is_part, made, microbatches, relative, run, world_of
 from tests.ranks import on_ranks
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -86,7 +86,7 @@ def _evaluated(rank, sizes):
     cases = (Case("gqa", "fp8_tile"), Case("bert", "pure_fp16"), Case("deepseek", "pure_fp16"))
     for case in cases[: 3 if sizes[1] > 1 else 1]:
         model = _sharded(case, world) if world.fsdp_mesh is not None else made(case)
-        got = evaluate(model, batches, group=world.data_group)
+        got = evaluate(model, batches, data=world.data.handle)
         want = evaluate(made(case), batches)
         parts = [is_part(param) for param in model.parameters()]
         found.append(({name: (got[name].loss, want[name].loss, got[name].tokens == want[name].tokens) for name in want},
@@ -117,8 +117,8 @@ def _trained(rank):
         for model, ranks in ((_sharded(case, world), [rank]), (made(case), [0, 1])):
             alone = len(ranks) > 1
             optimizer = DeepSeekAdam(model.parameters(), lr=lr, moments=moments)
-            group = None if alone else world.data_group
-            executor = StandardExecutor(model, optimizer, clip=GradClip(0.5), group=group)
+            groups = {} if alone else groups_of(world)
+            executor = StandardExecutor(model, optimizer, clip=GradClip(0.5), **groups)
             losses.append(
                 [executor.step([batch for each in ranks for batch in microbatches(each, 2)], lr).loss for _ in range(3)]
             )
@@ -149,7 +149,7 @@ def _bytes(rank, shards):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen = {}
     optimizer.register_step_post_hook(lambda *_: seen.update(owner_bytes(model, optimizer, "cpu")))
-    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), group=world.data_group)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), **groups_of(world))
     executor.step([make_batch(vocab=512, seed=rank + 2 * index) for index in range(2)], 1e-3)
     return seen, sum(param.numel() for param in model.parameters())
 
@@ -260,11 +260,11 @@ def test_one_process_is_as_it_was():
     """Nothing around the model, and no number summed."""
     model = made(Case("gqa"))
     assert not is_sharded(model)
-    gradients = GradientReduction(model, list(model.parameters()), World.alone().data_group)
+    gradients = GradientReduction(model, list(model.parameters()), None, everyone=None)
     assert not gradients.sharded
     losses = []
     for each in (model, made(Case("gqa"))):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        executor = StandardExecutor(each, optimizer, clip=GradClip(1.0), group=World.alone().data_group)
+        executor = StandardExecutor(each, optimizer, clip=GradClip(1.0))
         losses.append([executor.step(microbatches(0, 2), 0.1).loss for _ in range(3)])
     assert losses[0] == losses[1]

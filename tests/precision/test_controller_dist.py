@@ -28,7 +28,7 @@ def decide(rank: int, world: int) -> list[dict]:
     group = dist.group.WORLD if world > 1 else None
     control = PrecisionController(model, settings, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control, group=group)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control, data=group, everyone=group)
     told = []
     for step in range(STEPS):
         if step == 5:

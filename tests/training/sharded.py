@@ -13,7 +13,8 @@ from tests.training.test_state import Tied
 from tilewright.core import env
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.world import World, join
 from tilewright.training.checkpoint.state import TrainState, model_fingerprint
 from tilewright.training.checkpoint.store import CheckpointStore
 
@@ -35,7 +36,7 @@ def joined(shard: int, replicate: int = 1) -> World:
     """The world of these ranks; `World.alone` for one."""
     if shard * replicate == 1:
         return World.alone()
-    return join(env.ranks(), MeshSizes(replicate, shard), torch.device("cpu"))
+    return join(env.ranks(), MeshSizes(dp_replicate=replicate, dp_shard=shard), torch.device("cpu"))
 
 
 def sharded_state(world: World, seed: int, **options: Any) -> tuple[TrainState, GradClip]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.shapes import make_batch, make_decoder
-from tests.parallel.steps import relative, world_of
+from tests.parallel.steps import groups_of, relative, world_of
 from tests.ranks import on_ranks
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.models.layerwise.view import find_layer_groups
@@ -17,12 +17,12 @@ LR = 1e-3
 STEPS = 3
 
 
-def _executor(kind, group, *, delayed):
+def _executor(kind, world, *, delayed):
     model = make_decoder(kind)
     optimizer = DeepSeekAdam(model.parameters(), lr=LR)
     groups = find_layer_groups(model, model, 1)
     buffer = RollbackBuffer("host", "cpu") if delayed else None
-    options = {"clip": GradClip(0.5), "delayed": delayed, "rollback_buffer": buffer, "group": group}
+    options = {"clip": GradClip(0.5), "delayed": delayed, "rollback_buffer": buffer, **groups_of(world)}
     return LayerMajorExecutor(model, model, groups, optimizer, **options)
 
 
@@ -34,8 +34,8 @@ def _batches(step, rank, spoiled=()):
     return batches
 
 
-def _train(kind, group, shares, *, delayed):
-    executor = _executor(kind, group, delayed=delayed)
+def _train(kind, world, shares, *, delayed):
+    executor = _executor(kind, world, delayed=delayed)
     results = []
     for step in range(STEPS):
         result = executor.step([batch for rank in shares for batch in _batches(step, rank, {(2, 0)})], LR)
@@ -44,11 +44,11 @@ def _train(kind, group, shares, *, delayed):
 
 
 def _compare(rank, delayed):
-    group = world_of((2, 1)).data_group
+    world = world_of((2, 1))
     found = []
     for kind in ("gqa", "deepseek"):
-        weights, results = _train(kind, group, [rank], delayed=delayed)
-        want, alone = _train(kind, World.alone().data_group, [0, 1], delayed=delayed)
+        weights, results = _train(kind, world, [rank], delayed=delayed)
+        want, alone = _train(kind, World.alone(), [0, 1], delayed=delayed)
         # Adam's first steps are of the sign of a gradient: elements whose gradient is all rounding may go either way.
         error = {name: float((weights[name] - tensor).abs().max()) for name, tensor in want.items()}
         start = make_decoder(kind).state_dict()
@@ -75,7 +75,7 @@ def test_two_copies_train_as_one_process_does(delayed):
 
 
 def _bad(rank, delayed):
-    executor = _executor("gqa", world_of((2, 1)).data_group, delayed=delayed)
+    executor = _executor("gqa", world_of((2, 1)), delayed=delayed)
     before = {name: tensor.clone() for name, tensor in executor.model.state_dict().items()}
     if rank == 1:  # of this rank alone: the loss of its rows is not finite
         real = executor.run.view.epilogue

@@ -12,6 +12,7 @@ from tests.training.tiny import tiny
 from tilewright.cli.app import run as command_line
 from tilewright.core.hardware import detect_machine
 from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.cost.links import rank_speed
 from tilewright.planner.cost.traffic import RankSpeed, RankTraffic
 from tilewright.planner.machine import ceilings, rank_link
@@ -57,8 +58,7 @@ def exchanged(rank, data, runs, cases):
     for name, changes in cases.items():
         loaded = tiny(Path(data), Path(runs), **changes)
         parallel = loaded.recipe.parallel
-        mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
-        with launched(**mesh, device="cpu", timeout_s=60) as world:
+        with launched(MeshSizes.of(parallel), device="cpu", timeout_s=60) as world:
             setup = set_up(loaded, world=world)
             parts = build(setup, fresh=True)
             parts.modes.enter(0)

@@ -11,7 +11,7 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
 from tilewright.parallel.launch import launched
-from tilewright.parallel.world import MeshSizes
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import rank_rows
@@ -41,8 +41,7 @@ def held(rank, data, runs, cases):
     for name, changes in cases.items():
         loaded = tiny(Path(data), Path(runs), **changes)
         parallel = loaded.recipe.parallel
-        mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
-        with launched(**mesh, device="cpu", timeout_s=60) as world:
+        with launched(MeshSizes.of(parallel), device="cpu", timeout_s=60) as world:
             setup = set_up(loaded, world=world)
             parts = build(setup, fresh=True)
             for step in range(2):
@@ -106,7 +105,7 @@ def budgets(data, runs, ranks):
     """(least with other layers alone, whole) bytes of a rank."""
     loaded = tiny(data, runs, **BIG)
     here = detect_machine("cpu").shared_by(ranks)
-    site = Site(300, here, fixed_ceilings(), runs, mesh=MeshSizes(1, ranks))
+    site = Site(300, here, fixed_ceilings(), runs, mesh=MeshSizes(dp_shard=ranks))
     fixed = Constraints(
         executor="standard",
         micro_batch_size=loaded.recipe.train.micro_batch_size,

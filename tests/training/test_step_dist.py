@@ -23,15 +23,16 @@ def _labels(case):
 
 
 def _step(rank):
+    everyone = {"data": dist.group.WORLD, "everyone": dist.group.WORLD}
     for case in range(40):
         of_ranks = _labels(case)
-        found = _executor(Telling(), group=dist.group.WORLD).step(told(of_ranks[rank]), 0.3).aux
+        found = _executor(Telling(), **everyone).step(told(of_ranks[rank]), 0.3).aux
         want = _executor(Telling()).step(told([row for mine in of_ranks for row in mine]), 0.3).aux
         assert found == pytest.approx(want, rel=1e-6), (case, of_ranks)
     microbatches = _split(_rows(7, seed=8), [1, 4, 2])
     mine = microbatches[:1] if rank == 0 else microbatches[1:]
     model = Toy(dtype=torch.float64)
-    result = _executor(model, group=dist.group.WORLD).step(mine, 0.3)
+    result = _executor(model, **everyone).step(mine, 0.3)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     return weights, result.loss, result.num_targets, result.num_tokens
 

@@ -11,6 +11,7 @@ from tests.training.tiny import tiny
 from tilewright.memory.tracking.process_memory import make_probe
 from tilewright.models.base import distill
 from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.assemble import build, set_up
@@ -42,7 +43,7 @@ def held(rank, data, runs, world, changes):
     """Bytes by what they are of, planned and measured: in storages, and as this process' allocator counts them."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
     loaded = tiny(Path(data), Path(runs), **changes)
-    with launched(dp_replicate=1, dp_shard=world, device="cpu", timeout_s=60) as there:
+    with launched(MeshSizes(dp_shard=world), device="cpu", timeout_s=60) as there:
         setup = set_up(loaded, world=there)
         parts = build(setup, fresh=True)
         probe = make_probe(setup.device)

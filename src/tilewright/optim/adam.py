@@ -17,9 +17,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native.adam import fused
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
+from tilewright.ops.base.parts import first_element, local, zeros_beside
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.param_groups import check_settings
-from tilewright.optim.shards import first_element, local, zeros_beside
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_formats, loadable, readable
 from tilewright.optim.validate import check_not_replaced, check_param, check_update
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.base.parts import first_element, holds_rows, local, num_cuts
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon_shards import Axis, axis_of, directions, rounds
 from tilewright.optim.muon_update import AdjustLr, MatrixUpdate, MuonHyper, update_matrix
 from tilewright.optim.param_groups import check_settings
-from tilewright.optim.shards import first_element, holds_rows, local
 from tilewright.optim.states import Master, Moments, StateFormat
 
 
@@ -185,7 +185,7 @@ def _check_matrix(param: Tensor, stacks: bool) -> None:
     Raises:
         ConfigError: no matrix, or sharded otherwise than by rows along one axis.
     """
-    by_rows = not isinstance(param, DTensor) or (holds_rows(param) and param.placements.count(Shard(0)) <= 1)
+    by_rows = holds_rows(param) and num_cuts(param) <= 1
     if param.ndim in ((2, 3) if stacks else (2,)) and by_rows and param.dtype.is_floating_point:
         return
     placed = f", placements {param.placements}" if isinstance(param, DTensor) else ""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from tilewright.ops.base.parts import rows_of
 from tilewright.ops.kernels import Kernels
 
 Axis = tuple[dist.ProcessGroup, int]
@@ -56,16 +57,10 @@ def directions(
     rank = dist.get_rank(group)
     mine = shapes[rank] if rank < len(shapes) else torch.Size((0, 0))
     sent = [part.numel() for part in parts_RC] + [0] * (size - len(parts_RC))
-    received = [rows * mine[1] for rows in _rows(mine[0], size)]
+    received = [len(rows_of(mine[0], size, number)) * mine[1] for number in range(size)]
     flat = torch.cat([part.reshape(-1) for part in parts_RC])
     whole = flat.new_empty(mine.numel())
     dist.all_to_all_single(whole, flat, received, sent, group=group)
     whole = kernels.newton_schulz(whole.device.type)(whole.view(mine), num_steps).contiguous()
     dist.all_to_all_single(flat, whole.view(-1), sent, received, group=group)
     return [piece.view(part.shape) for piece, part in zip(flat.split(sent), parts_RC, strict=False)]
-
-
-def _rows(rows: int, size: int) -> list[int]:
-    """Rows of each rank, as `Shard(0)` has them."""
-    each = -(-rows // size)
-    return [max(0, min(each, rows - rank * each)) for rank in range(size)]

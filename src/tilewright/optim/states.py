@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats import quadratic_map
+from tilewright.ops.base.parts import beside
 from tilewright.optim.param_groups import TORCH_SETTINGS, find_problems
-from tilewright.optim.shards import beside
 
 Moments = Literal["fp32", "bf16", "8bit"]
 Master = Literal["fp32", "split24", "stochastic"]

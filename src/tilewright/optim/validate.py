@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.optim.shards import holds_rows
+from tilewright.ops.base.parts import holds_rows
 from tilewright.optim.states import StateFormat, described, fits, of_layout
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -105,7 +105,8 @@ def _check_sharding(param: DTensor, format: StateFormat) -> None:
     rounded = format.moments != "fp32" or (format.master != "fp32" and param.dtype == torch.bfloat16)
     if rounded and not holds_rows(param):
         got = f"a sharded parameter (DTensor) with placements {param.placements} and {format}"
-        need = "placements Shard(0) or Replicate where states or weights are rounded stochastically"
+        need = "whole rows on each rank, since states or weights are rounded stochastically: placements Shard(0) or\n"
+        need += "Replicate, in equal parts where several axes of the mesh cut the rows"
         raise _refused(param, got, need, 'fully_shard without a shard_placement_fn, or moments="fp32", master="fp32"')
 
 

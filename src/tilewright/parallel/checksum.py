@@ -14,8 +14,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from tilewright.ops.base.parts import Place
 from tilewright.parallel.agree import gather
-from tilewright.parallel.parts import Place
 
 
 @dataclass(frozen=True)

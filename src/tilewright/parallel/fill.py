@@ -1,4 +1,4 @@
-"""A model from the meta device onto shards: each rank draws or reads the rows of its parts, and no others.
+"""A model from the meta device onto shards: each rank draws or reads the rows that its parts are in, and no others.
 
 The first weights are bitwise those of one process. A rank holds its parts and a block of some megabytes; what it reads
 and draws beyond its rows, and where a whole parameter passes by, is `InitialValues`' matter (`models.decoder.init`,
@@ -6,15 +6,19 @@ and draws beyond its rows, and where a whole parameter passes by, is `InitialVal
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues
+from tilewright.ops.base.parts import TensorPart, rows_of, sharded_like
 from tilewright.parallel.shard import Sharding, ready, shard
+
+ROWS_BYTES = 16 * 2**20
+"""Of whole rows, from which columns are cut."""
 
 
 @torch.no_grad()
@@ -46,37 +50,42 @@ def shard_from_meta(
     to_placeholders(model, device)
     fill_buffers(model, values)
     home = torch.device("cpu") if sharding.cpu_offload else device
-    parts: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        shape = (len_of_part(len(param), mesh), *param.shape[1:])
-        part = parts[name] = torch.empty(shape, dtype=param.dtype, device=home)
-        if fresh and len(part):
-            on_host = part if part.device.type == "cpu" else torch.empty(shape, dtype=param.dtype)
-            values({name: on_host}, {name: first_of_part(len(param), mesh)})
-            part.copy_(on_host)
+    held: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():  # before they are cut: initial values may ask for whole modules
+        rows = rows_of(len(param), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
+        part = TensorPart.of_rows(param.shape, rows)
+        own = held[name] = torch.empty(part.sizes, dtype=param.dtype, device=home)
+        if fresh and own.numel():
+            on_host = own if own.device.type == "cpu" else torch.empty(part.sizes, dtype=param.dtype)
+            fill_part(values, name, on_host, part)
+            own.copy_(on_host)
     _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
     shard(model, layers, mesh, sharding)
-    _renew(model, lambda name, param: _with_local(param, parts.pop(name)))
+    _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, param))
     if before_gather is not None:
         before_gather()
     ready(model)
 
 
-def first_of_part(rows: int, mesh: DeviceMesh) -> int:
-    """First row of this rank's part of a tensor that is cut along its first dim."""
-    return min(rows, -(-rows // mesh.size(-1)) * mesh.get_local_rank(mesh.ndim - 1))
+def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:
+    """The values of a part of a parameter. Of columns whole rows are asked for, some at a time.
 
-
-def len_of_part(rows: int, mesh: DeviceMesh) -> int:
-    """Rows of this rank's part: the last ranks have fewer, or none, where they do not come out even."""
-    first = first_of_part(rows, mesh)
-    return min(rows, first + -(-rows // mesh.size(-1))) - first
-
-
-def _with_local(param: DTensor, part: Tensor) -> DTensor:
-    """The same sharded tensor with memory."""
-    where = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-    return DTensor.from_local(part, param.device_mesh, param.placements, **where)
+    Args:
+        values: initial values.
+        name: of the parameter.
+        out: of the part's shape, on the host, contiguous.
+        part: of the parameter.
+    """
+    if part.is_rows:
+        values({name: out}, {name: part.rows.start} if out.ndim else {})
+        return
+    row_bytes = out.element_size() * prod(part.shape[1:])
+    step = max(1, ROWS_BYTES // row_bytes)
+    for start in range(0, len(out), step):
+        rows = part.rows[start : start + step]
+        whole = torch.empty((len(rows), *part.shape[1:]), dtype=out.dtype)
+        values({name: whole}, {name: rows.start})
+        out[start : start + len(rows)] = whole[(slice(None), *part.slices[1:])]
 
 
 def _renew(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:

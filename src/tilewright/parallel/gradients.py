@@ -1,10 +1,10 @@
 """Gradients of a step, summed over ranks: replicas by all-reduce, shards as FSDP2 does it.
 
-gradients = GradientReduction(model, params, group)
+gradients = GradientReduction(model, params, world.data.handle, everyone=world.everyone.handle)
 for index, batch in enumerate(microbatches):
     gradients.begin(last=index + 1 == len(microbatches))
     loss(batch).backward()
-gradients.finish()  # the sum over all ranks is in param.grad, or in its parts
+gradients.finish()  # the sum over all rows is in param.grad, or in its parts
 
 Replicas send buckets of gradients, in the order in which backward makes them, from the last backward pass on: a bucket
 goes once all its parameters have theirs, and those before it are gone. What is in a bucket, and the order, are fixed by
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.agree import reduced_on
-from tilewright.parallel.oom import OnAllRanksError, oom_on_all
+from tilewright.parallel.agree import OnAllRanksError, oom_on_all, reduced_on
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
 BUCKET_BYTES = 25 * 2**20
@@ -39,31 +38,34 @@ class GradientReduction:
     Args:
         model: of which `params` are; sharded by `parallel.shard`, or the same on all ranks.
         params: trained parameters.
-        group: ranks that read different data; None on one rank, where nothing happens.
+        data: ranks that read different rows; None where this one reads all, and nothing is summed.
+        everyone: ranks that stop together where one finds no memory; None on one rank.
         reduce_each: sum the gradients of a sharded model after each micro-batch: each rank keeps only its part of them
             from the first on. False: once per step, and whole gradients (4 bytes per parameter) until then, where
             there are several micro-batches.
         bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
 
     Raises:
-        ConfigError: sharded parameters in a model that is not sharded as a whole.
+        ConfigError: sharded parameters in a model that is not sharded as a whole, and rows that differ.
     """
 
     def __init__(
         self,
         model: nn.Module,
         params: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
+        data: dist.ProcessGroup | None,
         *,
+        everyone: dist.ProcessGroup | None,
         reduce_each: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._group = group
+        self._everyone = everyone
         self._fsdp = list(fsdp_modules(model))
         self._model = model
         self._reduce_each = reduce_each
         whole = [param for param in params if not isinstance(param, DTensor)]
-        if len(whole) < len(params) and not self._fsdp:
+        self._parts = bool(self._fsdp) or len(whole) < len(params)
+        if len(whole) < len(params) and not self._fsdp and data is not None:
             raise ConfigError(
                 "Sharded parameters in a model that is not sharded as a whole",
                 got=f"{len(params) - len(whole)} DTensor parameters, and no module of FSDP2",
@@ -73,14 +75,14 @@ class GradientReduction:
         # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
         places = {param: place for place, param in enumerate(model.parameters())}
         whole.sort(key=lambda param: -places.get(param, -1))
-        self._sums = GradientSums(group, whole, bucket_bytes)
-        if group is not None and not self._fsdp:
+        self._sums = GradientSums(data, whole, bucket_bytes)
+        if data is not None and not self._fsdp:
             self._sums.overlap()
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of the model, and must run as many micro-batches as each other."""
-        return bool(self._fsdp)
+        """Whether ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
+        return self._parts
 
     def begin(self, *, last: bool) -> None:
         """Before the forward pass of a micro-batch.
@@ -108,11 +110,11 @@ class GradientReduction:
         Raises:
             OnAllRanksError: an allocator found no memory on one of the replicas.
         """
-        if self._group is None or self._fsdp:
+        if self._everyone is None or self._parts:
             yield
             return
         try:
-            with oom_on_all(self._group, device, before=self._sums.send_rest):
+            with oom_on_all(self._everyone, device, before=self._sums.send_rest):
                 yield
         except OnAllRanksError:
             self._sums.drop()

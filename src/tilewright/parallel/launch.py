@@ -1,6 +1,6 @@
 """Start and end of `torch.distributed` around a run, and what must be equal on all ranks before it begins.
 
-    with launched(dp_replicate=1, dp_shard=-1, device="auto", timeout_s=600, facts={"recipe": digest}) as world:
+    with launched(MeshSizes(dp_shard=REST), device="auto", timeout_s=600, facts={"recipe": digest}) as world:
         prepared = in_turn(world, prepare)          # the first prepares, the others find it prepared
         plan = on_first(world, measure_and_plan)    # the first does it, all have the result
 
@@ -22,21 +22,17 @@ from tilewright.core.env import Ranks
 from tilewright.core.errors import HardwareError, TilewrightError
 from tilewright.parallel.agree import from_first, gather
 from tilewright.parallel.meeting import Meeting, meet, raise_where_unequal
-from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.world import World, join
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)
-"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Who does not go on with
-it is seen in its record (`liveness.stall`). Below the 25 days that 32 bits of milliseconds hold, should a backend count
-in them."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
 def launched(
+    sizes: MeshSizes,
     *,
-    dp_replicate: int,
-    dp_shard: int,
     device: str,
     timeout_s: float,
     facts: Mapping[str, str] = _NOTHING,
@@ -48,8 +44,7 @@ def launched(
     timeout from then on.
 
     Args:
-        dp_replicate: copies of the model.
-        dp_shard: parts of a copy; -1: what is left.
+        sizes: of the mesh, as asked for: see `MeshSizes.fill`.
         device: "auto", "cpu" or "cuda". Each rank of a machine takes a GPU of its own.
         timeout_s: for which ranks wait for each other, at the start and in each collective.
         facts: what must be the same on all ranks, by what it is called in the error; compared before any group is made.
@@ -62,7 +57,7 @@ def launched(
     ranks = env.ranks()
     there = dist.is_available() and dist.is_initialized()
     if (dist.get_world_size() if there else ranks.world) == 1:
-        MeshSizes.fill(dp_replicate, dp_shard, 1)
+        sizes.fill(1)
         yield World.alone()
         return
     limit = timedelta(seconds=timeout_s)
@@ -72,7 +67,7 @@ def launched(
     else:
         meeting = meet(ranks, timeout_s)
     _compare(meeting, facts, details)
-    sizes = MeshSizes.fill(dp_replicate, dp_shard, meeting.world)
+    sizes = sizes.fill(meeting.world)
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if not there:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -82,11 +77,7 @@ def launched(
         # to gloo's part of them (pytorch #182057). Made anew they have both backends.
         dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world)
     world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
-    groups = {
-        "control_group": dist.new_group(backend="gloo", timeout=limit),
-        "waiting_group": dist.new_group(backend="gloo", timeout=PATIENCE),
-    }
-    yield replace(world, meeting=meeting, **groups)
+    yield replace(world, meeting=meeting)
     if not there:  # not after an error: the others may be in the middle of a collective
         dist.destroy_process_group()
 
@@ -134,7 +125,7 @@ def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
         TilewrightError: the first rank's, on all.
         HardwareError: the first rank has not done in time what was named.
     """
-    if world.waiting_group is None or world.meeting is None:
+    if world.waiting_group is None:
         return work()
     found: tuple[TilewrightError | None, T | None] | None = None
     if world.is_first:
@@ -142,7 +133,7 @@ def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
             found = None, work()
         except TilewrightError as error:
             found = error, None
-    if named:
+    if named and world.meeting is not None:
         world.meeting.after_first(named)
     world.waits()
     told = from_first(world.waiting_group, found)

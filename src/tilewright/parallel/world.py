@@ -1,14 +1,18 @@
-"""The processes of a run: who this one is, and the groups over which each component reduces.
+"""The processes of a run: who this one is, and groups by their meaning, of which each component takes its own.
+
+| group | its ranks | for |
+|---|---|---|
+| `data` | read other rows; one place on the other axes | which rows; sums of losses, counts, gradients |
+| `model` | hold one copy of the model together | names and tensors of the whole model |
+| `everyone` | all | decisions: memory, stops, what is written |
 
 `World` is made once, at the start of a run, and handed down as an argument. No component asks for the default group. A
-run of one process has `World.alone()`: no group, no mesh, and what takes a group gets None and adds nothing.
-
-Axes of the mesh, outermost first: `dp_replicate` (copies of the model), `dp_shard` (FSDP2: parameters, gradients and
-optimizer states in parts). Both see different data, so losses, token counts and decisions are reduced over both. Not
-there yet, and refused by the recipe above 1: `tp` (tensors), `ep` (experts), `pp` (pipeline stages), `cp` (context).
+run of one process has `World.alone()`: no groups, no mesh, and what takes a group gets None and adds nothing. FSDP2's
+ranks are in both `data` and `model`: they read other rows and hold other shards.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -16,66 +20,48 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.core.env import Ranks
-from tilewright.core.errors import ConfigError
 from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.meeting import Meeting
+from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Who does not go on with
+it is seen in its record (`liveness.stall`). Below the 25 days that 32 bits of milliseconds hold, should a backend count
+in them."""
 
 
 @dataclass(frozen=True)
-class MeshSizes:
-    """Ranks along each axis."""
+class Group:
+    """Ranks that a component exchanges something with."""
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-
-    @property
-    def world(self) -> int:
-        """Ranks in all."""
-        return self.dp_replicate * self.dp_shard
-
-    @staticmethod
-    def fill(dp_replicate: int, dp_shard: int, world: int) -> "MeshSizes":
-        """Sizes for `world` ranks; a `dp_shard` of -1 takes what `dp_replicate` leaves.
-
-        Raises:
-            ConfigError: the product of the axes is not the number of ranks.
-
-        Example:
-            >>> MeshSizes.fill(2, -1, 8)
-            MeshSizes(dp_replicate=2, dp_shard=4)
-        """
-        left = world // dp_replicate if world % dp_replicate == 0 else 0
-        sizes = MeshSizes(dp_replicate, left if dp_shard == -1 else dp_shard)
-        if sizes.world != world:
-            shown = "what is left" if dp_shard == -1 else dp_shard
-            raise ConfigError(
-                "Mesh that does not fit the number of processes",
-                got=f"dp_replicate = {dp_replicate}, dp_shard = {shown}, and {world} processes",
-                need="dp_replicate x dp_shard = number of processes",
-                try_=f"--parallel.dp_replicate 1 --parallel.dp_shard -1 for {world} shards",
-            )
-        return sizes
+    rank: int = 0
+    """This process's place among them."""
+    size: int = 1
+    handle: dist.ProcessGroup | None = None
+    """None where this process is alone: there is nothing to exchange."""
 
 
 @dataclass(frozen=True)
 class World:
     """The processes of a run, as seen by one of them."""
 
-    rank: int = 0
-    size: int = 1
+    everyone: Group = Group()
+    """All ranks, over gloo: for decisions, and for what is on the host."""
+    data: Group = Group()
+    """Ranks that read different rows."""
+    model: Group = Group()
+    """Ranks that hold one copy of the model."""
     local_rank: int = 0
     """Among the processes of this machine: its GPU."""
     local_size: int = 1
     """Processes on this machine, which share its cores and memory."""
-    sizes: MeshSizes = MeshSizes()
+    sizes: MeshSizes = field(default_factory=MeshSizes)
     mesh: DeviceMesh | None = None
-    """Of two axes, `dp_replicate` and `dp_shard`; None for one process."""
-    control_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo: for decisions, and for what is on the host. None for one process."""
+    """By axis name: `dp_replicate`, `dp_shard`, and other axes of more than one rank. None for one process."""
+    expert_mesh: DeviceMesh | None = None
+    """The second view of the same ranks, see `MeshSizes.experts`; None where experts are not spread."""
     waiting_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo and with a patience of days: for work of one rank that the others wait for. Call `waits`
+    """All ranks, over gloo and with a timeout of a week: for work of one rank that the others wait for. Call `waits`
     before. None for one process."""
     timeout_s: float = 0.0
     """For which ranks wait for each other."""
@@ -89,18 +75,29 @@ class World:
         """One process: no groups."""
         return World()
 
+    @property
+    def rank(self) -> int:
+        """Among all."""
+        return self.everyone.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.everyone.size
+
     def of(self, device: str) -> str:
         """A device's name, and how many processes share the work, for a user.
 
         Example:
-            >>> World(size=4, sizes=MeshSizes(2, 2)).of("CPU"), World.alone().of("CPU")
+            >>> World(Group(size=4), sizes=MeshSizes(dp_replicate=2, dp_shard=2)).of("CPU"), World.alone().of("CPU")
             ('CPU (4 processes: 2 copies in 2 shards)', 'CPU')
         """
         if self.size == 1:
             return device
         copies = f"{self.sizes.dp_replicate} cop{'ies' if self.sizes.dp_replicate > 1 else 'y'}"
         shards = f" in {self.sizes.dp_shard} shards" if self.sizes.dp_shard > 1 else ""
-        return f"{device} ({self.size} processes: {copies}{shards})"
+        others = [f", {axis} = {size}" for axis in ("tp", "pp", "ep") if (size := getattr(self.sizes, axis)) > 1]
+        return f"{device} ({self.size} processes: {copies}{shards}{''.join(others)})"
 
     @property
     def is_first(self) -> bool:
@@ -140,34 +137,15 @@ class World:
             self.works()
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """Ranks that read different data, in order: all of them. None for one process."""
-        return None if self.mesh is None else dist.group.WORLD
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same shard; None where each shard is held once."""
-        if self.mesh is None or self.sizes.dp_replicate == 1:
-            return None
-        return self.mesh[REPLICATE].get_group()
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the parts of one copy; None where the model is not sharded."""
-        if self.mesh is None or self.sizes.dp_shard == 1:
-            return None
-        return self.mesh[SHARD].get_group()
-
-    @property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded."""
         if self.mesh is None or self.sizes.dp_shard == 1:
             return None
-        return self.mesh if self.sizes.dp_replicate > 1 else self.mesh[SHARD]
+        return self.mesh[DATA_AXES] if self.sizes.dp_replicate > 1 else self.mesh["dp_shard"]
 
 
 def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:
-    """This process's place in an initialised `torch.distributed`.
+    """This process's place in an initialised `torch.distributed`. All ranks call it: it makes their groups.
 
     Args:
         ranks: what torchrun says of this process.
@@ -177,13 +155,41 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
     """
     if sizes.world == 1:
         return World.alone()
-    shape = (sizes.dp_replicate, sizes.dp_shard)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-    seconds = 0.0
-    if timeout is not None:
-        seconds = timeout.total_seconds()
-        for group in (dist.group.WORLD, *mesh.get_all_groups()):
+    axes = [axis for axis in AXES if axis in DATA_AXES or getattr(sizes, axis) > 1]
+    mesh = _mesh(device, {axis: getattr(sizes, axis) for axis in axes})
+    expert_mesh = _mesh(device, sizes.experts) if sizes.ep > 1 else None
+    if timeout is not None:  # those of a mesh would have half an hour
+        meshes = [each for each in (mesh, expert_mesh) if each is not None]
+        for group in (dist.group.WORLD, *(group for each in meshes for group in each.get_all_groups())):
             assert group is not None, "it is initialised"
-            group.set_timeout(timeout)  # those of a mesh would have half an hour
-    size, local = dist.get_world_size(), (ranks.local_rank, ranks.local_world)
-    return World(dist.get_rank(), size, *local, sizes, mesh, timeout_s=seconds)
+            group.set_timeout(timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return World(
+        Group(dist.get_rank(), sizes.world, control),
+        _group(sizes, DATA_AXES, timeout),
+        _group(sizes, MODEL_AXES, timeout),
+        *(ranks.local_rank, ranks.local_world),
+        sizes,
+        mesh,
+        expert_mesh,
+        dist.new_group(backend="gloo", timeout=PATIENCE),
+        0.0 if timeout is None else timeout.total_seconds(),
+    )
+
+
+def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _group(sizes: MeshSizes, axes: Sequence[str], timeout: timedelta | None) -> Group:
+    """This rank's group along some axes: ranks that have the same place along all the others."""
+    inside = [number for number, axis in enumerate(AXES) if axis in axes]
+    outside = [number for number, axis in enumerate(AXES) if axis not in axes]
+    numbers = torch.arange(sizes.world).view([getattr(sizes, axis) for axis in AXES]).permute(*outside, *inside)
+    found = Group()
+    for members in numbers.flatten(0, len(outside) - 1).flatten(1).tolist():
+        whole, alone = len(members) == sizes.world, len(members) == 1
+        handle = None if alone else dist.group.WORLD if whole else dist.new_group(members, timeout=timeout)
+        if dist.get_rank() in members:
+            found = Group(members.index(dist.get_rank()), len(members), handle)
+    return found

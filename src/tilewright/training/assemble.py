@@ -314,7 +314,7 @@ def build(
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
         optim = recipe.optim
         clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
-        control = precision_hook(recipe, model, device, world.data_group)
+        control = precision_hook(recipe, model, device, world.everyone.handle)
         inputs = ExecutorInputs(
             recipe=recipe,
             model=model,
@@ -335,7 +335,7 @@ def build(
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    stream = stream_of(recipe, setup.prepared, rank=world.rank, world=world.size)
+    stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)
     plan, counters = setup.plan, Counters()
     heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
     draw_apart(world)

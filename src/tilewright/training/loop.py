@@ -20,6 +20,7 @@ from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
 from tilewright.parallel.liveness.heartbeat import RankRecord, take_lost
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
@@ -81,8 +82,7 @@ def train(
         check_executor(loaded.recipe, executor.capabilities)
     parallel = loaded.recipe.parallel
     with launched(
-        dp_replicate=parallel.dp_replicate,
-        dp_shard=parallel.dp_shard,
+        MeshSizes.of(parallel),
         device=loaded.recipe.run.device,
         timeout_s=60 * parallel.timeout_minutes,
         facts=facts_of(loaded.recipe),

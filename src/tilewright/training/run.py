@@ -14,8 +14,8 @@ from typing import Any
 from tilewright.core.errors import FitError, NumericsError
 from tilewright.data.batches.microbatches import row_length
 from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.parallel.agree import OnAllRanksError
 from tilewright.parallel.launch import on_first
-from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
@@ -264,8 +264,12 @@ class Run:
         if self._evaluated_step == self.step:
             return
         self._at("evaluate")
-        started, world = time.perf_counter(), self.setup.world
-        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": world.control_group}
+        started = time.perf_counter()
+        how = {
+            "device": self.setup.device,
+            "fp32": self.recipe.precision.eval_fp32,
+            "data": self.setup.world.data.handle,
+        }
         texts, whole = (*self.parts.held_out_parts, self.setup.other_text), self.step in (0, self.recipe.train.steps)
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
         with self.parts.executor.access.forward_passes(self.parts.model):

@@ -98,7 +98,7 @@ def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -
     from tilewright.cli.commands.outputs.parity import STEPS, compare, parse_sizes
     from tilewright.core.config.load import load_recipe
 
-    gaps = compare(load_recipe(recipe, overrides(ctx)), *parse_sizes(mesh))
+    gaps = compare(load_recipe(recipe, overrides(ctx)), parse_sizes(mesh))
     bad = [gap for gap in gaps if not gap.ok]
     if as_json:
         print_json({"mesh": mesh, "steps": STEPS, "gaps": [asdict(gap) for gap in gaps], "beyond": len(bad)})

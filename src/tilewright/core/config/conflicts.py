@@ -359,15 +359,6 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
 
 def _parallel(recipe: Recipe) -> Iterator[Conflict]:
     parallel = recipe.parallel
-    asked = [name for name in ("tp", "ep", "pp", "cp") if getattr(parallel, name) > 1]
-    if asked:
-        yield Conflict(
-            tuple(f"parallel.{name}" for name in asked),
-            "Parallelism that is not there yet",
-            ", ".join(f"parallel.{name} = {getattr(parallel, name)}" for name in asked),
-            "1; processes share the batch (dp_replicate) and the model's bytes (dp_shard)",
-            "--parallel.dp_shard -1, which cuts parameters, gradients and states into as many parts as processes",
-        )
     if parallel.dp_shard == 0:
         yield Conflict(
             ("parallel.dp_shard",),

@@ -294,14 +294,6 @@ class ParallelSection(Section):
     dp_shard: Count = Field(default=-1, ge=-1)
     """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
     as many as `dp_replicate` leaves."""
-    tp: Count = Field(default=1, ge=1)
-    """Tensor parallelism. Not there yet: 1."""
-    ep: Count = Field(default=1, ge=1)
-    """Expert parallelism. Not there yet: 1."""
-    pp: Count = Field(default=1, ge=1)
-    """Pipeline stages. Not there yet: 1."""
-    cp: Count = Field(default=1, ge=1)
-    """Context parallelism. Not there yet: 1."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""

@@ -40,7 +40,7 @@ class Shards:
     """
 
     ranks: int = 1
-    """Those that read different data: all of them."""
+    """Those that read different rows."""
     count: int = 1
     """Parts of a copy of the model; 1 for copies alone."""
     reshard: bool = True

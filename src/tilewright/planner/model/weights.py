@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from tilewright.formats.quadratic_map import scale_shape
+from tilewright.ops.base.parts import rows_of
 from tilewright.planner.model.gemms import BYTES
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 
@@ -90,8 +91,7 @@ def part_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int,
         [(2, 8), (2, 8), (1, 8), (0, 8)]
     """
     rows, *rest = shape or (1,)
-    each = -(-rows // shards)
-    return (max(0, min(each, rows - rank * each)), *rest)
+    return (len(rows_of(rows, shards, rank)), *rest)
 
 
 class TensorKind(NamedTuple):

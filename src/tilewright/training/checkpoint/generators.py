@@ -3,9 +3,9 @@
 The first rank's have the names of a run of one process: tensors `rng.<device>`, and Python's and numpy's in the JSON.
 Any other rank's are tensors `rng.rank<r>.<device>` and `rng.rank<r>.host`. Each rank of the run that goes on takes the
 states of its number: in a run of as many ranks, what is drawn then is what would have been drawn without the stop. A
-rank that the checkpoint does not know begins with a seed made of the first rank's state and its own number, and so does
-each rank but the first of a fresh run: ranks that read different data must not drop the same elements. A rank has one
-GPU, called `cuda.0` whatever its number on the machine.
+rank that the checkpoint does not know begins with a seed made of the first rank's state and its number among those that
+read different rows, and so does each but the first of them in a fresh run: they must not drop the same elements, and
+ranks that read the same rows must. A rank has one GPU, called `cuda.0` whatever its number on the machine.
 """
 
 import json
@@ -34,10 +34,10 @@ def seed_all(seed: int) -> None:
 
 
 def draw_apart(world: World) -> None:
-    """Let each rank draw its own numbers from now on: the first as it would have, the others from a seed made of its
-    state, which all have until here, and of their own number."""
-    if not world.is_first:
-        _seed({f"{_PREFIX}cpu": torch.get_rng_state()}, world.rank)
+    """Let ranks that read different rows draw different numbers from now on: the first as it would have, the others
+    from a seed made of its state, which all have until here, and of their own number."""
+    if world.data.rank:
+        _seed({f"{_PREFIX}cpu": torch.get_rng_state()}, world.data.rank)
 
 
 def generator_tensors(world: World) -> dict[str, Tensor]:
@@ -71,10 +71,12 @@ def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], 
     """
     own = _PREFIX + _of_rank(world.rank)
     mine = {name.removeprefix(own): state for name, state in states.items() if name.startswith(own)}
-    if not mine:
-        _seed(states, world.rank)
+    if not mine and world.data.rank:
+        _seed(states, world.data.rank)
         return
-    if not world.is_first:
+    if not mine:  # it reads what the first one reads
+        mine = {name.removeprefix(_PREFIX): state for name, state in states.items()}
+    elif not world.is_first:
         host = json.loads(mine.pop(_HOST).numpy().tobytes())
     set_host_states(host)
     set_torch_states(mine if world.size == 1 else {_inside(name): state for name, state in mine.items()})

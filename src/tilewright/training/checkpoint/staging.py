@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.memory.offload.pinned import pinned_empty, unpin
-from tilewright.parallel.parts import local_part
+from tilewright.ops.base.parts import local
 
 _ALIGN = 64
 """Bytes between which tensors begin."""
@@ -42,7 +42,7 @@ class Staging:
 
         Values, dtypes and shapes are those of the tensors at the moment of the call.
         """
-        tensors = {name: local_part(tensor) for name, tensor in tensors.items()}
+        tensors = {name: local(tensor).detach() for name, tensor in tensors.items()}
         on_gpu = [tensor.device for tensor in tensors.values() if tensor.is_cuda]
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], bool(on_gpu)
         if layout != self._layout:

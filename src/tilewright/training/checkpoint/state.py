@@ -20,9 +20,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import empty as distributed_empty
 
 from tilewright.core.errors import CheckpointError, Problem
+from tilewright.ops.base.parts import zeros_beside
 from tilewright.parallel.agree import gather
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
@@ -35,6 +35,7 @@ from tilewright.training.executor.transaction import Stateful
 _MAX_DIFFERENCES = 5
 
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class TrainState:
         return model_tensors(self.model) | self._optimizer_tensors() | generator_tensors(self.world)
 
     def meta(self) -> dict[str, Any]:
-        """Everything that is not a tensor, in JSON types."""
+        """Everything that is not a tensor, in JSON types. All ranks call it: names of the model are those of all."""
         return {
             "format": 1,
-            "model": model_fingerprint(self.model),
+            "model": _fingerprint(self._of_all(self.model.state_dict())),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "rng": host_states(),
         }
@@ -83,11 +84,17 @@ class TrainState:
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer, or cannot be read.
         """
+        self.world.waits()
+        model, states = (self._of_all(own) for own in (model_tensors(self.model), self._optimizer_tensors()))
+        self.world.works()
         with self._together():
             meta = read_meta(path)
             stored = stored_tensors(path)
-            _check_model(path, self.model, stored)
-            self._make_optimizer_states(path, stored)
+            _compare(f"{path} is a checkpoint of another model.", "model.", model, stored)
+            if states:
+                _compare(f"{path} was written by another optimizer.", "optimizer.", states, stored)
+            else:
+                self._make_optimizer_states(stored)
             targets = model_tensors(self.model) | self._optimizer_tensors()
             rng = {
                 name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
@@ -100,10 +107,16 @@ class TrainState:
         set_generators(rng, meta["rng"], self.world)
         return meta
 
+    def _of_all(self, tensors: Mapping[str, Tensor]) -> Shapes:
+        """Shapes by name, of what this rank has and of what other ranks have, which may hold other layers."""
+        return {
+            name: s for of_rank in gather(self.world.waiting_group, _shapes(tensors)) for name, s in of_rank.items()
+        }
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Where one rank cannot read its shards, all ranks raise its error."""
-        group = self.world.waiting_group or self.world.data_group
+        group = self.world.waiting_group
         if group is None:
             yield
             return
@@ -133,12 +146,7 @@ class TrainState:
             for key, value in self.optimizer.state.get(param, {}).items()
         }
 
-    def _make_optimizer_states(self, path: Path, stored: Stored) -> None:
-        if any(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]):
-            here = {name: tuple(tensor.shape) for name, tensor in self._optimizer_tensors().items()}
-            there = {name: shape for name, (_, shape) in stored.items() if name.startswith("optimizer.")}
-            raise_on_difference(f"{path} was written by another optimizer.", "optimizer.", here, there)
-            return
+    def _make_optimizer_states(self, stored: Stored) -> None:
         for name, param in self.model.named_parameters():
             prefix = f"optimizer.{name}."
             for key, (dtype, shape) in stored.items():
@@ -149,7 +157,7 @@ class TrainState:
 def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A state of a parameter, cut as the parameter is where it has rows like it."""
     if isinstance(param, DTensor) and shape[:1] == param.shape[:1]:
-        return distributed_empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=param.placements)
+        return zeros_beside(shape, dtype, param)
     return torch.empty(shape, dtype=dtype, device=param.device if shape else "cpu")
 
 
@@ -179,15 +187,12 @@ def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
     return {("memory", tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)}
 
 
-def _check_model(path: Path, model: nn.Module, stored: Stored) -> None:
-    here = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
-    there = {name: shape for name, (_, shape) in stored.items() if name.startswith("model.")}
-    raise_on_difference(f"{path} is a checkpoint of another model.", "model.", here, there)
+def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:
+    there = {name: shape for name, (_, shape) in stored.items() if name.startswith(prefix)}
+    raise_on_difference(what, prefix, here, there)
 
 
-def raise_on_difference(
-    what: str, prefix: str, here: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
-) -> None:
+def raise_on_difference(what: str, prefix: str, here: Shapes, there: Shapes) -> None:
     """Compare names and shapes of the run (`here`) with those of a checkpoint (`there`).
 
     Raises:
@@ -211,8 +216,16 @@ def raise_on_difference(
 
 def model_fingerprint(model: nn.Module) -> str:
     """A hash of the names and shapes of parameters and persistent buffers."""
-    rows = sorted(f"{name}:{tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
+    return _fingerprint(_shapes(model.state_dict()))
+
+
+def _fingerprint(shapes: Shapes) -> str:
+    rows = sorted(f"{name}:{shape}" for name, shape in shapes.items())
     return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

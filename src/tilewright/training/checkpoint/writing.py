@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
 from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
+from tilewright.ops.base.parts import local, place_of
 from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
-from tilewright.parallel.parts import local_part, place_of
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
 from tilewright.training.checkpoint.meta import META
 from tilewright.training.executor.base import Live
@@ -60,7 +60,7 @@ class Content:
     def part(self, name: str) -> Tensor:
         """The bytes that this rank holds of a tensor."""
         tensor = self.tensors[name]
-        return local_part(tensor if self.live is None else self.live(name, tensor))
+        return local(tensor if self.live is None else self.live(name, tensor)).detach()
 
 
 def write_folder(

@@ -18,6 +18,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
@@ -50,13 +51,14 @@ def check_export(recipe: Recipe, model: Model) -> None:
 
 def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
     """Write the folder, in that of the run; what was written, in words. On several ranks all call this, and the first
-    one writes: a tensor of a model in shards is whole when it is its turn.
+    one writes: a tensor in shards is whole when it is its turn, and one that only other ranks have is sent by them.
 
     Raises:
         CheckpointError: the folder cannot be written; on all ranks.
         DataError: on one process, files beside the loaded weights that cannot be read; on several a CheckpointError.
     """
-    group, whole = state.world.data_group, WholeTensors(state.world.data_group, model.state_dict(keep_vars=True))
+    group = state.world.everyone.handle
+    whole = WholeTensors(group, model.state_dict(keep_vars=True))
     written: tuple[str, tuple[Problem, ...]] = "", ()
     with whole.serving():
         if state.world.is_first:
@@ -83,7 +85,9 @@ def _write(
     words: tuple[Tokenizer | None, TextRules | None],
     target: Path,
 ) -> str:
-    in_shards = any(isinstance(param, DTensor) for param in model.parameters())
+    if whole.elsewhere:
+        model = _with_all_layers(model, whole)
+    in_shards = bool(whole.elsewhere) or any(isinstance(param, DTensor) for param in model.parameters())
     live: Live | None = (lambda name, _: whole.tensor(name)) if in_shards else None
     if recipe.lora.rank:
         save_adapter(model, target, base_model=recipe.model.path, live=live)
@@ -98,6 +102,29 @@ def _write(
         in_fp8, total = fp8_bytes(target)
         text += f", {format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({format_share(in_fp8 / total)})"
     return text
+
+
+def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
+    """The model as one process would have it, without memory; this rank has some of its layers.
+
+    Raises:
+        CheckpointError: it cannot be made from its configuration alone.
+    """
+    held = {**whole.elsewhere, **model.state_dict(keep_vars=True)}
+    made = None
+    if isinstance(model, Decoder):
+        with torch.device("meta"):
+            made = Decoder(model.config, model.kernels)
+    if made is None or made.state_dict().keys() != held.keys():
+        raise CheckpointError(
+            "Export of a model whose ranks hold different layers",
+            got=f"{type(model).__name__}, {len(whole.elsewhere)} of {len(held)} tensors on other ranks alone",
+            need="tilewright's own decoder without adapters, or a first rank that has a part of each tensor",
+            try_="checkpoint.export_hf = false here, and the export by one process that resumes from the checkpoint",
+        )
+    for name, param in made.named_parameters():
+        param.data = param.data.to(held[name].dtype)
+    return made
 
 
 def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, target: Path) -> None:

@@ -65,9 +65,9 @@ def evaluate(
     num_bytes: Mapping[str, int | None] | None = None,
     device: torch.device | str = "cpu",
     fp32: bool = True,
-    group: dist.ProcessGroup | None = None,
+    data: dist.ProcessGroup | None = None,
 ) -> dict[str, DomainLoss]:
-    """Evaluate a model on the batches of each domain; of several ranks each takes its share of them.
+    """Evaluate a model on the batches of each domain; of ranks that read different rows each takes its share.
 
     Args:
         model: in any mode; it is in evaluation mode inside and comes back as it was.
@@ -75,16 +75,17 @@ def evaluate(
         num_bytes: UTF-8 bytes of text that the targets of each domain stand for, for bits per byte.
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
-        group: ranks that have the same batches: each computes some of them, and all have the result, which is that of
-            one rank to the last bit.
+        data: ranks that read different rows, and have the same batches here: each computes some of them, and all have
+            the result, which is that of one rank to the last bit. Ranks with other parts of the model, and so with the
+            same place in this group of theirs, compute the same ones.
     """
     if not batches:
         return {}
     with evaluating(model) if fp32 else evaluation(model):
         sizes = num_bytes or {}
         results: Mapping[str, DomainLoss | None]
-        if group is not None:
-            results = _shared(model, batches, torch.device(device), sizes, group)
+        if data is not None:
+            results = _shared(model, batches, torch.device(device), sizes, data)
         else:
             where = torch.device(device)
             results = {domain: _domain(model, rows, where, sizes.get(domain)) for domain, rows in batches.items()}
@@ -164,7 +165,7 @@ def _shared(
     batches: Mapping[str, Sequence[Batch]],
     device: torch.device,
     num_bytes: Mapping[str, int | None],
-    group: dist.ProcessGroup,
+    data: dist.ProcessGroup,
 ) -> dict[str, DomainLoss]:
     """One rank's part of the batches, then the sums of all, added up in the order in which one rank would.
 
@@ -173,12 +174,12 @@ def _shared(
     """
     counts = {domain: count for domain, rows in batches.items() if (count := count_targets(rows))}
     rows = [(domain, batch) for domain in counts for batch in batches[domain]]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(data), dist.get_world_size(data)
     mine: dict[int, float] = {}
     for number in range(rank, -(-len(rows) // size) * size, size):
         _, batch = rows[min(number, len(rows) - 1)]
         mine[number] = float(model.loss(to_device(batch, device)).loss_sum)
-    sums = {number: value for of_rank in gather(group, mine) for number, value in of_rank.items()}
+    sums = {number: value for of_rank in gather(data, mine) for number, value in of_rank.items()}
     totals = dict.fromkeys(counts, 0.0)
     for number, (domain, _) in enumerate(rows):
         totals[domain] += sums[number]

@@ -108,8 +108,8 @@ class LayerMajorExecutor:
         weights: 8-bit codes to refresh after updates.
         memory tracker: measures memory by phase, if given.
         memory plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
-        group: ranks with copies of the model and different data: a layer group's gradient is summed over them before
-            its update. None on one rank.
+        data: ranks that read different rows; a layer group's gradient is summed over them. None on one rank.
+        everyone: all ranks; None on one rank.
 
     Raises:
         ConfigError: see `memory.layer_major.apply_plan.by_group`.
@@ -131,10 +131,11 @@ class LayerMajorExecutor:
         weights: QuantizedWeights | None = None,
         memory_tracker: MemoryTracker | None = None,
         memory_plan: MemoryPlan | None = None,
-        group: dist.ProcessGroup | None = None,
+        data: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
-        self._group = group
+        self._data, self._everyone = data, everyone
         self.optimizer = optimizer
         self.clip = clip
         self.device = torch.device(device)
@@ -169,7 +170,7 @@ class LayerMajorExecutor:
                 no rollback buffer. The weights are of no use.
         """
         started = time.perf_counter()
-        num_targets, num_tokens = count_over(self._group, microbatches, self.device)
+        num_targets, num_tokens = count_over(self._data, microbatches, self.device)
         if not num_targets:
             seconds = time.perf_counter() - started
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
@@ -185,7 +186,7 @@ class LayerMajorExecutor:
                 loss = attempt.loss_sum / num_targets
                 if attempt.skipped is None:
                     self._bad_steps.in_a_row = 0
-                    after_step(self.model, self._group, self._finish)
+                    after_step(self.model, self._data, self._finish)
                 else:
                     before.forget_pass(self.clip)
                     self._bad_steps.watch(loss, norm)
@@ -199,8 +200,8 @@ class LayerMajorExecutor:
             self.rollback_buffer.commit()
         self.run.offloader.flush()
         # A step that is left out may have ended before there was anything to tell.
-        group = self._group if attempt.skipped is None else None
-        aux = mean_over(group, attempt.aux, sum(attempt.targets), self.device)
+        data = self._data if attempt.skipped is None else None
+        aux = mean_over(data, attempt.aux, sum(attempt.targets), self.device)
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux)
 
@@ -317,7 +318,7 @@ class LayerMajorExecutor:
 
     def _final(self, error: BaseException, attempt: _Attempt) -> PartialUpdateError | None:
         """The error of a step that found no memory; None where nothing was updated, or it is undone."""
-        if self._group is not None:
+        if self._everyone is not None:
             return others_wait(error)
         if not attempt.updated:
             return None
@@ -338,10 +339,10 @@ class LayerMajorExecutor:
         finite = self.run.forward(batches)
         for targets, told in zip(attempt.targets, self.run.aux_metrics(), strict=True):
             add_weighed(attempt.aux, told, targets)
-        return not any_of(self._group, not finite, self.device)
+        return not any_of(self._everyone, not finite, self.device)
 
     def _sum(self, value: float) -> float:
-        return sum_of(self._group, value, self.device)
+        return sum_of(self._data, value, self.device)
 
     def _check_finite(self, loss_sum: float) -> None:
         if not math.isfinite(self._sum(loss_sum)):
@@ -349,7 +350,7 @@ class LayerMajorExecutor:
 
     def _gradients(self, part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
         """`_with_gradients`, once they are summed over the ranks."""
-        sum_gradients(self._group, part.trained)
+        sum_gradients(self._data, part.trained)
         return _with_gradients(part)
 
     @torch.no_grad()

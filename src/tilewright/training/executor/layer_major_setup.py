@@ -63,7 +63,8 @@ def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
         weights=QuantizedWeights(model, inputs.optimizer, without=away),
         memory_tracker=inputs.memory_tracker,
         memory_plan=memory_plan,
-        group=inputs.world.data_group,
+        data=inputs.world.data.handle,
+        everyone=inputs.world.everyone.handle,
     )
     _tell(inputs.memory_tracker, executor.run)
     return executor

@@ -32,9 +32,8 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.agree import sum_over
+from tilewright.parallel.agree import OnAllRanksError, sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
-from tilewright.parallel.oom import OnAllRanksError
 from tilewright.parallel.shard import is_sharded
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
@@ -78,8 +77,9 @@ class _Progress:
 class StandardExecutor:
     """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
 
-    With a group each rank passes micro-batches of its own; counts, losses and gradients are summed over its ranks. The
-    model is the same on all of them, or sharded over them (`parallel.shard`).
+    Of several ranks those of `data` each pass micro-batches of their own; counts, losses and gradients are summed over
+    them. `everyone` decides together: how many micro-batches there are, and whether memory is short. The model is the
+    same on all ranks, or in parts (`parallel.shard`).
 
     Args:
         model: a module with `loss` and `after_step`.
@@ -91,7 +91,8 @@ class StandardExecutor:
         memory tracker: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
         policy: what the model's layers keep for backward, if that is to be read and changed.
-        group: ranks that read different data; None on one rank.
+        data: ranks that read different rows; None where this one reads all.
+        everyone: all ranks; None on one rank.
         reduce_each: of a sharded model: sum gradients after each micro-batch, see `GradientReduction`.
         weights: 8-bit codes that the optimizer's steps renew.
 
@@ -110,7 +111,8 @@ class StandardExecutor:
         memory_tracker: MemoryTracker | None = None,
         control: PrecisionController | None = None,
         policy: ActivationPolicy | None = None,
-        group: dist.ProcessGroup | None = None,
+        data: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
         reduce_each: bool = False,
         weights: QuantizedWeights | None = None,
     ) -> None:
@@ -125,8 +127,8 @@ class StandardExecutor:
         self.device = torch.device(device)
         self.memory_tracker = memory_tracker
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._group = group
-        self._gradients = GradientReduction(model, self._params, group, reduce_each=reduce_each)
+        self._data, self._everyone = data, everyone
+        self._gradients = GradientReduction(model, self._params, data, everyone=everyone, reduce_each=reduce_each)
         self._sharded = self._gradients.sharded
         self._bad_steps = BadSteps(model)
         self.transaction = StepTransaction(
@@ -156,8 +158,8 @@ class StandardExecutor:
         progress = _Progress()
         with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, progress)) as before:
             if self._sharded:
-                check_as_many(self._group, len(microbatches), self.device)
-            num_targets, num_tokens = count_over(self._group, microbatches, self.device)
+                check_as_many(self._everyone, len(microbatches), self.device)
+            num_targets, num_tokens = count_over(self._data, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
             if self.control is None or not num_targets:
                 attempt, redone = self._attempt(microbatches, num_targets, scale), None
@@ -171,7 +173,7 @@ class StandardExecutor:
                     before.forget_pass(self.clip)
                     self._bad_steps.watch(attempt.loss, attempt.norm, mended=self.scaler is not None)
                 self.optimizer.zero_grad(set_to_none=True)
-        told = mean_over(self._group, attempt.aux, attempt.targets, self.device)
+        told = mean_over(self._data, attempt.aux, attempt.targets, self.device)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
@@ -207,7 +209,7 @@ class StandardExecutor:
         aux: dict[str, Tensor] = {}
         targets = [count_targets([batch]) for batch in microbatches]
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
-        gradients = self._gradients if self._sharded or self._group is not None else None
+        gradients = self._gradients if self._sharded or self._everyone is not None else None
         with nullcontext() if gradients is None else gradients.passes(self.device):
             for index, host_batch in enumerate(microbatches):
                 last = index + 1 == len(microbatches)
@@ -224,7 +226,7 @@ class StandardExecutor:
                 add_weighed(aux, output.aux, targets[index])
         with self._phase("update"):
             if gradients is not None:
-                sum_over(self._group, [loss_sum])
+                sum_over(self._data, [loss_sum])
                 gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
@@ -247,7 +249,7 @@ class StandardExecutor:
         progress.gradients = self._num_gradients()
         self._update()
         progress.updated = True
-        after_step(self.model, self._group, self.transaction.retry_on_oom)
+        after_step(self.model, self._data, self.transaction.retry_on_oom)
 
     def _update(self) -> None:
         optimizer = self.optimizer
@@ -268,7 +270,7 @@ class StandardExecutor:
 
     def _final(self, error: BaseException, progress: _Progress) -> PartialUpdateError | None:
         """The error of a step that got so far and cannot be taken back; None where it can."""
-        if self._group is not None:
+        if self._everyone is not None:
             return None if isinstance(error, OnAllRanksError) else others_wait(error)
         if progress.updated:
             return partial_update(error, "the weights are new, and what follows from them is missing")
@@ -284,16 +286,16 @@ class StandardExecutor:
 
 
 def after_step(
-    model: TrainableModel, group: dist.ProcessGroup | None, retry: Callable[[Callable[[], None]], None]
+    model: TrainableModel, data: dist.ProcessGroup | None, retry: Callable[[Callable[[], None]], None]
 ) -> None:
     """`model.after_step`; a model for one rank need not take a group.
 
     Args:
         model: whose weights are new.
-        group: ranks that meet in it, and so repeat nothing; None for one process.
+        data: ranks that read different rows. They meet in it, and so repeat nothing.
         retry: calls a piece again where an allocator finds no memory.
     """
-    retry(model.after_step) if group is None else model.after_step(group)
+    retry(model.after_step) if data is None else model.after_step(data)
 
 
 def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
@@ -308,7 +310,8 @@ def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
         memory_tracker=inputs.memory_tracker,
         control=inputs.control,
         policy=ActivationPolicy(model, inputs.plan_of(len(model.layers) or 1)),
-        group=world.data_group,
+        data=world.data.handle,
+        everyone=world.everyone.handle,
         reduce_each=inputs.recipe.parallel.reduce_each,
         weights=quantized_weights(model, optimizer),
     )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import FitError
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.malloc import trim_malloc
-from tilewright.parallel.oom import OnAllRanksError
+from tilewright.parallel.agree import OnAllRanksError
 from tilewright.precision.snapshot import ModuleSlots, Snapshot
 
 Result = TypeVar("Result")

@@ -99,13 +99,13 @@ class RankAgreement(Agreement, StepHook):
     alone = False
 
     def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable, messages: list[str]) -> None:
-        assert world.control_group is not None, "one process agrees with nobody"
+        assert world.everyone.handle is not None, "one process agrees with nobody"
         super().__init__()
         self.world = world
         self.heartbeat = heartbeat
         self.table = table
         self._messages = messages
-        self._group = world.control_group
+        self._group = world.everyone.handle
         self._asked = StopRequest()
 
     def begin(self, stop: StopRequest) -> None:

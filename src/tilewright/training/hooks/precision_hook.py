@@ -111,7 +111,7 @@ def _move(row: dict) -> Move:
 
 
 def precision_hook(
-    recipe: Recipe, model: Model, device: torch.device, group: dist.ProcessGroup | None = None
+    recipe: Recipe, model: Model, device: torch.device, everyone: dist.ProcessGroup | None = None
 ) -> PrecisionHook | None:
     """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
 
@@ -119,7 +119,7 @@ def precision_hook(
         recipe: reads `[precision]` and the number of steps.
         model: converted.
         device: where batches are moved.
-        group: ranks that decide alike; None on one rank.
+        everyone: all ranks, which decide alike; None on one rank.
 
     Raises:
         FitError: its budget cannot be kept.
@@ -141,5 +141,5 @@ def precision_hook(
             spike_factor=control.spike_factor,
         )
     schedule = FormatSchedule.from_section(section, recipe.train.steps)
-    controller = PrecisionController(model, settings, schedule, group=group)
+    controller = PrecisionController(model, settings, schedule, group=everyone)
     return PrecisionHook(controller, model, device, section.lr_noise_damping)

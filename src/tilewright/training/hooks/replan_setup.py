@@ -12,7 +12,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.malloc import trim_malloc
-from tilewright.parallel.parts import local_part
+from tilewright.ops.base.parts import local
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.hooks.agreement import Agreement, planner_on_first
@@ -144,7 +144,7 @@ def there_bytes(device: torch.device, ranks: int = 1) -> int:
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of the optimizer's states on a device, those that stand for others elsewhere included."""
     states = (value for state in optimizer.state.values() for value in state.values())
-    parts = (local_part(value) for value in states if isinstance(value, torch.Tensor))
+    parts = (local(value) for value in states if isinstance(value, torch.Tensor))
     return sum(part.nbytes for part in parts if part.device.type == device.type)
 
 

@@ -145,7 +145,7 @@ class RankWatch(LoneWatch):
         """The same: from here on phases of a step are those of memory."""
         parts.memory_tracker.on_phase = self.heartbeat.phase
         planned = 0 if plan.unknown else plan.phase_bytes(plan.step_phase) + plan.reserve_bytes
-        group = self.world.control_group
+        group = self.world.everyone.handle
         assert group is not None, "of several ranks"
         table = RankTable(group, folder, parts.memory_tracker.device, planned)
         return RankAgreement(self.world, self.heartbeat, table, parts.executor.transaction.oom_messages)
@@ -217,11 +217,15 @@ def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
             need="copies of the model, or the standard executor",
             try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
         )
-    check_shared(recipe, world.size)
+    check_shared(recipe, world.data.size)
 
 
 def check_shared(recipe: Recipe, ranks: int) -> None:
     """What several processes cannot share, known before there are any.
+
+    Args:
+        recipe: of the run.
+        ranks: that read different rows.
 
     Raises:
         ConfigError: fewer samples in a step than processes.

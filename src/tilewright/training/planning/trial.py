@@ -60,14 +60,14 @@ def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
 
 def _evaluation_s(run: Run) -> float:
     """Seconds of an evaluation on the way, from one batch of it."""
-    setup, group = run.setup, run.setup.world.waiting_group
+    setup, data = run.setup, run.setup.world.data
     texts = run.parts.held_out_parts[0], setup.other_text
     batches = [batch for text in texts for rows in text.batches.values() for batch in rows]
-    how = {"device": setup.device, "fp32": run.recipe.precision.eval_fp32, "group": group}
+    how = {"device": setup.device, "fp32": run.recipe.precision.eval_fp32, "data": data.handle}
     seconds = []
     with run.parts.executor.access.forward_passes(run.parts.model):
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()
             evaluate(run.parts.model, {"": batches[:1]}, **how)
             seconds.append(time.perf_counter() - began)
-    return seconds[-1] * math.ceil(len(batches) / setup.world.size)
+    return seconds[-1] * math.ceil(len(batches) / data.size)

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -21,6 +21,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
 from tilewright.core.subprocess_call import answer, answer_error, call_module
+from tilewright.parallel.mesh import DATA_AXES, MeshSizes
 
 STEPS = 3
 TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
@@ -50,20 +51,20 @@ class Gap:
         return self.error <= self.tolerance
 
 
-def parse_sizes(text: str) -> tuple[int, int]:
-    """Copies and shards in `dp_shard=2,dp_replicate=2`.
+def parse_sizes(text: str) -> MeshSizes:
+    """Ranks by axis in `dp_shard=2,dp_replicate=2`.
 
     Raises:
         ConfigError: something else.
 
     Example:
-        >>> parse_sizes("dp_shard=2")
-        (1, 2)
+        >>> parse_sizes("dp_shard=2").dp_shard
+        2
     """
-    sizes = {"dp_replicate": 1, "dp_shard": 1}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name not in sizes or not value.isdecimal() or not int(value):
+        if name not in DATA_AXES or not value.isdecimal() or not int(value):
             raise ConfigError(
                 "Mesh that cannot be read",
                 got=text,
@@ -72,20 +73,20 @@ def parse_sizes(text: str) -> tuple[int, int]:
                 where="--parallel",
             )
         sizes[name] = int(value)
-    if sizes["dp_replicate"] * sizes["dp_shard"] == 1:
+    mesh = MeshSizes(**sizes)
+    if mesh.world == 1:
         raise ConfigError(
             "Mesh of one process", got=text, need="at least two", try_="--parallel dp_shard=2", where="--parallel"
         )
-    return sizes["dp_replicate"], sizes["dp_shard"]
+    return mesh
 
 
-def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
+def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
     """What differs between several ranks and one, the worst first.
 
     Args:
         loaded: the recipe; its model is made small.
-        replicate: copies.
-        shards: of a copy.
+        sizes: of the ranks' mesh.
 
     Raises:
         TilewrightError: the recipe cannot be trained; that of the side which failed first.
@@ -94,15 +95,14 @@ def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
 
     from tilewright.cli.commands.outputs.parity_model import with_small_model
 
-    world = replicate * shards
     with tempfile.TemporaryDirectory() as folder:
         loaded = with_small_model(loaded, Path(folder) / "model")
-        recipe = tiny(loaded.recipe, world)
+        recipe = tiny(loaded.recipe, sizes.data)
         path = Path(folder) / "parity.toml"
         write_run_toml(Loaded(recipe, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
-        say(f"{STEPS} steps on one process, then on {world}")
+        say(f"{STEPS} steps on one process, then on {sizes.world}")
         sides = []
-        for number, (mesh, environs) in enumerate(_sides(replicate, shards)):
+        for number, (mesh, environs) in enumerate(_sides(sizes)):
             out = Path(folder) / f"{number}.npz"
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
@@ -137,22 +137,23 @@ def _run_side(environs: Sequence[Mapping[str, str]], **arguments: Any) -> None:
         raise next((error for error in problems if isinstance(error, TilewrightError)), problems[0])
 
 
-def _sides(replicate: int, shards: int) -> list[tuple[list[int], list[dict[str, str]]]]:
+def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    return [([1, 1], env.of_ranks(1, port)), ([replicate, shards], env.of_ranks(replicate * shards, port))]
+    return [(asdict(mesh), env.of_ranks(mesh.world, port)) for mesh in (MeshSizes(), sizes)]
 
 
-def tiny(recipe: Recipe, world: int) -> Recipe:
-    """The recipe with a small model, short rows and one row per micro-batch, two for each rank."""
+def tiny(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with a small model, short rows and one row per micro-batch, two for each rank that reads rows of
+    its own."""
     rows = 2 if recipe.data.format == "preferences" else 1
     settings: dict[str, Any] = {
         "run.device": "cpu" if recipe.run.device == "cpu" else "auto",
         "run.threads": 1,
         "data.seq_len": min(recipe.data.seq_len, 128),
         "train.steps": STEPS,
-        "train.global_batch_size": 2 * world * rows,
+        "train.global_batch_size": 2 * ranks * rows,
         "train.micro_batch_size": rows,
         "train.compile": "off",
         "optim.warmup_steps": 0,
@@ -215,7 +216,7 @@ def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[floa
 # ---- in the processes ----
 
 
-def train_side(recipe: str, mesh: list[int], out: str) -> int:
+def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
     """Train the steps as one rank of a side; the first one writes the side's numbers."""
     import numpy as np
     import torch
@@ -226,11 +227,10 @@ def train_side(recipe: str, mesh: list[int], out: str) -> int:
 
     loaded = load_recipe(recipe, environ={})
     timeout_s = 60 * loaded.recipe.parallel.timeout_minutes
-    replicate, shards = mesh
     found: dict[str, Any] = {}
     device = loaded.recipe.run.device
     with (
-        launched(dp_replicate=replicate, dp_shard=shards, device=device, timeout_s=timeout_s) as launch,
+        launched(MeshSizes(**mesh), device=device, timeout_s=timeout_s) as launch,
         watched(launch, Path(recipe).parent, answer_error) as world,
     ):
         parts = build(set_up(loaded, world=world), fresh=True)

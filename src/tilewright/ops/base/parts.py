@@ -1,0 +1,202 @@
+"""Which part of a tensor a rank holds, and tensors that are in parts like others. All that is asked about it is here.
+
+A part is a block: a range of indices along each dim. FSDP2 gives ranges of rows, tensor parallelism ranges of rows or
+columns, and FSDP2 over either the rows of these; where several axes of the mesh cut the same dim they must come out
+even, since a part of what is left over may be no block.
+
+AdamW treats elements one by one, so parts are updated where they are. What is rounded needs two things more: random
+bits that an element has wherever it is, and blocks of codes that nothing cuts. Both hold of ranges of whole rows.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tilewright.core.errors import ConfigError
+
+Place = tuple[str, tuple[int, ...] | None]
+"""A tensor's name, and where in it the part begins; None for a tensor that every rank holds whole."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A block of a tensor.
+
+    Example:
+        >>> part = TensorPart((6, 8), (2, 0), (2, 8))
+        >>> part.is_rows, part.first_element, TensorPart((6, 8), (0, 4), (6, 4)).is_rows
+        (True, 16, False)
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    starts: tuple[int, ...]
+    """First index along each dim."""
+    sizes: tuple[int, ...]
+    """Its own shape."""
+
+    @staticmethod
+    def of_rows(shape: Sequence[int], rows: range) -> "TensorPart":
+        """Some whole rows of a tensor."""
+        rest = tuple(shape[1:])
+        return TensorPart(tuple(shape), (rows.start, *(0 for _ in rest)), (len(rows), *rest))
+
+    @property
+    def rows(self) -> range:
+        """Along the first dim."""
+        return range(self.starts[0], self.starts[0] + self.sizes[0])
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether its rows are whole."""
+        return self.sizes[1:] == self.shape[1:]
+
+    @property
+    def first_element(self) -> int:
+        """Elements of the whole tensor before its first one."""
+        return sum(start * prod(self.shape[dim + 1 :]) for dim, start in enumerate(self.starts))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts it out of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+
+def rows_of(rows: int, count: int, number: int) -> range:
+    """Rows of one of `count` parts, as `Shard(0)` has them: the last have fewer, or none, where they do not come out
+    even.
+
+    Example:
+        >>> [rows_of(5, 4, number) for number in range(4)]
+        [range(0, 2), range(2, 4), range(4, 5), range(5, 5)]
+    """
+    each = -(-rows // count)
+    return range(min(rows, number * each), min(rows, (number + 1) * each))
+
+
+def part_of(tensor: Tensor) -> TensorPart:
+    """What this rank holds of a tensor; of one that is no DTensor, all.
+
+    Raises:
+        ConfigError: several axes of the mesh cut the same dim, and do not come out even.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorPart(shape, (0,) * len(shape), shape)
+    uneven = _uneven_dim(shape, tensor.device_mesh, tensor.placements)
+    if uneven is not None:
+        raise ConfigError(
+            "Tensor that several axes of the mesh cut unevenly",
+            got=f"shape {shape}, placements {tensor.placements}, a mesh of {tuple(tensor.device_mesh.shape)}",
+            need=f"a dim {uneven} that divides by the number of its parts: what is left over may be no range of it",
+            try_="other numbers of processes along these axes, or one axis for this tensor",
+        )
+    return _part(shape, tensor.device_mesh, tuple(tensor.placements))
+
+
+@torch.no_grad()
+def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """What this rank holds of a tensor, in the same memory; a whole tensor as it is.
+
+    Args:
+        tensor: whole or sharded.
+        like: a tensor of its shape, whose sharding it gets before: that of a gradient may be another, or a sum that is
+            still to be taken. All ranks wait for each other then.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) != (like.device_mesh, like.placements):
+        tensor = tensor.redistribute(like.device_mesh, like.placements)
+    held = tensor.to_local()
+    return held.wait() if isinstance(held, AsyncCollectiveTensor) else held
+
+
+def place_of(name: str, tensor: Tensor) -> Place:
+    """The place of this rank's part. Ranks whose parts have the same place hold the same part.
+
+    Raises:
+        ConfigError: see `part_of`.
+    """
+    return name, part_of(tensor).starts if isinstance(tensor, DTensor) else None
+
+
+def holds_rows(tensor: Tensor) -> bool:
+    """Whether each rank holds one range of whole rows, or all of them."""
+    if not isinstance(tensor, DTensor):
+        return True
+    cuts = _cuts(tensor.device_mesh, tensor.placements)
+    return set(cuts) <= {0} and _uneven_dim(tuple(tensor.shape), tensor.device_mesh, tensor.placements) is None
+
+
+def num_cuts(tensor: Tensor) -> int:
+    """Axes of the mesh along which ranks hold other parts."""
+    return sum(map(len, _cuts(tensor.device_mesh, tensor.placements).values())) if isinstance(tensor, DTensor) else 0
+
+
+def first_element(tensor: Tensor) -> int:
+    """Elements of the whole tensor before those of this rank, which holds rows of it; 0 where it does not, and where
+    nothing is rounded (`optim.validate`)."""
+    return part_of(tensor).first_element if holds_rows(tensor) else 0
+
+
+def zeros_beside(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Zeros with this rank's part of `shape` where `like` is whole or holds rows of as many as it has itself."""
+    if not isinstance(like, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    held = local(like.detach())
+    alike = tuple(shape) == tuple(like.shape)  # then whatever it holds
+    sizes = held.shape if alike else _part(tuple(shape), like.device_mesh, tuple(like.placements)).sizes
+    return sharded_like(torch.zeros(sizes, dtype=dtype, device=held.device), shape, like)
+
+
+def sharded_like(part: Tensor, shape: Sequence[int], like: DTensor) -> DTensor:
+    """A tensor of this shape of which this rank holds `part`, sharded like another."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, were it sharded like another of as many rows; a view."""
+    if not isinstance(like, DTensor):
+        return whole
+    return whole[_part(tuple(whole.shape), like.device_mesh, tuple(like.placements)).slices]
+
+
+def beside(value: Tensor, param: Tensor) -> Tensor:
+    """A state on its parameter's device and sharded like it: what is whole is cut, which no rank waits for."""
+    if isinstance(param, DTensor) and not isinstance(value, DTensor):
+        part = cut_like(value, param).to(local(param.detach()).device, copy=True, memory_format=torch.contiguous_format)
+        return sharded_like(part, value.shape, param)
+    return value.to(param.device)
+
+
+def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, list[int]]:
+    """Dims that axes cut, each with the numbers of ranks along them."""
+    found: dict[int, list[int]] = {}
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if type(placement) is not Replicate and not placement.is_partial():
+            found.setdefault(placement.dim, []).append(size)  # Shard, and what FSDP2 makes of it
+    return found
+
+
+def _uneven_dim(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
+    """A dim that several axes cut without coming out even. FSDP2 cuts what tensor parallelism has left to each rank:
+    torch's metadata of such parts are wrong (pytorch#168134)."""
+    cuts = _cuts(mesh, placements)
+    return next((dim for dim, sizes in cuts.items() if len(sizes) > 1 and shape[dim] % prod(sizes)), None)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for in every step
+def _part(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> TensorPart:
+    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return TensorPart(shape, tuple(starts), tuple(sizes))
