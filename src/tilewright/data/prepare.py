@@ -27,6 +27,7 @@ from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, tokenizer_files
+from tilewright.data.common.wanted import wanted, wanted_validation
 from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
 from tilewright.data.prepared_chat import PreparedChat
@@ -60,6 +61,7 @@ def prepare(
     seed: int = 0,
     processes: int = 1,
     own_process: bool = False,
+    setting: str = "data.source",
 ) -> PreparedData | PreparedChat | PreparedImages:
     """Prepare the data of a run, or find it prepared.
 
@@ -86,6 +88,7 @@ def prepare(
         own_process: what is not there yet is made by a process of its own, so that what this takes of memory (a
             hundred MiB, much of which a process does not get rid of) is not in the one that continues. It uses all
             cores.
+        setting: which names `source`, for errors.
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.
@@ -113,11 +116,12 @@ def prepare(
         packed = cached(root, rows_key, _builder(seconds, build_rows, built.tokens, task, seq_len, domains), before)
         return _timed(PreparedData(built.tokens, packed), seconds)
     field = text_field if format == "text" else None
+    want = wanted(format, setting)
     if sources:
-        found = several_sources(sources, field, domains)
+        found = several_sources(sources, field, domains, want)
     else:
-        found = installed_source() if source == INSTALLED else user_source(source, field, domains)
-    own = user_source(validation, field) if validation and not holdout else None
+        found = installed_source() if source == INSTALLED else user_source(source, field, domains, want)
+    own = user_source(validation, field, want=wanted_validation(format)) if validation and not holdout else None
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
     settings = {

@@ -24,6 +24,7 @@ from tilewright.data.build.finished.open_built import read_dataset
 from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
+from tilewright.data.common.wanted import IMAGES
 from tilewright.data.corpus.account import account_of_files
 from tilewright.data.sources.walk import Found, find_files, stat_key
 
@@ -164,12 +165,7 @@ def list_images(root: Path) -> Found:
     classes = {name.split("/")[0] for name, _, _ in found.files if "/" in name}
     if len(classes) < 2:
         what = f"with {len(classes)} sub-folders that hold files" if root.is_dir() else "which is not a folder"
-        raise DataError(
-            "No image classes at this path",
-            where="data.source",
-            got=f"{str(root)!r}, {what}",
-            need="a folder with one sub-folder of images for each class, two at least",
-        )
+        raise IMAGES.absent(root, str(root), what)
     files, found.files = found.files, []
     for name, path, status in files:
         if not stat.S_ISREG(status.st_mode):
@@ -221,6 +217,7 @@ def build_images(
             got=f"{len(names)} images in {len(classes)} classes"
             + (f"; {found.rejects[-1].reason}" if found.rejects else ""),
             need="two classes, and two images in one of them at least",
+            try_=f"images of the types {', '.join(sorted(SUFFIXES))} in two sub-folders of {source}",
         )
     np.save(folder / "pixels.npy", np.stack(pixels))
     np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))

@@ -6,6 +6,7 @@ value is a good first one: Gopher is Rae et al. 2021 (arXiv 2112.11446, appendix
 """
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -229,7 +230,7 @@ def load_data_toml(path: Path) -> DataBuild:
             "No such data.toml",
             got=str(path),
             need="a TOML file with the settings of a data build",
-            try_="echo 'read.source = \"FOLDER\"' > data.toml",
+            try_=f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(path))}",
         )
     toml = read_toml(path)
     problems: list[Problem] = []

@@ -15,6 +15,7 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.build.config import ReadSection
+from tilewright.data.common.wanted import BUILD
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
@@ -144,7 +145,8 @@ def _files(
     source: str, domain: str, read: ReadSection, listing: Listing, contents: Contents, prefix: str
 ) -> Iterator[Item]:
     source = hub_dataset(source) if source.startswith(PREFIX) else source
-    root = existing(Path(source).expanduser(), source)
+    want = BUILD.named(f"read.sources.{domain}") if domain else BUILD
+    root = existing(Path(source).expanduser(), source, want)
     saved = root.is_dir() and is_saved_dataset(root)
     found = find_files(root)
     stems = {os.path.splitext(name) for name in found.sizes}
@@ -255,9 +257,8 @@ def _shards(items: list[Item], shard_bytes: int) -> Iterator[list[Item]]:
 
 def _nothing(read: ReadSection, listing: Listing) -> DataError:
     reasons = [f"{r.path}: {r.rule}{'; ' + str(r.value) if r.value else ''}" for r in listing.rejects[:5]]
-    return DataError(
-        "No files to read for the data build",
-        where=read.source,
-        got="\n".join(reasons) or (f"files larger than max_bytes = {read.max_bytes}" if read.max_bytes else "no files"),
-        need="files with text, rows of text, images or sound",
-    )
+    better = ""
+    if listing.found_bytes and read.max_bytes and listing.left_files:
+        better = "read.max_bytes = 0   (no limit)"
+    got = "\n".join(reasons) or (f"files larger than max_bytes = {read.max_bytes}" if read.max_bytes else "no files")
+    return BUILD.unusable(", ".join(read.sources.values()) or read.source, got, better)

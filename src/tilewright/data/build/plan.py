@@ -19,7 +19,7 @@ from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.stages.repair import repair_shard
 from tilewright.data.build.stages.rules import apply_rules
 from tilewright.data.build.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE, before_copies, last_kept
-from tilewright.data.build.stages.split import split_records
+from tilewright.data.build.stages.split import Refused, split_records
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 
@@ -130,7 +130,9 @@ def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     where = c.folders(last_kept(c)), c.folders("repair"), c.listing.domains(), c.folder("near")
-    return split_records(*where, c.build.split, folder)
+    before = [name for name in rejecting(c) if name != "encode"]
+    rejects = [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)]
+    return split_records(*where, c.build.split, folder, Refused(source_label(c), rejects))
 
 
 def _media(c: Context, i: int, folder: Path) -> Mapping[str, Any]:

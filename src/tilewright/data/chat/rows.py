@@ -18,6 +18,7 @@ from typing import Any
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.tools import read_tools
+from tilewright.data.common.wanted import ROW_OF_CHAT, ROW_OF_PREFERENCES
 
 PREFERENCES = "preferences"
 """The shape of pairs."""
@@ -73,12 +74,12 @@ def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
     row = _pair_of_openai(row)
     if is_pair(row):
         if not pairs:
-            raise ChatError("row of preferences", try_='data.format = "preferences"')
+            raise ChatError(ROW_OF_PREFERENCES, try_='data.format = "preferences"')
         shape, found = PREFERENCES, _pair(row)
     else:
         shape, messages = _conversation(row)
         if pairs:
-            raise ChatError("row without chosen and rejected", got=f"the shape {shape}", try_='data.format = "chat"')
+            raise ChatError(ROW_OF_CHAT, got=f"the shape {shape}", try_='data.format = "chat"')
         check_messages(messages)
         found = {"messages": messages}
     tools = read_tools(row.get("tools") or row.get("functions"))

@@ -16,6 +16,7 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.wanted import Wanted, better_format
 from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
 
@@ -267,18 +268,14 @@ def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> Da
     got = [f"{r.where}: {r.reason} ({r.count}x){'; ' + r.example if r.example else ''}" for r in worst]
     if not got and source.parts:
         got = [f"{len(source.parts)} files or row groups, but no document that fits into max_bytes = {max_bytes}"]
-    return DataError(
-        "No usable text in the training data",
-        where=source.label,
-        got="\n".join(got) or "no files",
-        need="UTF-8 text files, .jsonl, .json, .csv, .tsv, .parquet or a Hugging Face dataset on disk",
-        try_=_hint(worst) or "data.source = 'installed'   to see a run work first",
-    )
+    return source.wanted.unusable(source.label, "\n".join(got) or "no files", _hint(worst, source.wanted))
 
 
-def _hint(rejects: list[Reject]) -> str:
+def _hint(rejects: list[Reject], want: Wanted) -> str:
+    """What else can be done with what was found, "" where nothing is known."""
     for reject in rejects:
-        if reject.reason.startswith("no field") and "fields" in reject.example:
-            fields = reject.example.split("fields", 1)[1].lstrip(": ")
-            return f"data.text_field = one of: {fields}"
+        _, named, fields = reject.example.partition("fields")
+        listed = fields.lstrip(": ").split(", ") if named else []
+        if hint := better_format(want, reject.where, reject.reason, listed):
+            return hint
     return ""

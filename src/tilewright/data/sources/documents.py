@@ -7,6 +7,9 @@ Nothing here guesses an encoding: text is UTF-8, or says otherwise with a byte-o
 import codecs
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+
+from tilewright.data.common.wanted import Wanted, wanted
 
 MAX_DOCUMENT_CHARS = 65_536
 """Longer texts are cut into documents of at most this many characters, at a blank line where there is one."""
@@ -62,7 +65,8 @@ class Source:
     """All parts of a source, found without reading their text.
 
     `key` changes whenever the content may have changed. `rejects` are what was refused while looking. `files` has the
-    size in bytes of everything that was found: each is in a part, in a reject, or both.
+    size in bytes of everything that was found: each is in a part, in a reject, or both. `wanted` is what it is read
+    for.
     """
 
     label: str
@@ -70,6 +74,7 @@ class Source:
     parts: tuple[Part, ...]
     rejects: tuple[Reject, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
+    wanted: Wanted = field(default_factory=partial(wanted, "text"), compare=False)
 
 
 def wide_encoding(data: bytes) -> str:

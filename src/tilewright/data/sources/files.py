@@ -16,7 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from tilewright.core.errors import DataError, is_of_machine, machine_error
+from tilewright.core.errors import is_of_machine, machine_error
+from tilewright.data.common.wanted import TEXT_SUFFIXES, Wanted, wanted
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
 from tilewright.data.sources.documents import (
@@ -38,31 +39,30 @@ from tilewright.data.sources.walk import Found, find_files, stat_key
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""
 
-TEXT_SUFFIXES = """
-    .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
-    .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
-    .zig .nim .log .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
-"""
 _EXPANSION = 4  # text bytes per compressed byte, for size estimates only
 _SHORT_SUFFIX = re.compile(r"\.[a-z0-9_+-]{1,10}\Z")
 
 _Read = Callable[[], Iterator[Document | Reject]]
 
 
-def user_source(source: str, text_field: str | None = "text", domains: tuple[str, ...] = ()) -> Source:
+def user_source(
+    source: str, text_field: str | None = "text", domains: tuple[str, ...] = (), want: Wanted | None = None
+) -> Source:
     """The source over a path of the user's.
 
     Args:
         source: a folder or file, or a dataset of the hub, `hf://org/name`.
         text_field: of rows that hold the text; None: whole rows are wanted, as JSON, and files of text are refused.
         domains: splits of a saved dataset to read.
+        want: what it is read for; None: text, or conversations where whole rows are wanted.
 
     Raises:
         DataError: the path does not exist. (One that holds nothing usable is found out when it is read.)
     """
+    want = want or wanted("chat" if text_field is None else "text")
     source = hub_dataset(source) if source.startswith(PREFIX) else source
     root = Path(source).expanduser()
-    found = find_files(existing(root, source))
+    found = find_files(existing(root, source, want))
     digest = xxhash.xxh3_128(os.fsencode(f"{root.resolve()}\0{text_field}\0{','.join(domains)}"))
     saved = root.is_dir() and is_saved_dataset(root)
     items: list[Part | Reject] = list(found.rejects)
@@ -83,20 +83,23 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
             raise machine_error(error, str(root)) from error
     parts = tuple(item for item in items if isinstance(item, Part))
     rejects = tuple(item for item in items if isinstance(item, Reject))
-    return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes)
+    return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes, want)
 
 
-def several_sources(sources: Mapping[str, str], text_field: str | None, domains: tuple[str, ...] = ()) -> Source:
+def several_sources(
+    sources: Mapping[str, str], text_field: str | None, domains: tuple[str, ...] = (), want: Wanted | None = None
+) -> Source:
     """One source over several paths, each a domain of the name that it is given.
 
     Raises:
         DataError: a path does not exist.
     """
+    want = want or wanted("chat" if text_field is None else "text")
     parts, rejects, sizes, keys = [], [], {}, []
     for name, path in sources.items():
         if domains and name not in domains:
             continue
-        one = user_source(path, text_field)
+        one = user_source(path, text_field, want=want.named(f"data.sources.{name}", want.one_of_several))
         keys.append(f"{name}\0{one.key}")
         parts += [
             replace(part, domain=name, name=f"{name}/{part.name}", file=f"{name}/{part.file or part.name}")
@@ -106,10 +109,10 @@ def several_sources(sources: Mapping[str, str], text_field: str | None, domains:
         sizes |= {f"{name}/{file}": size for file, size in one.files.items()}
     digest = xxhash.xxh3_128(os.fsencode("\1".join(keys)))
     label = ", ".join(printable(path) for path in sources.values())
-    return Source(label, digest.hexdigest(), tuple(parts), tuple(rejects), sizes)
+    return Source(label, digest.hexdigest(), tuple(parts), tuple(rejects), sizes, want)
 
 
-def existing(root: Path, source: str) -> Path:
+def existing(root: Path, source: str, want: Wanted) -> Path:
     """`root`, which is there.
 
     Raises:
@@ -120,13 +123,7 @@ def existing(root: Path, source: str) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         absent = isinstance(error, FileNotFoundError | NotADirectoryError)
         why = "which does not exist" if absent else f"which cannot be read: {getattr(error, 'strerror', error)}"
-        raise DataError(
-            "No training data at this path",
-            where="data.source",
-            got=f"{source[:200]!r}, {why}",
-            need="a folder, a file, or 'installed'",
-            try_='data.source = "installed"   (the text that this installation carries)',
-        ) from None
+        raise want.absent(root, source, why) from None
     return root
 
 

@@ -6,6 +6,7 @@ a domain of which all text is too little to hold a part out: its text goes, its 
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,45 @@ from tilewright.core.errors import DataError
 from tilewright.data.build.config import SplitSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.copies.near import components
-from tilewright.data.build.tables import batches
+from tilewright.data.build.tables import batches, rows
 from tilewright.data.common.hashing import hash64
+from tilewright.data.common.wanted import BUILD
 from tilewright.data.corpus.holdout import choose_holdout
 
 TRAIN, HELD, DROPPED, LEFT, SHOWN, SHOWN_HELD = range(6)
 """Where a record goes: both splits; out, for its domain or the limit; both splits, without tokens of its caption."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What the stages before have dropped, for the error where too little is left.
+
+    Args:
+        source: of the build.
+        folders: of the units that wrote rejects.
+    """
+
+    source: str
+    folders: list[Path]
+
+    def error(self, num: int) -> DataError:
+        """Too little text for both parts: `num` records are left."""
+        counts: Counter[str] = Counter()
+        stages: set[str] = set()
+        for folder in self.folders:
+            for row in rows(folder / "rejects.parquet"):
+                stages.add(row["stage"])
+                counts[f"{row['path']}: {row['rule']}" if row["stage"] == "read" else row["rule"]] += row["count"]
+        lines = [f"{rule} ({count:,}x)" for rule, count in counts.most_common(5)]
+        if not num and stages <= {"read"}:
+            return BUILD.unusable(self.source, "\n".join(lines) or "no record")
+        return DataError(
+            "Too little text for a training and a held-out part",
+            where=self.source,
+            got="\n".join([f"{num} records that keep to the rules and are no copies; dropped were:", *lines]),
+            need="two different records, or one of a few hundred bytes",
+            try_="fewer or weaker rules than those that dropped most, or more files in read.source",
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +97,7 @@ def split_records(
     clusters: Path,
     settings: SplitSection,
     folder: Path,
+    refused: "Refused",
 ) -> Mapping[str, Any]:
     """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
 
@@ -75,11 +110,11 @@ def split_records(
     domains = tuple(sorted(set(domain_of_shard)))
     every = _all_kept(kept, repaired, domains, domain_of_shard)
     if not len(every):
-        raise _too_little(0)
+        raise refused.error(0)
     stays = within(every.domain_of, every.lengths, every.docs, settings)
     found = every.where(stays)
     if not len(found):
-        raise _too_little(0)
+        raise refused.error(0)
     split = choose_holdout(found, _clusters(found, clusters), settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
@@ -89,7 +124,7 @@ def split_records(
     part[held] = np.where(part[held] == SHOWN, SHOWN_HELD, HELD)
     where[stays] = part
     if not np.isin(where, (TRAIN, SHOWN)).any() or not (np.isin(where, (HELD, SHOWN_HELD)).any() or split.cut):
-        raise _too_little(len(found))
+        raise refused.error(len(found))
     shards = shard_of(every.docs)
     for shard in range(len(kept)):
         first, stop = np.searchsorted(shards, [shard, shard + 1])
@@ -195,13 +230,3 @@ def _clusters(found: _Documents, path: Path) -> np.ndarray:
     same = found.texts[order[1:]] == found.texts[order[:-1]]
     joined = components(len(names), number[order[:-1][same]], number[order[1:][same]])
     return names[joined[number]].astype(np.int64)
-
-
-def _too_little(num: int) -> DataError:
-    return DataError(
-        "Too little text for a training and a held-out part",
-        where="data build",
-        got=f"{num} records that keep to the rules and are no copies",
-        need="two different records, or one of a few hundred bytes",
-        try_="fewer or weaker rules; tilewright data inspect shows what was dropped, and why",
-    )

@@ -1,0 +1,207 @@
+"""What a command reads a path of the user's for, and the errors where the path has none of it.
+
+What helps depends on the use: the installed text is no advice to somebody who names a file of conversations.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tilewright.core.errors import DataError
+
+_ROWS = ".jsonl, .json, .csv, .tsv, .parquet or .arrow"
+_TALK = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]}'
+_PAIR = '{"prompt": "Hello", "chosen": "Hi!", "rejected": "No."}'
+_CLOSE = 0.6
+"""Likeness of names, as in difflib, from which one is taken for a slip of the other."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A use of a path.
+
+    Args:
+        noun: what is looked for.
+        nothing: the error where there is none.
+        setting: what names the path, as the user writes it.
+        need: what the path can be.
+        need_files: what has to be in it.
+        try_: what to do where nothing better is known.
+        format: `data.format` of what is read.
+        one_of_several: what to do about one path of `data.sources`; None: `try_`.
+    """
+
+    noun: str
+    nothing: str
+    setting: str
+    need: str
+    need_files: str
+    try_: str
+    format: str = "text"
+    one_of_several: str | None = None
+
+    def named(self, setting: str, try_: str | None = None) -> "Wanted":
+        """The same use of a path that another setting names."""
+        return replace(self, setting=setting, try_=self.try_ if try_ is None else try_)
+
+    def absent(self, path: Path, source: str, why: str) -> DataError:
+        """The error where there is nothing at `path`.
+
+        Args:
+            path: looked at.
+            source: as the user wrote it.
+            why: it cannot be had.
+        """
+        close = _close_names(path)
+        return DataError(
+            f"No {self.noun} at this path",
+            where=self.setting,
+            got=f"{source[:200]!r}, {why}",
+            need=self.need,
+            try_=f"{path.parent / close[0]}   (a similar name in the same folder)" if close else self.try_,
+        )
+
+    def unusable(self, label: str, got: str, better: str = "") -> DataError:
+        """The error where nothing at a path can be read.
+
+        Args:
+            label: the path.
+            got: what is there.
+            better: what to do, where that is known.
+        """
+        return DataError(
+            self.nothing,
+            where=label,
+            got=got,
+            need=self.need_files,
+            try_=better or self.try_,
+        )
+
+
+_SOURCE = "data.source"
+_TEXT = Wanted(
+    "training data",
+    "No usable text in the data",
+    _SOURCE,
+    "a folder or a file of text, a dataset hf://org/name, or 'installed'",
+    f"text files in UTF-8, rows in {_ROWS}, or a Hugging Face dataset on disk",
+    'data.source = "installed"   (the text that this installation carries)',
+    one_of_several="another path, or data.sources without it",
+)
+_CHAT = Wanted(
+    "conversations",
+    "No usable conversation in the data",
+    _SOURCE,
+    f"a folder or a file of conversations, {_ROWS}, or a dataset hf://org/name",
+    f"rows of messages, ShareGPT, Alpaca, or prompt and completion in {_ROWS}",
+    f"a .jsonl file with lines like {_TALK}",
+    "chat",
+)
+_PREFERENCES = Wanted(
+    "pairs of preferences",
+    "No usable pair of preferences in the data",
+    _SOURCE,
+    f"a folder or a file of preferences, {_ROWS}, or a dataset hf://org/name",
+    f"rows with chosen and rejected in {_ROWS}",
+    f"a .jsonl file with lines like {_PAIR}",
+    "preferences",
+)
+_WANTED = {"text": _TEXT, "chat": _CHAT, "preferences": _PREFERENCES}
+IMAGES = Wanted(
+    "image classes",
+    "No usable image",
+    _SOURCE,
+    "a folder with one sub-folder of images for each class, two at least",
+    "a folder with one sub-folder of images for each class, two at least",
+    "data.source = the folder pets of pets/cat/1.jpg, pets/dog/1.jpg",
+    "",
+)
+BUILD = Wanted(
+    "files for the data build",
+    "No files to read for the data build",
+    "read.source",
+    "a folder or a file, a dataset hf://org/name, or 'installed'",
+    "files with text, rows of text, images or sound",
+    'read.source = "installed"   (the text that this installation carries)',
+    "",
+)
+ROW_OF_PREFERENCES, ROW_OF_CHAT = "row of preferences", "row without chosen and rejected"
+"""Reasons for which rows of one format are refused in the other."""
+_TALKS = {"messages", "conversations", "conversation"}
+_TASKS = ({"prompt", "completion"}, {"prompt", "response"}, {"instruction", "output"}, {"instruction", "response"})
+_FOUND = {"text": "text is learned as it is", "chat": "rows of conversations", "preferences": "rows of preferences"}
+TEXT_SUFFIXES = """
+    .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
+    .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
+    .zig .nim .log .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
+"""
+"""Of files that are read as text."""
+
+INSTEAD_OF_ROW_OF_PREFERENCES, ROW_OF_CHAT = "row of preferences", "row without chosen and rejected"
+"""Reasons for which rows of one format are refused in the other."""
+_TALKS = {"messages", "conversations", "conversation"}
+_TASKS = ({"prompt", "completion"}, {"prompt", "response"}, {"instruction", "output"}, {"instruction", "response"})
+_FOUND = {"text": "text is learned as it is", "chat": "rows of conversations", "preferences": "rows of preferences"}
+TEXT_SUFFIXES = """
+    .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
+    .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
+    .zig .nim .log .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
+"""
+"""Of files that are read as text."""
+
+VALIDATION = "data.holdout = 0.02   (hold out a part of what is trained on)"
+INSTEAD_OF_OTHER = 'data.eval_source = ""   (evaluate what is held out of the training data, nothing else)'
+
+
+def wanted(format: str, setting: str = _SOURCE) -> Wanted:
+    """The use of a path under a `data.format`: text, chat or preferences.
+
+    Args:
+        format: of what is read.
+        setting: which names the path, `data.source` or `data.eval_source`.
+    """
+    instead = 'data.eval_source = ""   (evaluate what is held out of the training data, nothing else)'
+    return _WANTED[format].named(setting, None if setting == _SOURCE else instead)
+
+
+def wanted_validation(format: str) -> Wanted:
+    """The use of `data.eval_source` as what is held out."""
+    return _WANTED[format].named("data.eval_source", "data.holdout = 0.02   (hold out a part of what is trained on)")
+
+
+def better_format(want: Wanted, where: str, reason: str, fields: Sequence[str]) -> str:
+    """The setting under which something that was refused can be read, "" where none is known.
+
+    Args:
+        want: the use that it was refused for.
+        where: file that was refused, or that a row is in.
+        reason: of the refusal.
+        fields: of the row, where it has them.
+
+    Example:
+        >>> better_format(wanted("text"), "a.jsonl", "no field 'text'", ["messages", "id"])
+        'data.format = "chat"   (rows of conversations)'
+        >>> better_format(wanted("text"), "a.jsonl", "no field 'text'", ["content", "id"])
+        'data.text_field = one of: content, id'
+    """
+    names = set(fields)
+    if {"chosen", "rejected"} <= names or "preferred_output" in names or reason == ROW_OF_PREFERENCES:
+        found = "preferences"
+    elif names & _TALKS or any(both <= names for both in _TASKS) or reason == ROW_OF_CHAT:
+        found = "chat"
+    elif "text" in names or (want.format != "text" and Path(where).suffix.lower() in TEXT_SUFFIXES.split()):
+        found = "text"
+    else:
+        found = ""
+    if found and found != want.format:
+        return f'data.format = "{found}"   ({_FOUND[found]})'
+    return f"data.text_field = one of: {', '.join(fields)}" if want.format == "text" and fields else ""
+
+
+def _close_names(path: Path) -> list[str]:
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return []
+    return difflib.get_close_matches(path.name, names, 1, _CLOSE)
