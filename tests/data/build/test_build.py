@@ -126,9 +126,9 @@ def test_a_finished_unit_never_runs_again(corpus, tmp_path):
     ("change", "again"),
     [
         ({"rules": {"min_words": 21}}, {"rules", "dataset"}),  # drops the same records, for another number
-        ({"duplicates": {"threshold": 0.95}}, {"near", "unique", "split", "tokenizer", "encode", "dataset"}),
-        ({"split": {"holdout": 0.2}}, {"split", "tokenizer", "encode", "dataset"}),
-        ({"tokenizer": {"vocab_size": 500}}, {"tokenizer", "encode", "dataset"}),
+        ({"duplicates": {"threshold": 0.95}}, {"near", "unique", "split", "tokenizer", "encoder", "encode", "dataset"}),
+        ({"split": {"holdout": 0.2}}, {"split", "tokenizer", "encoder", "encode", "dataset"}),
+        ({"tokenizer": {"vocab_size": 500}}, {"tokenizer", "encoder", "encode", "dataset"}),
         ({"chunk": {"tokens": 64}}, {"encode", "dataset"}),
     ],
     ids=lambda value: str(value),

@@ -21,6 +21,7 @@ from tilewright.data.build.stages.rules import apply_rules
 from tilewright.data.build.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE, before_copies, last_kept
 from tilewright.data.build.stages.split import Refused, split_records
 from tilewright.data.common.cache import file_digest
+from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 
 _REJECTING = ("read", "repair", "rules", "quality", "noise", "unique", "sample", "encode")
@@ -151,7 +152,13 @@ def _tokenizer(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 def _encode(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     tokenizer = c.folder("tokenizer") / "tokenizer"
-    return encode.encode_shard(_shard(c, i), tokenizer, c.build.chunk, c.folder("near"), folder)
+    encoder = encode.encoder_of(c.folder("encoder"))
+    return encode.encode_shard(_shard(c, i), tokenizer, encoder, c.build.chunk, c.folder("near"), folder)
+
+
+def _encoder(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    shards = [_shard(c, shard) for shard in range(c.num_shards)]
+    return encode.write_encoder(shards, c.folder("tokenizer") / "tokenizer", c.build.split.seed, folder)
 
 
 def _dataset(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -291,7 +298,15 @@ STAGES = (
         _tokenizer,
     ),
     BuildStage(
-        *("encode", "encoding", 3, _shards),
+        *("encoder", "choosing the encoder", 1, _one),
+        lambda c, i: [
+            *(c.every("repair"), c.every(last_kept(c)), c.one("split"), c.one("tokenizer")),
+            *(tokenizers.__version__, tiktoken_version()),
+        ],
+        _encoder,
+    ),
+    BuildStage(
+        *("encode", "encoding", 4, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one(last_kept(c), i), c.one("split"), c.one("tokenizer"), c.one("near")),
             *(c.build.chunk.model_dump(), tokenizers.__version__),

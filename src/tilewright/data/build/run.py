@@ -18,6 +18,7 @@ from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors.base import UnitExecutor
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
+from tilewright.data.build.stages.encode import encoder_of
 from tilewright.data.build.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
@@ -118,7 +119,8 @@ def _publish(context: Context) -> dict[str, Any]:
         "format": FORMAT,
         "fingerprint": context.one("dataset"),
         "files": (context.units.receipt("dataset", 0) or {})["files"],
-        "summary": json.loads((source / "tokens" / "summary.json").read_bytes()),
+        "summary": json.loads((source / "tokens" / "summary.json").read_bytes())
+        | {"encoder": encoder_of(context.folder("encoder"))},
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
     }

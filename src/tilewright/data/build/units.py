@@ -24,7 +24,7 @@ from tilewright.core.units import format_bytes
 from tilewright.memory.tracking.malloc import trim_malloc
 
 RECEIPT = "receipt.json"
-_TOLD = ("rejects.parquet", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
+_TOLD = ("rejects.parquet", "encoder.json", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
 """Files that tell what a unit did, and tensors of media. Only the stages for these and the last one read them, so that
 only these run again for them."""
 

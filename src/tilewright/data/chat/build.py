@@ -24,7 +24,9 @@ from tilewright.data.chat.rows import is_pair, read_row, read_whole, without_non
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
+from tilewright.data.common.encoder import Spared
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord
 from tilewright.data.corpus.build import SPLITS
@@ -188,15 +190,18 @@ def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_s
 def _encode(
     spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, own: Validation | None, progress: ProgressBar
 ) -> _Encoded:
-    encoded, heavy = _Encoded(), 0
+    encoded, heavy, spared = _Encoded(), 0, Spared()
     for i in range(len(spool)):
         text = spool.text(data, i)
         size = int(spool.lengths[i])
+        spared.texts += 1
         try:
             row = json.loads(text)
             given = TemplateArguments(row.get("tools", ()), row.get("variables", {}))
             rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
-        except (ChatError, TemplateTooMuchError) as error:
+        except (ChatError, TemplateTooMuchError, TokenizerError) as error:
+            if isinstance(error, TokenizerError):
+                spared.fail(error)
             heavy += isinstance(error, TemplateTooMuchError)
             if heavy > _MAX_HEAVY:  # it is the template and not the row
                 raise

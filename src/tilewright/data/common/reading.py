@@ -20,6 +20,7 @@ import tokenizers
 
 from tilewright.core.errors import DataError
 from tilewright.data.common.limited_process import Kept, KilledError, LimitedProcess, serve
+from tilewright.data.common.ranked_bpe import RankedBpe
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -99,11 +100,12 @@ class Reader(Protocol):
         ...
 
 
-def reader_of(backend: tokenizers.Tokenizer) -> Reader:
+def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) -> Reader:
     """What reads with a tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
 
     Args:
         backend: not to be changed from now on.
+        ranked: encodes batches, where the ids alone are wanted.
 
     Example:
         >>> from tilewright.data.common.tokenizer import train_tokenizer
@@ -112,7 +114,7 @@ def reader_of(backend: tokenizers.Tokenizer) -> Reader:
     """
     parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
     states = [json.loads(part.__getstate__()) for part in parts if part is not None]
-    return Direct(backend) if why_not_proven(states) is None else Limited(backend)
+    return Direct(backend, ranked) if why_not_proven(states) is None else Limited(backend)
 
 
 def why_not_proven(state: Any) -> str | None:
@@ -172,6 +174,7 @@ class Direct:
     """Reads in this process."""
 
     backend: tokenizers.Tokenizer
+    ranked: RankedBpe | None = None
 
     def encode(self, text: str, special: bool = False) -> Encoded:
         """See `Reader`."""
@@ -182,7 +185,14 @@ class Direct:
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Reader`; on all cores."""
         with failures_told("Tokenizer fails on a text"):
-            return [found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            if self.ranked is None:
+                return self._ids(texts)
+            found = self.ranked.encode(texts)
+            others = iter(self._ids([text for text, ids in zip(texts, found, strict=True) if ids is None]))
+            return [next(others) if ids is None else ids for ids in found]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return [found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """See `Reader`; on all cores."""

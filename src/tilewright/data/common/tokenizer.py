@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
+from tilewright.data.common.ranked_bpe import RankedBpe
 from tilewright.data.common.reading import Reader, TokenizerError, check_loadable, failures_told, reader_of
 from tilewright.data.common.tokenizer_folder import (
     CONFIG,
@@ -61,6 +62,8 @@ class Tokenizer:
     """Of tokens that its folder calls special, beside those that `backend` does."""
     reads_names: bool = True
     """Whether names of special tokens in a prompt are these tokens."""
+    ranked: RankedBpe | None = None
+    """Encodes batches, see `encoder.choose_encoder`."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without begin and end."""
@@ -69,7 +72,7 @@ class Tokenizer:
     @cached_property
     def reader(self) -> Reader:
         """Reads texts, in which names of special tokens are text, and ids."""
-        return reader_of(self.backend)
+        return reader_of(self.backend, self.ranked)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text that a model continues, as transformers' `AutoTokenizer` makes them: names of special tokens
@@ -125,6 +128,10 @@ class Tokenizer:
         """
         known = (i for i in ids if self.backend.id_to_token(i) is not None)
         return replace(self, stop_ids=tuple(dict.fromkeys((self.eos_id, *self.stop_ids, *known))))
+
+    def with_ranked(self, ranked: RankedBpe) -> "Tokenizer":
+        """The same tokenizer, with what encodes its batches."""
+        return replace(self, ranked=ranked)
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer where `load_tokenizer(path)` finds it again, and Hugging Face libraries too.

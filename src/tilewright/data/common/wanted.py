@@ -1,6 +1,6 @@
 """What a command reads a path of the user's for, and the errors where the path has none of it.
 
-What helps depends on the use: the installed text is no advice to somebody who names a file of conversations.
+What helps depends on the use: the installed text is no advice for a user who names a file of conversations.
 """
 
 import difflib

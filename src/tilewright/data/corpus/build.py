@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
+from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.compressors import compressor_bits
 from tilewright.data.corpus.divide import LARGEST_SHARE, divide_clusters, largest_share
@@ -27,11 +29,12 @@ from tilewright.data.corpus.long_words import short_words
 from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
-from tilewright.data.sources.documents import Source
+from tilewright.data.sources.documents import Reject, Source
 
 SPLITS = ("train", "holdout")
 TOKEN_BYTES = "holdout.bytes.npy"
 
+_ENCODED_TWICE = 64  # texts, to see that both libraries give the same ids
 _TOKENIZER_BYTES = (
     16_000_000  # the tokenizer is trained on a sample of this size; more does not change it for the better
 )
@@ -85,11 +88,23 @@ def build_corpus(
         given = train_tokenizer(short_words(map(read, _tokenizer_sample(texts["train"], seed))), vocab_size)
     given.save(folder / "tokenizer")
     progress.phase("encoding", len(data))
-    tables = []
+    quick, encoder = choose_encoder(given, len(data), [read(text) for text in texts["train"][:_ENCODED_TWICE]])
+    spared, tables = Spared(), []
+
+    def fails(text: Text, error: TokenizerError) -> None:
+        account = spool.account if own is None or text.document < own.first else own.account
+        record, size = spool.records[text.document], text.stop - text.start
+        if text.document in split.cut and text.start:  # its beginning was counted
+            record.documents += 1
+        account.take_back(record, Reject(record.file, FAILS, example=error.problems[0].got, num_bytes=size))
+
     for name in SPLITS:
-        sizes = folder / TOKEN_BYTES if name == "holdout" else None
-        lengths = encode_stream(folder / f"{name}.npy", texts[name], read, given, progress.advance, sizes=sizes)
-        tables.append(_table(name, spool, split, texts[name], lengths, divided.cluster_of))
+        how = {"sizes": folder / TOKEN_BYTES if name == "holdout" else None, "spared": spared, "fails": fails}
+        lengths = encode_stream(folder / f"{name}.npy", texts[name], read, quick, progress.advance, **how)
+        encoded = [text for text, length in zip(texts[name], lengths.tolist(), strict=True) if length]
+        if texts[name] and not encoded:
+            raise _too_little(source, spool)
+        tables.append(_table(name, spool, split, encoded, lengths[lengths > 0], divided.cluster_of))
     progress.phase("compressing what is held out")
     compressed = _compressed(spool, texts["holdout"], read)
     spool_path.unlink()
@@ -98,7 +113,7 @@ def build_corpus(
     spool.account.drop({spool.domains[d] for d in split.dropped})
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
-    summary = _summary(source, spool, split, cluster_of, table, given)
+    summary = _summary(source, spool, split, cluster_of, table, given) | {"encoder": encoder}
     if own is not None:
         summary["validation"] = own.summary()
     for domain, bits in compressed.items():
@@ -119,7 +134,8 @@ def _too_little(source: Source, spool: Spool) -> DataError:
         "Too little text for a training and a held-out part",
         where=source.label,
         got=f"{len(spool)} documents, {int(spool.lengths.sum())} bytes",
-        need="two different documents, or one of a few hundred bytes",
+        need="two different documents, or one of a few hundred bytes, that the tokenizer reads",
+        try_="more text, or data.holdout = 0, which holds nothing out",
     )
 
 

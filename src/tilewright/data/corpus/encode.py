@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tilewright.data.common.encoder import Spared
+from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer
 
 _BATCH_BYTES = 4 << 20
@@ -34,8 +36,11 @@ def encode_stream(
     advance: Callable[[float], None],
     *,
     sizes: Path | None = None,
+    spared: Spared,
+    fails: Callable[[Text, TokenizerError], None],
 ) -> np.ndarray:
-    """Write the stream of `texts` to `path`; returns the stream length of each text (its tokens and two), int64.
+    """Write the stream of `texts` to `path`; returns the stream length of each text (its tokens and two), int64. It is
+    0 of a text that the tokenizer fails on.
 
     Args:
         path: the .npy file of token ids.
@@ -44,6 +49,11 @@ def encode_stream(
         tokenizer: encodes it.
         advance: called with bytes done.
         sizes: a .npy file for the bytes of each token, uint32 [stream]; begin and end have none. None: not wanted.
+        spared: how many texts may fail.
+        fails: called with each that does.
+
+    Raises:
+        TokenizerError: too many do.
     """
     lengths: list[int] = []
     with ExitStack() as files:
@@ -51,14 +61,19 @@ def encode_stream(
         out_sizes = files.enter_context(NpyWriter(sizes, np.dtype("<u4"))) if sizes is not None else None
         for batch in _batches(texts):
             strings = [read(text) for text in batch]
-            if out_sizes is None:
-                documents = tokenizer.encode_batch(strings)
-            else:
-                sized = tokenizer.encode_sized(strings)
-                documents = [ids for ids, _ in sized]
-                out_sizes.append([n for _, num_bytes in sized for n in (0, *num_bytes, 0)])
+            found = spared.encoded(tokenizer.encode_batch if out_sizes is None else tokenizer.encode_sized, strings)
+            documents = []
+            for text, one in zip(batch, found, strict=True):
+                if isinstance(one, TokenizerError):
+                    fails(text, one)
+                    lengths.append(0)
+                    continue
+                ids, num_bytes = (one, []) if out_sizes is None else one
+                documents.append(ids)
+                lengths.append(len(ids) + 2)
+                if out_sizes is not None:
+                    out_sizes.append([0, *num_bytes, 0])
             out.append([i for ids in documents for i in (tokenizer.bos_id, *ids, tokenizer.eos_id)])
-            lengths += [len(ids) + 2 for ids in documents]
             advance(sum(text.stop - text.start for text in batch))
     return np.array(lengths, np.int64)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.cache import file_digest
+from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
 from tilewright.data.common.hashing import hash64
+from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
@@ -44,6 +47,8 @@ that which repeat the run before, `cluster` of near-copies."""
 
 _UNUSED = {DROPPED: (TOO_SMALL, 1.0, 2.0), LEFT: (LIMIT, "", "split.max_bytes")}
 """Part of a record that neither split has -> rule, value and threshold of its reject."""
+ENCODER = "encoder.json"
+_ENCODED_TWICE = 64  # texts of a build, to see that both libraries give the same ids
 _BATCH, _BATCH_BYTES = 256, 1 << 20
 """Records that are encoded together, and bytes of them: until its ids are taken a token has some 100 bytes."""
 
@@ -137,17 +142,36 @@ def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
                 yield text if at is None else text.encode()[:at].decode()
 
 
+def write_encoder(shards: list[Shard], tokenizer_folder: Path, seed: int, folder: Path) -> Mapping[str, Any]:
+    """Write which library encodes the texts of a build into `folder`/encoder.json; ids are the same with each."""
+    num_bytes, sample = 0, list(islice(_sample(shards, seed), _ENCODED_TWICE))
+    for shard in shards:
+        num_bytes += sum(sum(batch["bytes"]) for _, batch in batches(shard.kept / "kept.parquet", ("bytes",)))
+    _, name = choose_encoder(load_tokenizer(tokenizer_folder), num_bytes, sample)
+    (folder / ENCODER).write_text(json.dumps({"encoder": name}))
+    return {}
+
+
+def encoder_of(folder: Path) -> str:
+    """What `write_encoder` found."""
+    return json.loads((folder / ENCODER).read_bytes())["encoder"]
+
+
 def encode_shard(
-    shard: Shard, tokenizer_folder: Path, chunk: ChunkSection, clusters: Path, folder: Path
+    shard: Shard, tokenizer_folder: Path, encoder: str, chunk: ChunkSection, clusters: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
 
-    Images and sounds without a text, or in a domain of too little text, have no tokens and are in `media.parquet`.
+    Texts that the tokenizer fails on are rejects. Images and sounds without a text, or in a domain of too little
+    text, have no tokens and are in `media.parquet`.
     """
-    tokenizer = _loaded(tokenizer_folder, tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder)))
+    digests = tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder))
+    tokenizer = _loaded(tokenizer_folder, digests, encoder.startswith("tiktoken"))
+    spared = Spared()
     with ExitStack() as files:
         parts = {
-            part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
+            part: _Part(files, folder, name, tokenizer, chunk, spared, sized=part == HELD)
+            for part, name in SPLIT_NAMES.items()
         }
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
@@ -160,8 +184,8 @@ def encode_shard(
                     media.append(text.record)
             for part, into in parts.items():
                 mine = [text for text in batch if text.part == part and text.data]
-                if mine:
-                    into.add(mine, known)
+                for text, why in into.add(mine, known) if mine else ():
+                    rejects.append(reject_row(_failed(text, why)))
         counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
@@ -183,10 +207,12 @@ def _together(texts: Iterator[KeptText]) -> Iterator[list[KeptText]]:
 
 
 @lru_cache(maxsize=1)
-def _loaded(folder: Path, digests: tuple[str, ...]) -> Tokenizer:
+def _loaded(folder: Path, digests: tuple[str, ...], quick: bool) -> Tokenizer:
     """The tokenizer, once for all shards that a process encodes: the words that it remembers are a third of the work.
-    `digests` say of which content."""
-    return load_tokenizer(folder)
+    `digests` say of which content; `quick`: tiktoken encodes, where this process has it."""
+    tokenizer = load_tokenizer(folder)
+    found = with_ranks(tokenizer) if quick else ""
+    return found if isinstance(found, Tokenizer) else tokenizer
 
 
 def _unused(text: KeptText) -> Rejected:
@@ -195,32 +221,53 @@ def _unused(text: KeptText) -> Rejected:
     return Rejected(*place, *_UNUSED[text.part], row["text"], row["domain"], 1, size, row["id"])
 
 
+def _failed(text: KeptText, why: str) -> Rejected:
+    row = text.record
+    place = row["path"], row["part"], "encode"
+    return Rejected(*place, FAILS, why, "", row["text"], row["domain"], 1, len(text.data), row["id"])
+
+
 class _Part:
     """The files of one part of the dataset in one shard."""
 
     def __init__(
-        self, files: ExitStack, folder: Path, name: str, tokenizer: Tokenizer, chunk: ChunkSection, *, sized: bool
+        self,
+        files: ExitStack,
+        folder: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        chunk: ChunkSection,
+        spared: Spared,
+        *,
+        sized: bool,
     ):
         def stream(suffix: str, dtype: np.dtype) -> NpyWriter:
             return files.enter_context(NpyWriter(folder / f"{name}{suffix}.npy", dtype))
 
         self.name, self.num_tokens = name, 0
         self.runs = files.enter_context(TableWriter(folder / f"{name}.parquet", RUNS))
-        self._tokenizer, self._chunk = tokenizer, chunk
+        self._tokenizer, self._chunk, self._spared = tokenizer, chunk, spared
         self._tokens = stream("", token_dtype(tokenizer.vocab_size))
         self._sizes = stream(".bytes", np.dtype("<u4")) if sized else None
         masked = chunk.tokens and chunk.overlap_loss == "context"
         self._trained = stream(".trained", np.dtype("u1")) if masked else None
 
-    def add(self, texts: list[KeptText], clusters: np.ndarray) -> None:
-        """Encode `texts` and write their runs."""
+    def add(self, texts: list[KeptText], clusters: np.ndarray) -> Iterator[tuple[KeptText, str]]:
+        """Encode `texts` and write their runs; yields those that the tokenizer fails on, and what it said."""
         strings = [text.data.decode() for text in texts]
         if self._sizes is None and not self._chunk.tokens:  # no caller asks which bytes a token stands for
-            for text, ids in zip(texts, self._tokenizer.encode_batch(strings), strict=True):
+            for text, ids in zip(texts, self._spared.encoded(self._tokenizer.encode_batch, strings), strict=True):
+                if isinstance(ids, TokenizerError):
+                    yield text, ids.problems[0].got
+                    continue
                 whole = Window(0, 1, len(ids) + 2)
                 self._run(text, clusters, self._stream(ids), [len(text.data)] + [0] * (len(ids) + 1), whole, 0)
             return
-        for text, (ids, sizes) in zip(texts, self._tokenizer.encode_sized(strings), strict=True):
+        for text, found in zip(texts, self._spared.encoded(self._tokenizer.encode_sized, strings), strict=True):
+            if isinstance(found, TokenizerError):
+                yield text, found.problems[0].got
+                continue
+            ids, sizes = found
             num, overlap = self._chunk.tokens, self._chunk.overlap
             spans = windows(text.data, sizes, num, overlap) if num else [Window(0, 1, len(ids) + 2)]
             stream, stood = self._stream(ids), [0, *sizes, 0]
