@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from tests.data.conftest import write_text
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import collect
-from tilewright.data.sources.docstrings import split_docstrings
 from tilewright.data.sources.documents import Document, Part, Source, cut
 from tilewright.data.sources.files import SEGMENT_BYTES, user_source
-from tilewright.data.sources.installed import dependency_closure, installed_source
+from tilewright.data.sources.installed import dependency_closure, installed_source, split_docstrings
 from tilewright.data.sources.lines import segment_lines
 
 

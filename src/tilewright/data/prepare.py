@@ -27,13 +27,13 @@ from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, tokenizer_files
-from tilewright.data.common.wanted import wanted, wanted_validation
 from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages, open_built_images, prepare_images
 from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.wanted import wanted, wanted_validation
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _CHAT_FORMAT = 6  # of entries of conversations

@@ -24,9 +24,9 @@ from tilewright.data.build.finished.open_built import read_dataset
 from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
-from tilewright.data.common.wanted import IMAGES
 from tilewright.data.corpus.account import account_of_files
 from tilewright.data.sources.walk import Found, find_files, stat_key
+from tilewright.data.sources.wanted import IMAGES
 
 DOMAIN = "images"
 _FORMAT = 2  # of the cache entry; a change makes old entries unused

@@ -15,7 +15,6 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.build.config import ReadSection
-from tilewright.data.common.wanted import BUILD
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
@@ -28,6 +27,7 @@ from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.installed import installed_source
 from tilewright.data.sources.tables import is_saved_dataset
 from tilewright.data.sources.walk import find_files, stat_key
+from tilewright.data.sources.wanted import BUILD
 
 INSTALLED = "installed"
 _LONGEST_CAPTIONS = 1 << 60

@@ -18,7 +18,7 @@ from typing import Any
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.tools import read_tools
-from tilewright.data.common.wanted import ROW_OF_CHAT, ROW_OF_PREFERENCES
+from tilewright.data.sources.wanted import ROW_OF_CHAT, ROW_OF_PREFERENCES
 
 PREFERENCES = "preferences"
 """The shape of pairs."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from tilewright.data.common.wanted import Wanted, wanted
+from tilewright.data.sources.wanted import Wanted, wanted
 
 MAX_DOCUMENT_CHARS = 65_536
 """Longer texts are cut into documents of at most this many characters, at a blank line where there is one."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.errors import is_of_machine, machine_error
-from tilewright.data.common.wanted import TEXT_SUFFIXES, Wanted, wanted
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
 from tilewright.data.sources.documents import (
@@ -35,6 +34,7 @@ from tilewright.data.sources.json_rows import holds_lines, read_json, row, strea
 from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
 from tilewright.data.sources.walk import Found, find_files, stat_key
+from tilewright.data.sources.wanted import TEXT_SUFFIXES, Wanted, wanted
 
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""

@@ -21,8 +21,8 @@ from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.copies.near import components
 from tilewright.data.build.tables import batches, rows
 from tilewright.data.common.hashing import hash64
-from tilewright.data.common.wanted import BUILD
 from tilewright.data.corpus.holdout import choose_holdout
+from tilewright.data.sources.wanted import BUILD
 
 TRAIN, HELD, DROPPED, LEFT, SHOWN, SHOWN_HELD = range(6)
 """Where a record goes: both splits; out, for its domain or the limit; both splits, without tokens of its caption."""
