@@ -323,18 +323,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARA
 """What makes a process compute with one thread."""
 
 
-def tokenizer_threads(environ: Mapping[str, str] | None = None) -> int:
-    """Threads that texts are encoded with: as many as `tokenizers` would take.
-
-    Example:
-        >>> tokenizer_threads(ONE_THREAD), tokenizer_threads({"RAYON_NUM_THREADS": "3"})
-        (1, 3)
-    """
-    environ = os.environ if environ is None else environ
-    if environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("0", "false", "off", "no", "n", "f"):
-        return 1
-    given = environ.get("RAYON_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
+def tokenizer_threads() -> int:
+    """Threads that texts are encoded with: as many as `tokenizers` would take."""
+    alone = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("0", "false", "off", "no", "n", "f")
+    given = os.environ.get("RAYON_NUM_THREADS", "")
+    return 1 if alone else int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
 
 
 @contextmanager
