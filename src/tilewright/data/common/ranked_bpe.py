@@ -72,7 +72,7 @@ _KEEPS_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MergeRanks:
     """What tiktoken is given.
 
     Args:
@@ -99,7 +99,7 @@ class RankedBpe:
         ranks: see `ranks_of`.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: MergeRanks):
         import tiktoken
 
         self._ranks = ranks
@@ -138,7 +138,7 @@ class RankedBpe:
         return known.ids[self._encoding.encode_ordinary(text)].tolist() if text else []
 
 
-def ranks_of(backend: Tokenizer) -> Ranks | str:
+def ranks_of(backend: Tokenizer) -> MergeRanks | str:
     """The ranks with which tiktoken gives the ids of a tokenizer, or why there are none.
 
     Args:
@@ -178,7 +178,7 @@ def ranks_of(backend: Tokenizer) -> Ranks | str:
     avoided = {t["content"] for t in state["added_tokens"] if not (t["special"] and backend.encode_special_tokens)}
     if backend.normalizer is not None:
         avoided |= {backend.normalizer.normalize_str(name) for name in avoided}
-    return Ranks(pattern, rank_of, ids, tuple(sorted(avoided - {""})), backend.normalizer, True)
+    return MergeRanks(pattern, rank_of, ids, tuple(sorted(avoided - {""})), backend.normalizer, True)
 
 
 def _pattern(state: Mapping[str, Any] | None) -> str | None:
