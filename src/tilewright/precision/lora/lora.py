@@ -38,6 +38,7 @@ from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import owned
 from tilewright.precision.float8.wiring import share_inputs
 from tilewright.precision.lora.before import freeze, listed, owns_its_weight, shared_weights, unfreeze
+from tilewright.precision.lora.reach import never_called
 from tilewright.precision.lora.saved import find_saved, forget_saved, train_saved
 from tilewright.precision.mixed.cast import CastLinear
 
@@ -58,6 +59,9 @@ def add_lora(
     seed: int = 0,
 ) -> list[str]:
     """Freeze a model and put adapters on its linear layers, in place. The first output is that of the base alone.
+
+    A layer whose weight the module around it takes without calling it, as attention of WavLM does, gets none, and a
+    warning names it: its adapter would never run.
 
     Args:
         model: any model; heads, routers and embeddings get no adapter, nor do layers whose weight is computed in each
@@ -90,15 +94,19 @@ def add_lora(
         (['0.lora_A', '0.lora_B'], torch.float8_e4m3fn)
     """
     _check(model, rank, alpha, base, dropout)
-    saved = find_saved(model, modules_to_save)
+    saved, apart = find_saved(model, modules_to_save), never_called(model)
+    sites = [site for site in find_sites(model) if site.kind == "linear"]
     linears = {
         site.fqn: site.module
-        for site in find_sites(model)
-        if site.kind == "linear"
+        for site in sites
+        if site.fqn not in apart
         and not any(site.fqn == name or site.fqn.startswith(f"{name}.") for name in saved)
         and (isinstance(site.module, FrozenFloat8Linear) or _takes_adapter(site.module))
     }
     names = _matched(list(linears), targets)
+    for kind in dict.fromkeys(apart[site.fqn] for site in sites if site.fqn in apart):
+        layers = listed([site.fqn for site in sites if apart.get(site.fqn) == kind])
+        _log.warning("lora: no adapters on %s: %s takes their weights without calling them", layers, kind)
     if base == "fp8":
         _check_fp8({name: linears[name] for name in names})
     kernels = kernels or Kernels.default()
