@@ -150,7 +150,7 @@ RECIPE_RULES = (
 )
 
 PUBLIC = {
-    "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "plan", "Plan"),
+    "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "StepHook", "plan", "Plan"),
     "Precision of a model": (
         *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
         *("QuantizedWeights", "FP8Quantizer", "IntegerQuantizer", "dynamic_quantize"),

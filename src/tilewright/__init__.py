@@ -37,6 +37,7 @@ _PUBLIC = {
     "Recipe": "tilewright.core.config.recipe",
     "Rule": "tilewright.precision.policy.policy",
     "RunResult": "tilewright.training.run",
+    "StepHook": "tilewright.training.hooks.base",
     "TilewrightError": "tilewright.core.errors",
     "UnknownFitError": "tilewright.core.errors",
     "add_lora": "tilewright.precision.lora.lora",

@@ -33,6 +33,7 @@ PUBLIC = {
     "Recipe",
     "Rule",
     "RunResult",
+    "StepHook",
     "TilewrightError",
     "UnknownFitError",
     "__version__",

@@ -8,6 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
@@ -109,6 +111,20 @@ class PlayedExecutor:
 
 
 @dataclass
+class PlayedMemory:
+    """Of one process."""
+
+    allowed: Callable
+    peaks: Callable
+
+    def apply(self, executor, memory_plan):
+        executor.apply_memory_plan(memory_plan)
+
+    def slowest(self, seconds):
+        return seconds
+
+
+@dataclass
 class Play:
     executor: PlayedExecutor
     planner: PlayedPlanner | None = field(default_factory=PlayedPlanner)
@@ -116,18 +132,15 @@ class Play:
     events: list = field(default_factory=list)
     number: int = 0
     ladder: tuple = ("selective", "recompute")
-    give_back: Callable | None = None
 
     def __post_init__(self):
         self.replanner = AdaptiveReplanner(
             self.executor,
             lambda: self.planner,
-            budget=lambda: self.budget,
-            peaks=self.executor.peaks,
-            record_event=lambda step, text, **numbers: self.events.append((step, text, numbers)),
+            PlayedMemory(lambda: self.budget, self.executor.peaks),
+            lambda step, text, **numbers: self.events.append((step, text, numbers)),
             steps=1000,
             ladder=self.ladder,
-            give_back=self.give_back,
         )
 
     def step(self, length=512):
@@ -163,16 +176,18 @@ def test_a_run_that_goes_as_planned_says_so_once():
     for _ in range(5):
         play.step()
     ((step, text, numbers),) = play.events
-    assert (step, numbers["trigger"], numbers["error"], numbers["threshold"]) == (1, "calibration", 0.0, 0.05)
+    assert (step, numbers["trigger"], numbers["error"], numbers["threshold"]) == (2, "calibration", 0.0, 0.05)
     assert "600 B measured, 600 B expected: +0.0%, within 5%" in text
     assert play.planner.asked == []
     assert play.executor.memory_plan == KEEP
 
 
-def test_the_first_step_corrects_every_later_plan():
-    """The machine takes a quarter more than planned: what fitted on paper does not."""
+def test_the_second_step_corrects_every_later_plan():
+    """The machine takes a quarter more than planned: what fitted on paper does not. The first step compiles."""
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
     assert play.replanner.forecast.expected is None
+    play.step()
+    assert play.events == []
     play.step()
     assert play.replanner.forecast.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
@@ -186,13 +201,10 @@ def test_the_first_step_corrects_every_later_plan():
     assert play.replanner.forecast.time_factor == 2.0
 
 
-@pytest.mark.parametrize(("budget", "late"), [(610.0, 0.03), (610.0, 0.0), (640.0, 0.03)])
-def test_a_step_that_takes_more_than_the_run_may_use_is_planned_again(budget, late):
-    """Also where it is within the 5 % of what was expected, in the first step or later."""
-    play = Play(PlayedExecutor(factor=1.03 - late), budget=budget)
-    for _ in range(3):
-        play.step()
-    play.executor.factor = 1.03
+@pytest.mark.parametrize("budget", [610.0, 640.0])
+def test_a_step_that_takes_more_than_the_run_may_use_is_planned_again(budget):
+    """Also where it is within the 5 % of what was expected."""
+    play = Play(PlayedExecutor(factor=1.03), budget=budget)
     for _ in range(4):
         play.step()
     assert play.executor.peaks()["backward"] <= budget
@@ -204,55 +216,6 @@ def test_a_step_that_takes_more_than_the_run_may_use_is_planned_again(budget, la
     assert "from 4 keep to" in text
 
 
-def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
-    """An allocator that holds 0.4 % more after each step, and less once it was asked for it."""
-    play, given = Play(PlayedExecutor()), []
-
-    def give_back():
-        given.append(play.number)
-        play.executor.factor = 0.99
-
-    play = Play(play.executor, give_back=give_back)
-    for _ in range(60):
-        play.step()
-        play.executor.factor += 0.004
-    assert len(given) == 2
-    assert play.replanner.forecast.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step
-    assert play.triggers() == ["calibration"]
-
-
-@pytest.mark.parametrize("budget", [1e6, 632])
-def test_free_blocks_that_pile_up_fast(budget):
-    """The plan learns nothing of them. Where they pass what the run may use, they are returned earlier."""
-    play, given = Play(PlayedExecutor(), budget=budget), []
-
-    def give_back():
-        given.append(play.number)
-        play.executor.factor = 1.0
-
-    play = Play(play.executor, budget=budget, give_back=give_back)
-    for _ in range(30):
-        play.step()
-        play.executor.factor += 0.012
-    assert len(given) == (3 if budget > 1000 else 5)
-    assert play.replanner.forecast.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step
-    assert play.executor.memory_plan == KEEP
-
-
-def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
-    given = []
-    play = Play(PlayedExecutor(), give_back=lambda: given.append(play.number))
-    for _ in range(20):
-        play.step()
-    play.executor.factor = 1.2
-    for _ in range(30):
-        play.step()
-    assert given == [21]  # in vain
-    assert play.replanner.forecast.memory_factor == pytest.approx(1.2)
-    assert play.triggers() == ["calibration", "prediction"]
-    assert play.executor.memory_plan == KEEP
-
-
 @pytest.mark.parametrize(("budget", "near"), [(700.0, True), (1000.0, False)])
 def test_a_run_far_from_its_budget_is_neither_watched_nor_talked_of(budget, near):
     play = Play(PlayedExecutor(factor=1.07), budget=budget)
@@ -262,10 +225,6 @@ def test_a_run_far_from_its_budget_is_neither_watched_nor_talked_of(budget, near
     play.step()
     assert watches(play) == near
     assert [numbers["shown"] for _, _, numbers in play.events] == [near]
-    play.executor.factor = 1.4  # a later look finds that it has come near
-    play.step()
-    play.step()
-    assert watches(play)
 
 
 def test_a_change_of_placement_is_always_shown_and_watched():
@@ -297,8 +256,7 @@ def test_less_than_planned_makes_room_where_it_pays():
     play.step()
     play.step()
     assert play.executor.memory_plan == tight
-    assert "second step says" in play.events[0][1]
-    assert "does not pay" in play.events[1][1]
+    assert "does not pay" in play.events[0][1]
 
 
 def test_longer_rows_and_shorter_ones_again():
@@ -343,27 +301,14 @@ def test_a_cut_that_changes_nothing_is_not_worth_a_word():
     assert play.triggers() == ["calibration"]
 
 
-def test_a_step_that_takes_more_than_expected():
-    play = Play(PlayedExecutor(), budget=650.0)
-    play.step()
-    play.executor.factor = 1.04
-    play.step()
-    assert play.triggers() == ["calibration"]
-    play.executor.factor = 1.2
-    play.step()
-    assert play.triggers() == ["calibration", "prediction"]
-    assert play.events[-1][2]["error"] == pytest.approx(1.2 / 1.04 - 1)  # the second step has settled what is expected
-    assert play.replanner.forecast.memory_factor == pytest.approx(1.2)
-    assert play.executor.memory_plan != KEEP
-
-
 @pytest.mark.parametrize("error", [no_memory(), MemoryError()])
 def test_the_same_step_again_under_a_tighter_plan(error):
     play = Play(PlayedExecutor())
     play.step()
+    play.step()
     play.executor.trouble = [error, no_memory()]
     assert play.step().loss == 1.0
-    assert play.executor.steps == 2
+    assert play.executor.steps == 3
     assert play.triggers() == ["calibration", "out_of_memory", "out_of_memory"]
     (_, first, numbers), (_, _, again) = play.events[1:]
     assert "the step is computed again: from 4 keep to" in first
@@ -399,6 +344,7 @@ def test_other_errors_go_through():
 
 def test_a_placement_that_is_refused_leaves_the_old_one():
     play = Play(PlayedExecutor(), budget=650.0)
+    play.step()
     play.step()
     play.executor.refuses = True
     play.budget = 400.0
@@ -472,6 +418,7 @@ def test_what_the_recipe_sets_stays():
 def test_nothing_fits_into_a_smaller_budget():
     play = Play(PlayedExecutor(), budget=650.0)
     play.step()
+    play.step()
     play.budget = 100.0
     play.step()
     assert words(play.executor.memory_plan) == "4 recompute"
@@ -490,3 +437,17 @@ def test_words_of_a_mixed_placement():
     assert words(least) == "1 recompute, 1 recompute (inputs disk, parameters host, states disk)"
     assert row_length([{"pixels": torch.zeros(1)}]) is None
     assert math.isfinite(peak_of(PlayedPlanner().smallest()))
+
+
+@given(factors=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4))
+def test_steps_after_the_second_are_not_measured(factors):
+    """Whatever they take: predicted is held beside measured once for a memory plan and a length of rows."""
+    play = Play(PlayedExecutor(), budget=700.0)
+    play.step()
+    play.step()
+    plan, told = play.executor.memory_plan, len(play.events)
+    for factor in factors:
+        play.executor.factor = factor
+        play.step()
+    assert (play.executor.memory_plan, len(play.events)) == (plan, told)
+    assert play.replanner.forecast.memory_factor == 1.0

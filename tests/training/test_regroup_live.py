@@ -11,7 +11,7 @@ import torch
 from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
-from tests.training.test_regroup import PlayedPlanner, looked_at, peak_of
+from tests.training.test_regroup import PlayedMemory, PlayedPlanner, looked_at, peak_of
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -72,8 +72,8 @@ class Run:
 
         self.length = 512
         self.replanner = AdaptiveReplanner(
-            self.executor, lambda: planner, budget=lambda: self.budget, peaks=peaks,
-            record_event=lambda step, text, **numbers: self.events.append(numbers["trigger"]),
+            self.executor, lambda: planner, PlayedMemory(lambda: self.budget, peaks),
+            lambda step, text, **numbers: self.events.append(numbers["trigger"]),
         )  # fmt: skip
 
     def step(self, number, microbatches):

@@ -21,6 +21,8 @@ KIND_OF: dict[str, Activations] = {
     "full": "recompute",
 }
 """By the values of `train.activation_checkpoint`, from the most that is kept to the least."""
+STEP_PHASES = ("forward", "loss", "backward", "update")
+"""What names of phases of a training step begin with; loading, evaluation and checkpoints have others."""
 OFFLOADS: dict[object, Offload] = {tier: offload for offload, tier in TIERS.items()}
 """Values of `memory.offload_params` and its kind, by tier."""
 

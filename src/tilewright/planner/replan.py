@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.memory_plan import LayerMemory, MemoryPlan
+from tilewright.core.memory_plan import STEP_PHASES, LayerMemory, MemoryPlan
 from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.model.constraints import KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
-
-STEP_PHASES = ("load", "forward", "loss", "backward", "update")
 
 
 @dataclass(frozen=True)

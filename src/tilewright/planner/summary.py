@@ -10,17 +10,13 @@ from typing import Any
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.roofline import binding
 from tilewright.planner.plan import Budget, Plan, State
 from tilewright.planner.planner import Planner
-
-STEP_PHASES = ("load", "forward", "backward", "update")
-"""Phases that the memory memory tracker measures in every step."""
-STEP = ("forward", "loss", "backward")
-"""What names of a plan's phases begin with that a step passes through before it updates."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class PlanSummary:
     @property
     def step_phase(self) -> str:
         """The phase of a training step with the most bytes; evaluation and checkpoints left out."""
-        return max(STEP_PHASES, key=self.phase_bytes)
+        return max((name for name in self.phases if name in STEP_PHASES), key=self.phase_bytes)
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes of all owners at a phase."""
@@ -138,7 +134,7 @@ def summarize(found: Plan) -> PlanSummary:
         backward = max(backward, named["loss"], key=_sum)
     else:
         forward = max(forward, named["loss"], key=_sum)
-    step = max((owners for name, owners in named.items() if name.startswith(STEP)), key=_sum)
+    step = max((owners for name, owners in named.items() if name.startswith(STEP_PHASES[:-1])), key=_sum)
     phases = {
         "load": named["load"],
         "forward": forward,

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Tier
+from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe
 from tilewright.memory.tracking.tensor_bytes import owner_bytes, storage_bytes
@@ -37,7 +38,6 @@ PATIENCE = 10
 """Steps until free pages are returned again after it did not help."""
 BETWEEN = "between"
 """Work outside every phase."""
-STEP_PHASES = ("forward", "backward", "update")
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
 
 

@@ -9,14 +9,12 @@ forecast.memory_factor *= ...             # what every later plan is multiplied 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from tilewright.core.memory_plan import MemoryPlan
+from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes
 from tilewright.training.executor.base import Executor
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
     from tilewright.planner.replan import Replanner
-
-STEP_PHASES = ("forward", "loss", "backward", "update")
 
 
 class Expected(Protocol):
@@ -60,7 +58,7 @@ class Forecast:
         self.time_factor = 1.0
         """Measured over planned seconds. The same for all plans, so it orders none of them."""
         self.measured = 0.0
-        """Highest peak in bytes, of this memory plan and row length."""
+        """Highest peak in bytes of the step that was looked at last."""
         self.looks = 0
         """How often that was measured."""
 
@@ -69,9 +67,9 @@ class Forecast:
         self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
 
     def measure(self, peaks: Iterable[float]) -> None:
-        """Count the peaks of a step, in bytes. The second look forgets the first: that step was compiling."""
+        """Count the peaks of a step, in bytes."""
         self.looks += 1
-        self.measured = max(0.0 if self.looks == 2 else self.measured, *peaks)
+        self.measured = max(peaks)
 
     def planner(self) -> "Replanner | None":
         """The planner of this run, made now if it is not there; None where the model cannot be planned."""

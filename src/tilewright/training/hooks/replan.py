@@ -1,27 +1,24 @@
-"""Regroups the slices of a run while it continues: measures, plans again, and makes room for a step that found no
+"""Moves a run between memory plans while it continues: measures, plans again, and makes room for a step that found no
 memory.
 
-    replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=memory_tracker.take_peaks, record_event=...)
     step = replanner.before_step(step)
     result = run_with_retries(compute, lambda said: replanner.reduce_memory(step.number, said))
     replanner.after_step(step, result)
 
-The first two steps say how far the plan is off (`forecast`): measured over planned bytes, by which every later plan is
-multiplied (upwards by the first, downwards by the second: the first step's allocator has free blocks that no later one
-finds). A new plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or
-where it is faster by enough to pay for the change:
+The second step under a memory plan, the first that does not compile, says how far the plan is off (`forecast`):
+measured over planned bytes, by which every later plan is multiplied. A new plan is made where one of four things
+happens, and is taken where it must be (the old one does not fit) or where it is faster by enough to pay for the change:
 
+    calibration     that step took more than 5 % above what was expected (1 % where it took more than the run may use),
+                    or more than 5 % less
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
-    prediction      a step took more than 5 % above what was expected (1 % where it took more than the run may use),
-                    also after the allocator's free blocks were returned
     out of memory   an allocator found none. The step has changed nothing (`transaction`), and is computed again under a
                     tighter plan: the same batch, the same random numbers, the same result
 
 Plans differ in what layers keep and where bytes lie, which changes no bit of a result; so no trigger changes a loss.
-A run that takes under 80 % of what it may use need not be watched at each step: `next_step` says so, and the loop then
-calls it where a line is due. Nothing is shown of it either, unless its memory plan changes. Plans come from
-`planner.replan`.
+Where a run takes under 80 % of what it may use, its free memory is looked at where a line is due (`next_step`), and
+nothing is shown of it, unless its memory plan changes. Plans come from `planner.replan`.
 """
 
 import math
@@ -29,15 +26,15 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.memory_plan import MemoryPlan
+from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.base import Step, StepHook
-from tilewright.training.hooks.forecast import STEP_PHASES, Expected, Forecast, peak_of
+from tilewright.training.hooks.forecast import Expected, Forecast, peak_of
 from tilewright.training.planning.describe import loosest, tighter, words
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
@@ -61,10 +58,28 @@ class ReplanThresholds:
     """Change in the bytes that the run may use."""
     cut: float = 0.10
     """Less than what was expected of the memory plan that found no memory."""
-    growth: float = 0.03
-    """Of a step beyond the second, where the allocator keeps free blocks (measured in eight runs: 3 to 7 %)."""
     gain: float = 0.02
     """Share of the step time that a change must save where it need not be made."""
+
+
+class RunMemory(Protocol):
+    """The device's memory, as a run has it; of several ranks that of the worst of them."""
+
+    def allowed(self) -> float:
+        """Bytes that the run may use on the device now."""
+        ...
+
+    def peaks(self) -> Mapping[str, int]:
+        """Peak bytes by phase since it was asked last."""
+        ...
+
+    def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
+        """Take the executor over to a memory plan; see its `apply_memory_plan`."""
+        ...
+
+    def slowest(self, seconds: float) -> float:
+        """Seconds of the slowest rank."""
+        ...
 
 
 class AdaptiveReplanner(StepHook):
@@ -73,19 +88,14 @@ class AdaptiveReplanner(StepHook):
     Args:
         executor: what runs.
         planner: gives the planner of this run, made when it is needed first; None where its model cannot be planned.
-        budget: bytes that the run may use on the device now.
-        peaks: peak bytes by phase since it was asked last.
-        state_bytes: bytes of the optimizer's states on the device now: they are made by the first update, and the
-            first step's peaks lack them.
+        memory: of the device.
         record_event: records an event: step, text, shown (on the screen too), numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
         ladder: what layers may be treated as after an out-of-memory, where there is no planner.
-        give_back: makes the allocator return its free blocks, where they are in `peaks`.
-        watch: plan again on shape, budget and prediction; else only after an out-of-memory.
+        growth: of a step beyond the second, where the allocator keeps free blocks: a share of it.
+        watch: plan again on all of the above; else only after an out-of-memory.
         known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
-        seconds: of a step as this process measured it, to what is reckoned with: of several ranks the slowest's.
-        apply: takes the executor over to a memory plan; by default its own method.
         rules: when.
     """
 
@@ -93,18 +103,14 @@ class AdaptiveReplanner(StepHook):
         self,
         executor: Executor,
         planner: "Callable[[], Replanner | None]",
-        *,
-        budget: Callable[[], float],
-        peaks: Callable[[], Mapping[str, int]],
+        memory: RunMemory,
         record_event: Callable[..., None],
-        state_bytes: Callable[[], int] = lambda: 0,
+        *,
         steps: int = 10**9,
         ladder: Collection[str] = ("selective", "attention", "recompute"),
-        give_back: Callable[[], None] | None = None,
+        growth: float = 0.0,
         watch: bool = True,
         known: Expected | None = None,
-        seconds: Callable[[float], float] = float,
-        apply: Callable[[MemoryPlan], None] | None = None,
         rules: ReplanThresholds = ReplanThresholds(),
     ) -> None:
         self.executor = executor
@@ -112,136 +118,86 @@ class AdaptiveReplanner(StepHook):
         self.active = watch
         """Whether anything but an out-of-memory matters."""
         self.next_step = 0 if watch else math.inf
-        """The next one, or a look now and then is enough."""
         self.forecast = Forecast(executor, planner, known)
-        self._budget = budget
-        self._peaks = peaks
-        self._state_bytes = state_bytes
+        self._memory = memory
         self._record_event = record_event
         self._steps = steps
         self._ladder = ladder
-        self._give_back = give_back
-        self._seconds = seconds
-        self._apply = apply or executor.apply_memory_plan
+        self._growth = growth
         self._number = 0
         self._planned_for: float | None = None
         self._limit = float("inf")
         """What an out-of-memory has taught of the device."""
-        self._states_before = 0
-        self._first_s: float | None = None
-        """Seconds of the first step that was looked at: it compiles."""
-        self._calibrated = False
-        """A step was compared with the plan, so the optimizer's states are there."""
-        self._gave_back = False
-        """After the look before this one: free blocks do not explain a peak now."""
+        self._first_s = 0.0
+        """Seconds of the last first step under a memory plan: it compiles."""
+        self._told = False
 
-    # ---- before a step ----
+    # ---- around a step ----
 
     def before_step(self, step: Step) -> Step:
         """Plan again where the rows' length or the free memory has changed."""
-        if self.active:
-            self._number = step.number
-            self._look_before(step.row_length)
+        if not self.active:
+            return step
+        self._number, budget = step.number, self._allowed()
+        if self._planned_for is None:
+            self._planned_for, self.forecast.row_length = budget, step.row_length
+        elif step.row_length != self.forecast.row_length:
+            text = f"rows of {step.row_length} tokens, before {self.forecast.row_length}"
+            self.forecast.restart(step.row_length)
+            self._plan_again("shape", text, tokens=step.row_length)
+        else:
+            self._look_at_budget(budget, budget / self._planned_for - 1)
         return step
 
-    def _look_before(self, row_length: int | None) -> None:
-        if not self._calibrated:
-            self._states_before = self._state_bytes()
-        budget = self._allowed()
-        if self._planned_for is None:
-            self._planned_for, self.forecast.row_length = budget, row_length
+    def _look_at_budget(self, budget: float, change: float) -> None:
+        less, most = change < 0, self.rules.budget
+        if abs(change) <= most or (less and self._fits(budget)):
             return
-        if row_length != self.forecast.row_length:
-            text = f"rows of {row_length} tokens, before {self.forecast.row_length}"
-            self.forecast.restart(row_length)
-            self._plan_again("shape", text, tokens=row_length)
-            return
-        change = budget / self._planned_for - 1
-        if change < -self.rules.budget and not self._fits(budget):
-            text = f"the run may use {format_bytes(budget)}, {-change:.0%} less (threshold {self.rules.budget:.0%})"
-            self._plan_again("budget", text, change=change, threshold=-self.rules.budget)
-        elif change > self.rules.budget:
-            text = f"the run may use {format_bytes(budget)}, {change:.0%} more (threshold {self.rules.budget:.0%})"
-            self._plan_again("budget", text, quiet=True, change=change, threshold=self.rules.budget)
-
-    # ---- after a step ----
+        kind, threshold = ("less", -most) if less else ("more", most)
+        text = f"the run may use {format_bytes(budget)}, {abs(change):.0%} {kind} (threshold {most:.0%})"
+        self._plan_again("budget", text, quiet=not less, change=change, threshold=threshold)
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Compare the steps since the last look with what was expected of them."""
-        self._number, seconds = step.number, self._seconds(result.seconds)
+        """Compare the second step under a memory plan with what was expected of it."""
+        self._number = step.number
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
-        if not self.active:
+        if not self.active or self.forecast.looks >= 2:
             return
-        peaks = {name: float(size) for name, size in self._peaks().items() if name in STEP_PHASES}
         if not self.forecast.is_known():
             self.next_step = math.inf  # nobody can plan this model
             return
+        peaks = {name: float(size) for name, size in self._memory.peaks().items() if name in STEP_PHASES}
         if not peaks:  # the memory plan has changed after the step, or there was nothing to compute
             return
-        if self._first_s is None:
-            self._first_s = seconds
-        if not self._calibrated:  # the first update makes the states, so what came before it lacks them
-            made = self._state_bytes() - self._states_before
-            peaks = {name: size + (made if name != "update" else 0.0) for name, size in peaks.items()}
+        seconds = self._memory.slowest(result.seconds)
         self.forecast.measure(peaks.values())
         if self.forecast.looks == 1:
-            self._first_look()
-        elif self.forecast.looks == 2:
-            self._second_look(seconds)
-        else:
-            self._later_look()
-        self._calibrated = True
-        self.next_step = 0 if self.forecast.looks < 2 or self._near() else math.inf
+            self._first_s = seconds
+            return
+        self._calibrate(seconds)
+        if self.forecast.looks:  # else a new plan begins
+            self.next_step = 0 if self._near() else math.inf
 
-    def _first_look(self) -> None:
-        """The first step of a memory plan compiles: one that took too much is believed, one that took less not yet."""
-        error, threshold = self.forecast.error, self._threshold()
-        if error > threshold:
-            self._correct(1 + error, threshold)
-        elif not self._calibrated:
-            within = error >= -self.rules.error
-            then = f"within {self.rules.error:.0%}" if within else "and the second step says whether it stays"
-            text = f"{self.forecast.words()}, {then}"
-            self._record("calibration", text, shown=self._near(), error=error, threshold=self.rules.error)
-
-    def _second_look(self, seconds: float) -> None:
-        """The second step settles both factors, up or down; a new plan is made where it is far off."""
-        self.forecast.time_factor *= seconds / self.forecast.step_s
-        threshold, error = self._threshold(), self.forecast.error
-        grown = 1.0 if self._give_back is None else 1 + self.rules.growth  # what later steps will take
-        factor = (1 + error) * grown
-        if error > threshold or factor < 1 - self.rules.error:
-            self._correct(factor, threshold)
-        else:
-            self.forecast.memory_factor *= factor
-
-    def _later_look(self) -> None:
-        """A step that took too much: free blocks are returned once, and what is still too much corrects the plan."""
-        error, threshold = self.forecast.error, self._threshold()
-        if error <= threshold:
-            self._gave_back = False
-        elif self._give_back is not None and not self._gave_back:
-            self._give_back()
-            self.forecast.measured, self._gave_back = 0.0, True
-        else:
-            self._correct(1 + error, threshold)
-
-    def _correct(self, factor: float, threshold: float) -> None:
-        """Multiply every later plan, and plan again."""
-        measured, error = self.forecast.words(), self.forecast.error
-        numbers = {"measured_bytes": self.forecast.measured, "expected_bytes": self.forecast.peak_bytes, "error": error}
-        self.forecast.memory_factor *= factor
-        text = (
-            f"{measured} (threshold {100 * threshold:g}%), so plans are multiplied by {self.forecast.memory_factor:.3f}"
-        )
-        kind = "prediction" if self._calibrated else "calibration"
-        self._plan_again(kind, text, threshold=threshold, **numbers)
-
-    def _threshold(self) -> float:
-        """How much more than expected is too much: less, where it is more than the run may use."""
-        slightly = self.forecast.error <= self.rules.error and self.forecast.measured > self._allowed()
-        return self.rules.over if slightly else self.rules.error
+    def _calibrate(self, seconds: float) -> None:
+        """The factors by which every later plan is multiplied; a new plan, where this one is far off."""
+        forecast = self.forecast
+        forecast.time_factor *= seconds / forecast.step_s
+        error, words = forecast.error, forecast.words()
+        slightly = error <= self.rules.error and forecast.measured > self._allowed()
+        threshold = self.rules.over if slightly else self.rules.error
+        numbers = {"measured_bytes": forecast.measured, "expected_bytes": forecast.peak_bytes, "error": error}
+        factor = (1 + error) * (1 + self._growth)  # what later steps will take
+        forecast.memory_factor *= factor
+        if -self.rules.error <= factor - 1 and error <= threshold:
+            if not self._told:  # the user has seen that plans are right
+                text = f"{words}, within {100 * self.rules.error:g}%"
+                self._record("calibration", text, shown=self._near(), threshold=self.rules.error, **numbers)
+            self._told = True
+            return
+        self._told = True
+        text = f"{words} (threshold {100 * threshold:g}%), so plans are multiplied by {forecast.memory_factor:.3f}"
+        self._plan_again("calibration", text, threshold=threshold, **numbers)
 
     def _near(self) -> bool:
         """Whether the run takes so much of what it may use that its user should hear of plans."""
@@ -348,7 +304,7 @@ class AdaptiveReplanner(StepHook):
     def _pays(self, saved_s: float) -> bool:
         """Whether a change that need not be made is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
-        return saved_s > self.rules.gain * self.forecast.step_s and saved_s * steps_left > (self._first_s or 0.0)
+        return saved_s > self.rules.gain * self.forecast.step_s and saved_s * steps_left > self._first_s
 
     def _switch(self, trigger: str, text: str, found: Expected, **numbers: Any) -> bool:
         numbers |= {"peak_bytes": peak_of(found), "step_s": found.step_s}
@@ -359,7 +315,7 @@ class AdaptiveReplanner(StepHook):
         """Go over to a memory plan; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
-            self._apply(memory_plan)
+            self._memory.apply(self.executor, memory_plan)
         except TilewrightError as error:
             self._record(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
             return False
@@ -371,9 +327,9 @@ class AdaptiveReplanner(StepHook):
             return False
         self._record(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
         self.forecast.restart(self.forecast.row_length)
-        self.next_step, self._gave_back = 0 if self.active else math.inf, False
+        self.next_step = 0 if self.active else math.inf
         self.executor.transaction.free_memory()  # what the old one took is measured no more
-        self._peaks()  # those up to now are of the old one
+        self._memory.peaks()  # those up to now are of the old one
         return True
 
     # ---- what is known ----
@@ -382,7 +338,7 @@ class AdaptiveReplanner(StepHook):
         return not self.forecast.is_known() or self.forecast.peak_bytes <= budget
 
     def _allowed(self) -> float:
-        return min(self._budget(), self._limit)
+        return min(self._memory.allowed(), self._limit)
 
     def _record(self, trigger: str, text: str, *, shown: bool = True, **numbers: Any) -> None:
         text = f"{trigger.replace('_', ' ')}: {text}"
