@@ -110,7 +110,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     from tilewright.parallel.world import World
     from tilewright.precision.convert import convert
     from tilewright.precision.policy.policy import Policy
-    from tilewright.training.components.weights.sharded_model import first_values
+    from tilewright.training.components.weights.first_values import first_values
     from tilewright.training.executor.base import ExecutorInputs
     from tilewright.training.executor.layer_major_setup import layer_major_executor
     from tilewright.training.executor.standard import StandardExecutor
@@ -120,7 +120,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_chunk_bytes=recipe.memory.loss_chunk_bytes)
     sliced = recipe.memory.can.offload
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
-    values = first_values(recipe, model, World.alone())
+    values = first_values(recipe, model) if sliced else None
     if values is None:
         init_weights(model, recipe.run.seed)
     parameters = "" if optim.master_weights == "fp32" else "bf16"

@@ -1,5 +1,7 @@
 """What a run does with a sharded model besides steps: formats, evaluation, bytes, models used unlike on other ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -21,10 +23,10 @@ from tilewright.parallel.shard import Sharding, is_sharded, shard, takes_unused
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.training.components.weights.sharded_model import on_meta
 from tilewright.training.executor.bad_steps import all_finite
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.executor.standard import StandardExecutor, quantized_weights
+from tilewright.training.planning.ranks import check_world
 
 
 def _sharded(case, world):
@@ -216,8 +218,9 @@ def test_parameters_that_one_rank_alone_uses(sizes):
 def _refused(rank):
     world, said = world_of((1, 2)), []
     model = _sharded(Case("gqa"), world)
-    layer_major = Recipe.model_validate({"memory": {"executor": "layer_major"}})
-    for wrong in (lambda: run(model, world, microbatches(rank, 1 + rank)), lambda: on_meta(layer_major, world)):
+    recipe = Recipe.model_validate({"memory": {"executor": "layer_major"}})
+    layer_major = partial(check_world, world, recipe, recipe.memory.can)
+    for wrong in (lambda: run(model, world, microbatches(rank, 1 + rank)), layer_major):
         try:
             wrong()
         except ConfigError as error:

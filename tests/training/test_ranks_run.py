@@ -9,9 +9,9 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
+from tilewright.parallel import parallelize
 from tilewright.parallel.shard import Sharding
 from tilewright.planner.machine import ceilings
-from tilewright.training import assemble
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 
@@ -230,17 +230,17 @@ def test_one_process_of_torchrun_is_the_plain_run_bit_for_bit(mesh, data, tmp_pa
 def options(rank, data, runs, changes):
     """How the run's model was sharded and its gradients are summed, and the last loss."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
-    seen, give, step = {}, assemble.give_weights, StandardExecutor.step
+    seen, cut, step = {}, parallelize.shard_from_meta, StandardExecutor.step
 
     def given(*args, **named):
-        seen["sharding"] = named["sharding"]
-        give(*args, **named)
+        seen["sharding"] = args[3]
+        cut(*args, **named)
 
     def stepped(executor, *args):
         seen["each"] = executor._gradients._reduce_each
         return step(executor, *args)
 
-    assemble.give_weights, StandardExecutor.step = given, stepped
+    parallelize.shard_from_meta, StandardExecutor.step = given, stepped
     return train(tiny(Path(data), Path(runs), **changes)).loss, seen["sharding"], seen["each"]
 
 

@@ -1,12 +1,13 @@
 """From a recipe to everything a run needs, built in the order in which trouble is cheapest to find.
 
 `set_up`: machine, kernels, data, plan; no model memory yet. `build`: model, precision, optimizer, stream, executor.
-Components take plain arguments; this is the one file that reads a whole recipe.
+What it makes takes plain arguments or sections; what decides what is made (`set_up`, the executor's factory) reads the
+whole recipe.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,8 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
-from tilewright.parallel.shard import Sharding, WholeBytes, is_sharded
+from tilewright.parallel.parallelize import parallelize
+from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
@@ -51,8 +53,8 @@ from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
+from tilewright.training.components.weights.first_values import fill_whole, first_values, is_vacant
 from tilewright.training.components.weights.lora_model import build_adapted
-from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta
 from tilewright.training.components.weights.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
@@ -286,7 +288,10 @@ def build(
     memory_plan: MemoryPlan | None = None,
     values_of: Callable[[Model], InitialValues] | None = None,
 ) -> Components:
-    """Model, precision, optimizer, data stream and executor, in the state before the first step.
+    """Model, precision, optimizer, executor, hooks and data stream, in the state before the first step.
+
+    In this order: what reads a module's kind or dtype comes after what sets it, and what holds a parameter after what
+    makes it a new object.
 
     Args:
         setup: machine, data and plan.
@@ -296,70 +301,82 @@ def build(
             that the recipe says.
     """
     recipe, device, world = setup.recipe, setup.device, setup.world
-    memory_plan = memory_plan or setup.memory_plan
+    can, memory_plan = setup.executor.capabilities, memory_plan or setup.memory_plan
     seed_all(recipe.run.seed)  # alike on all ranks, which make the same model
     memory_tracker = MemoryTracker(device)
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
-        model, each = _model(setup, fresh, memory_plan)
-        values = first_values(recipe, model, world)
-        if values is not None and values_of is not None:
-            values = values_of(model)
+        # 1. Built without memory where it is filled in pieces. What layers keep is set before they are compiled.
+        vacant = is_vacant(recipe, world, can)
+        model = build_adapted(
+            recipe, setup.prepared.vocab_size, setup.kernels, "meta" if vacant else device,
+            fresh=fresh and not vacant, lazy=not vacant,
+        )  # fmt: skip
+        check_export(recipe, model)
+        layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
+        if can.activation_checkpoint:
+            checkpoint_layers(model, layers)
+        model.checkpoint_inputs = recipe.train.checkpoint_inputs
+        values = (values_of or partial(first_values, recipe))(model.train()) if vacant else None
+        # 2. Converted before anything is cut or filled: dtypes and kinds of layers are settled here.
         policy, schedule, scaled = _precision(setup, model)
-        parallel = recipe.parallel
-        sharding = Sharding(parallel.reshard_after_forward, parallel.cpu_offload)
-        give_weights(recipe, model, world, device, values, fresh=fresh, sharding=sharding)
-        cut_layers(model, each, compile=setup.compiles)
-        optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
+        # 3. Cut, each part filled on its rank. A base under adapters is encoded as it is read, so it is filled before.
+        fill_whole(recipe, model, device, values, world)
+        parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
+        # 4. Compiled as it is now; nothing is traced before the first step.
+        if setup.compiles:
+            model.compile_blocks()
+        cut_layers(model, layers, compile=setup.compiles)
+        # 5. The optimizer, over parameters that stay the same objects from here on.
+        optim = recipe.optim
+        optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed)
         num_params = sum(param.numel() for param in model.parameters())
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
-        optim = recipe.optim
         clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
         control = precision_hook(recipe, model, device, world.everyone.handle)
-        inputs = ExecutorInputs(
-            recipe=recipe,
-            model=model,
-            optimizer=optimizer,
-            memory_plan=memory_plan,
-            clip=clip,
-            scaler=scaler,
-            control=None if control is None else control.control,
-            memory_tracker=memory_tracker,
-            kernels=setup.kernels,
-            world=world,
-            folder=setup.offload_dir,
-            values=values,
+        # 6. The executor, which gives parameters and states their homes.
+        executor = setup.executor.make(
+            ExecutorInputs(
+                recipe=recipe,
+                model=model,
+                optimizer=optimizer,
+                memory_plan=memory_plan,
+                clip=clip,
+                scaler=scaler,
+                control=None if control is None else control.control,
+                memory_tracker=memory_tracker,
+                kernels=setup.kernels,
+                world=world,
+                folder=setup.offload_dir,
+                values=values,
+            )
         )
-        executor = setup.executor.make(inputs)
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, executor.weights)
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
+    # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
+    heap = FreeHeap(memory_tracker, 0 if setup.plan.unknown else setup.plan.phase_bytes(setup.plan.step_phase))
+    draw_apart(world)
+    teacher = open_teacher(recipe.distill, setup.tokenizer, model, policy)
+    hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
+    # 8. The stream, which reads ahead from here on.
+    stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)
-    plan, counters = setup.plan, Counters()
-    heap = FreeHeap(memory_tracker, 0 if plan.unknown else plan.phase_bytes(plan.step_phase))
-    draw_apart(world)
-    teacher = open_teacher(recipe.distill, setup.tokenizer, model, policy)
-    # The controller samples what the stream gave, so the teacher adds to it after; free pages are returned last.
-    hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
-    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, counters, setup, heap, hooks
-    return Components(model, *run_parts)
-
-
-def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
-    """The model, and what is done with each of its layers."""
-    recipe = setup.recipe
-    device = "meta" if on_meta(recipe, setup.world) else setup.device
-    lazy, vocab_size = device != "meta", setup.prepared.vocab_size  # layer groups are filled one by one anyhow
-    model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
-    check_export(recipe, model)
-    each = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
-    if setup.executor.capabilities.activation_checkpoint:
-        checkpoint_layers(model, each)
-    model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    if setup.compiles:
-        model.compile_blocks()
-    return model.train(), each
+    return Components(
+        model=model,
+        modes=modes,
+        optimizer=optimizer,
+        scaler=scaler,
+        clip=clip,
+        schedule=rates,
+        stream=stream,
+        memory_tracker=memory_tracker,
+        executor=executor,
+        counters=Counters(),
+        setup=setup,
+        heap=heap,
+        hooks=hooks,
+    )
 
 
 def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool]:
