@@ -110,7 +110,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     from tilewright.parallel.world import World
     from tilewright.precision.convert import convert
     from tilewright.precision.policy.policy import Policy
-    from tilewright.training.components.weights.first_values import first_values
+    from tilewright.training.components.model import first_values
     from tilewright.training.executor.base import ExecutorInputs
     from tilewright.training.executor.layer_major_setup import layer_major_executor
     from tilewright.training.executor.standard import StandardExecutor

@@ -28,7 +28,7 @@ from tilewright.planner.summary import STEP_PHASES, PlanSummary, make_plan
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.components.weights.lora_model import build_adapted
+from tilewright.training.components.model import build_adapted
 
 MACHINE = make_machine()
 MOE = {"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 1, "tie_embeddings": False}

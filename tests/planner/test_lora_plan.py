@@ -10,7 +10,7 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.components.weights.lora_model import build_adapted
+from tilewright.training.components.model import build_adapted
 
 MODEL = {"dim": 128, "num_layers": 3, "num_heads": 2}
 

@@ -11,7 +11,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.codes import named_constants
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.weights import lora_model
+from tilewright.training.components import model as lora_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ def test_the_model_is_the_one_loaded_whole(stored, base, mode, master, data, tmp
     changes |= {"lora__rank": 4, "lora__base": base, "optim__master_weights": master}
     setup = set_up(tiny(data, tmp_path, **changes))
     lazy = build(setup, fresh=True)
-    monkeypatch.setattr("tilewright.training.components.weights.lora_model.can_fill", lambda *_: False)
+    monkeypatch.setattr("tilewright.training.components.model.can_fill", lambda *_: False)
     whole = build(setup, fresh=True)
     mine, theirs = (dict(parts.model.state_dict(keep_vars=True)) for parts in (lazy, whole))
     mine |= named_constants(lazy.model)

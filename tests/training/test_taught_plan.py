@@ -15,7 +15,7 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.weights.teacher import Teacher, open_teacher
+from tilewright.training.components.teacher import Teacher, open_teacher
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist

@@ -51,11 +51,10 @@ from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import held_out, in_parts, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
+from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.weights.first_values import fill_whole, first_values, is_vacant
-from tilewright.training.components.weights.lora_model import build_adapted
-from tilewright.training.components.weights.teacher import open_teacher
+from tilewright.training.components.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.evaluate import HeldOut

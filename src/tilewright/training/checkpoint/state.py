@@ -187,18 +187,25 @@ def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
     return {("memory", tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)}
 
 
+@torch.no_grad()
+def load_model(path: Path, model: nn.Module) -> None:
+    """The model of a checkpoint into one that is whole on this process, in place.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or cannot be read.
+    """
+    targets = model_tensors(model)
+    _compare(f"{path} is a checkpoint of another model.", "model.", _shapes(targets), stored_tensors(path))
+    read_tensors(path, targets)
+
+
 def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:
-    there = {name: shape for name, (_, shape) in stored.items() if name.startswith(prefix)}
-    raise_on_difference(what, prefix, here, there)
-
-
-def raise_on_difference(what: str, prefix: str, here: Shapes, there: Shapes) -> None:
-    """Compare names and shapes of the run (`here`) with those of a checkpoint (`there`).
+    """Compare names and shapes of the run (`here`) with those of a checkpoint.
 
     Raises:
         CheckpointError: they differ; the first differences are listed.
     """
-    lines = []
+    there, lines = {name: shape for name, (_, shape) in stored.items() if name.startswith(prefix)}, []
     for name in sorted(here.keys() | there.keys()):
         ours, theirs = here.get(name), there.get(name)
         if ours != theirs:

@@ -10,7 +10,7 @@ nothing in it (`index`), and takes any number of processes, whatever number wrot
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
-from tilewright.core.atomic_io import check_manifest
+from tilewright.core.atomic_io import check_manifest, listed_files
 from tilewright.core.errors import CheckpointError
 from tilewright.parallel.checksum import ReplicaDifference
 from tilewright.parallel.world import World
@@ -35,8 +36,7 @@ from tilewright.training.checkpoint.failures import (
     on_all,
     short_reason,
 )
-from tilewright.training.checkpoint.index import IndexFormatError, TensorLoadPlanner, TensorReader
-from tilewright.training.checkpoint.soundness import why_unsound
+from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, parse_index
 from tilewright.training.checkpoint.staging import Staging
 from tilewright.training.checkpoint.writing import (
     Content,
@@ -338,3 +338,30 @@ class _LoadLive(TensorLoadPlanner):
 
     def lookup_tensor(self, index: Any) -> Tensor:
         return self._live(index.fqn, super().lookup_tensor(index))
+
+
+def why_unsound(folder: Path) -> str | None:
+    """What is wrong with a checkpoint first, None where nothing is.
+
+    Every file has the hash that the manifest says; the index names no file that the manifest does not, which a rank
+    whose part is missing would leave; and no tensors are there that belong to another save.
+    """
+    return check_manifest(folder) or next(_misfits(folder), None)
+
+
+def _misfits(folder: Path) -> Iterator[str]:
+    listed = listed_files(folder)
+    try:
+        index = parse_index((folder / INDEX).read_bytes())
+    except FileNotFoundError:
+        yield f"{INDEX} is missing"
+        return
+    except (OSError, IndexFormatError) as error:
+        yield str(error)
+        return
+    named = {place.relative_path for place in index.storage_data.values()}
+    for name in sorted(named - listed):
+        yield f"{INDEX} needs {name}, which the manifest does not list: a rank's part is missing"
+    for path in sorted(folder.glob(f"*{DEFAULT_SUFFIX}")):
+        if path.name not in listed:
+            yield f"{path.name} belongs to another save: the manifest does not list it"

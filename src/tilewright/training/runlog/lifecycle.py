@@ -10,10 +10,10 @@ import psutil
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
-from tilewright.core.units import format_bytes, format_seconds, format_share
+from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
+from tilewright.ops.base.codes import named_codes
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import Counters
-from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 
@@ -71,7 +71,7 @@ def record_start(
         data: events of the data, as kind, text and numbers.
     """
     trained, total = num_parameters(model)
-    text = f"{in_words(trained, total)} in {how}, {length}"
+    text = f"{_in_words(trained, total)} in {how}, {length}"
     recorder.event(0, "start", text, parameters=total, trained=trained)
     for kind, line, numbers in data:
         recorder.event(0, kind, line, **numbers)
@@ -166,3 +166,29 @@ def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:
     for name in recorder.log.reopen_deleted():
         text = f"{name} was deleted while the run was under way; its next row is that of step {step + 1}"
         recorder.event(step, "file_deleted", text)
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Trained and in total; a matrix that two modules share counts once. Frozen weights kept as FP8 codes count too.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> _ = model.weight.requires_grad_(False)
+        >>> num_parameters(model)
+        (2, 8)
+    """
+    sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    codes = sum(codes.numel() for name, codes in named_codes(model) if name.rpartition(".")[2] == "weight")
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes) + codes
+
+
+def _in_words(trained: int, total: int) -> str:
+    """Both numbers where they differ.
+
+    Example:
+        >>> _in_words(5_870_000, 5_870_000), _in_words(45_000, 5_870_000)
+        ('5.87M parameters', '45k of 5.87M parameters trained')
+    """
+    if trained == total:
+        return f"{format_count(total)} parameters"
+    return f"{format_count(trained)} of {format_count(total)} parameters trained"

@@ -1,12 +1,26 @@
-"""The model that a recipe trains: the base as `models.build` makes it, and the adapters of `[lora]` on it."""
+"""The model that a recipe trains: the base as `models.build` makes it, the adapters of `[lora]` on it, first values.
+
+    model = build_adapted(recipe, ..., "meta" if is_vacant(recipe, world, can) else device)
+    values = first_values(recipe, model)  # of a vacant one
+    convert(model, policy)
+    fill_whole(recipe, model, device, values, world)
+    parallelize(model, world, recipe.parallel, device=device, values=values)  # each rank fills its parts
+
+A vacant model has no memory yet: it is filled in the pieces in which it is kept.
+"""
 
 import torch
 
+from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
-from tilewright.models.base.protocols import Model
+from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.build import build_model, in_folder, init_weights, untrained_notes
+from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.model import HFModel
+from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.ops.kernels import Kernels
+from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
 from tilewright.precision.lora.lora import add_lora, load_fp8_weights, load_lora_decoder
 
@@ -29,7 +43,7 @@ def build_adapted(
         device: where the model is made.
         fresh: give random weights their initial values, which freezing them needs to see. False where a checkpoint
             overwrites them.
-        lazy: leave a Hugging Face model that gets adapters on the meta device where `fill_lazy` can fill it.
+        lazy: leave a Hugging Face model that gets adapters on the meta device where `fill_whole` can fill it.
 
     Raises:
         ConfigError: the section's values do not fit together, or a target matches no layer.
@@ -58,7 +72,48 @@ def build_adapted(
     return built
 
 
-def fill_lazy(recipe: Recipe, model: Model, device: torch.device | str) -> None:
+def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
+    """Whether the model is built on the meta device, and filled in the pieces in which it is kept: layer groups in
+    their tiers, parts on ranks.
+
+    A sharded model with adapters is not: its base is read and encoded as on one rank, and its FP8 codes, which are no
+    parameters, stay whole on each.
+    """
+    return can.offload or (world.fsdp_mesh is not None and not recipe.lora.rank)
+
+
+def first_values(recipe: Recipe, model: Model) -> InitialValues:
+    """What fills a vacant model.
+
+    Raises:
+        CheckpointError: the folder is not whole, or not of this model.
+    """
+    if recipe.model.weights == "load":
+        return stored_values(model, local_folder(recipe.model.path))
+    return random_values(model, recipe.run.seed)
+
+
+def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: InitialValues | None, world: World) -> None:
+    """Values of all that no rank fills in parts, and no executor layer group by layer group.
+
+    Args:
+        recipe: reads `[model]` and the seed.
+        model: converted. Its parameters are new objects afterwards: make the optimizer later.
+        device: where the model computes.
+        values: of a vacant model.
+        world: who holds what.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if values is None:
+        _fill_lazy(recipe, model, device)
+    elif world.fsdp_mesh is None:
+        to_placeholders(model, device)
+        fill_buffers(model, values)
+
+
+def _fill_lazy(recipe: Recipe, model: Model, device: torch.device | str) -> None:
     """Fill a model that `build_adapted` left on the meta device, after its formats were chosen; any other stays.
 
     Raises:
