@@ -40,6 +40,27 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of `--dist loadfile`: `tests.schedule`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.schedule import RanksTogether  # only where tests run in several processes
+
+    return RanksTogether(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _machine_is_known(tmp_path_factory):
+    """No test measures the machine, nor does a process that one starts; tests of the measuring have caches of their
+    own."""
+    from tests.machine import cache_with_rates  # not at the top: the switch comes first
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache_with_rates(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_it_was():
     """A command run with --quiet leaves nothing to the next test."""

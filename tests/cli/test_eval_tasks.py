@@ -57,7 +57,7 @@ def test_base_and_run_are_evaluated_recorded_and_shown(tuned, capsys):
     tokenizer = Tokenizer.from_file(str(tasks.parent / "model" / "tokenizer.json"))
     assert rows["local_choice", "base"].value == accuracy(tasks.parent / "model", tokenizer)
     assert rows["local_choice", "run"].value == accuracy(folder / "hf", tokenizer)
-    assert rows["local_choice", "run"].model.endswith("step_00000012")
+    assert rows["local_choice", "run"].model.endswith("step_00000006")
     assert rows["local_choice", "base"].model == str(tasks.parent / "model")
     page = write_report(folder).read_text()
     section = page[page.index('<section id="tasks">') :]

@@ -170,9 +170,9 @@ def test_a_missing_runtime_is_named_with_its_extra(finished, capsys, monkeypatch
 def test_a_run_that_has_not_finished_says_so(trained, tmp_path, capsys):
     other = Path(shutil.copytree(trained, tmp_path / "tiny"))
     recipe = (other / "run.toml").read_text()
-    (other / "run.toml").write_text(recipe.replace("steps = 12 ", "steps = 99 "))
+    (other / "run.toml").write_text(recipe.replace("steps = 6 ", "steps = 99 "))
     assert run(["export", str(other), "--to", "gguf-f16", "--no-proof"]) == 0
-    assert "at step 12 of 99; its newest checkpoint is exported" in capsys.readouterr().err
+    assert "at step 6 of 99; its newest checkpoint is exported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

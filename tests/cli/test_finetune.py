@@ -75,8 +75,8 @@ def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, t
 
 @OTHER_SLOW
 def test_a_resumed_finetune_equals_one_that_never_stopped(model, talks, tmp_path):
-    each = {"train__eval_interval": 6}
-    assert finetune(model, talks, "lora", arguments(tmp_path, run__name="parts", train__steps=6, **each)) == 0
+    each = {"train__eval_interval": 3}
+    assert finetune(model, talks, "lora", arguments(tmp_path, run__name="parts", train__steps=3, **each)) == 0
     assert finetune(model, talks, "lora", arguments(tmp_path, run__name="parts", **each)) == 0
     assert finetune(model, talks, "lora", arguments(tmp_path, run__name="straight", **each)) == 0
     assert_same_run(tmp_path / "runs" / "parts", tmp_path / "runs" / "straight")

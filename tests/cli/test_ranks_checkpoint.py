@@ -16,7 +16,7 @@ from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.dist
-STEP = "step_00000012"
+STEP = "step_00000006"
 
 
 @pytest.fixture(scope="module")

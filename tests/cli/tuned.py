@@ -49,7 +49,7 @@ def arguments(tmp_path: Path, **changes: object) -> list[str]:
         "data.eval_source": "",
         "data.seq_len": 64,
         "data.holdout": 0.1,
-        "train.steps": 12,
+        "train.steps": 6,
         "train.global_batch_size": 4,
         "train.micro_batch_size": 2,
         "train.compile": "off",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 
+from tests.machine import fixed_ceilings as fixed_ceilings
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
-from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.training.loop import train
 
 TIMED = ("time_s", "step_s", "wait_s", "wait_share", "tokens_per_s", "memory_bytes", "memory", "seconds", "stall_s")
@@ -54,26 +54,6 @@ def write_llama(folder: Path) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
-    """In the place of `planner.machine.ceilings.measure`: round numbers at once, where measuring takes seconds a
-    machine."""
-    rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e10)
-    return Ceilings(
-        key="fixed",
-        matmul={name: {256: rate, 2048: rate} for name, rate in rates.items()},
-        start={name: {} for name in rates},
-        attention=rates,
-        loss=rates,
-        elementwise=rates,
-        adam={"fp32": 1e8, "bf16": 1e8, "8bit": 1e8},
-        bandwidth=1e10,
-        exp=1e9,
-        threads=1,
-        measured_s=0.0,
-        busy=1.0,
-    )
 
 
 def observe(settings: Mapping[str, str], folder: Path) -> dict[str, Any]:

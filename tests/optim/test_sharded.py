@@ -49,7 +49,7 @@ EVERY_FORMAT = [Case(((7, 300), (5,), (3, 4, 40)), format) for format in FORMATS
 @example(sizes=(2,), cases=EVERY_FORMAT)
 @example(sizes=(8,), cases=EVERY_FORMAT)  # three ranks and more without a row
 @example(sizes=(2, 2), cases=EVERY_FORMAT)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.mark.support("adam", "shards", "hsdp")
 def test_a_sharded_update_has_the_bits_of_the_whole_one(sizes, cases):
     for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)):

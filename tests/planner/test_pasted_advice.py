@@ -60,12 +60,13 @@ ON = pytest.mark.parametrize("where", MACHINES)
 
 
 def cases(*rest: object, commands: Iterable[str] = COMMANDS) -> list:
-    """Each command on each machine with each of `rest`, which is not slow for two different ones of it on the two."""
+    """Each command on each machine with each of `rest`; by default on one of the machines with one of them, so that
+    each machine has half of the commands, and all of `rest`."""
     found = []
     for number, command in enumerate(commands):
         for place, where in enumerate(MACHINES):
             for at, one in enumerate(rest):
-                first = at == (number + place) % len(rest)
+                first = place == number % 2 and at == number // 2 % len(rest)
                 found.append(pytest.param(where, command, one, marks=() if first else pytest.mark.slow))
     return found
 

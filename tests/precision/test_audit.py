@@ -176,23 +176,23 @@ def test_a_run_writes_its_audit_and_a_resumed_one_goes_on_counting(data, tmp_pat
     recipe = {"model__dim": 128, "precision__mode": "fp8_tile"}
     whole = train(tiny(data, tmp_path, run__name="whole", **recipe)).run_dir
     audit = audit_of(whole)
-    assert (audit["step"], audit["mode"]) == (12, "fp8_tile")
+    assert (audit["step"], audit["mode"]) == (6, "fp8_tile")
     rows = {(row.layer, row.gemm): row for row in read_rows(audit)}
-    # 12 steps of 5 rows in micro-batches of 2; evaluation is in FP32.
-    assert rows["model.layers.0.mlp.up_proj", "wgrad"].calls == 12 * 3
+    # 6 steps of 5 rows in micro-batches of 2; evaluation is in FP32.
+    assert rows["model.layers.0.mlp.up_proj", "wgrad"].calls == 6 * 3
     assert rows["model.layers.1.self_attn.o_proj", "wgrad"].format == "bf16"
     assert rows["lm_head", "all"].calls is None
 
-    part = train(tiny(data, tmp_path, run__name="part", train__steps=6, optim__schedule="constant", **recipe)).run_dir
-    assert read_rows(audit_of(part))[0].calls == 6 * 3
-    train(tiny(data, tmp_path, run__name="part", train__steps=12, optim__schedule="constant", **recipe))
+    part = train(tiny(data, tmp_path, run__name="part", train__steps=3, optim__schedule="constant", **recipe)).run_dir
+    assert read_rows(audit_of(part))[0].calls == 3 * 3
+    train(tiny(data, tmp_path, run__name="part", train__steps=6, optim__schedule="constant", **recipe))
     assert audit_of(part)["rows"] == audit["rows"]
 
     other = train(tiny(data, tmp_path, run__name="other", precision__bf16_grad_layers="[]", **recipe)).run_dir
     capsys.readouterr()
     assert command(["inspect", str(whole)]) == 0
     text = capsys.readouterr().out
-    assert "executed up to step 12:" in text
+    assert "executed up to step 6:" in text
     assert f"[1] {fp8_choice(MACHINE).reason}" in text
     assert command(["inspect", str(whole), "--diff", str(part)]) == 0
     assert capsys.readouterr().out.startswith("no difference")

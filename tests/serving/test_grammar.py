@@ -74,8 +74,9 @@ def test_a_random_model_writes_what_the_schema_says(port, seed):
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
 
 
+@pytest.mark.parametrize("seeds", [(0,), pytest.param(range(1, 6), marks=pytest.mark.slow)], ids=["one", "more"])
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_every_tokenizer_writes_json_and_calls(name, tmp_path):
+def test_every_tokenizer_writes_json_and_calls(name, seeds, tmp_path):
     """A model with random weights, some of its ids without a token, draws within a schema: whole characters, no space
     that the tokenizer puts before a text, and the end."""
     pytest.importorskip("llguidance")
@@ -90,7 +91,7 @@ def test_every_tokenizer_writes_json_and_calls(name, tmp_path):
     schema["additionalProperties"] = False
     tool = {"type": "function", "function": {"name": "w", "parameters": schema}}
     ids = session.chat_ids([{"role": "user", "content": "hello"}])
-    for seed in range(3):
+    for seed in seeds:
         settings = AnswerSettings(90, seed=seed)
         text = "".join(session.answer(ids, settings, turn=True, constraint=grammars.of_schema(schema)))
         assert json.loads(text)["place"] in ("x", "é🦊"), text

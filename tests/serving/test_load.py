@@ -52,7 +52,7 @@ def test_generated_bodies(port):
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     found = set()
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(bodies())
     def check(body):
         found.add(send(connection, *body))

@@ -24,6 +24,7 @@ CONTROLLED = {
     "precision__controller__recalibrate_interval": 6,
     "precision__controller__cooldown": 3,
     "precision__controller__budget": 0.9,
+    "train__steps": 12,
     "train__eval_interval": 4,
     "train__sample_tokens": 0,
 }
@@ -124,10 +125,15 @@ def test_killed_and_resumed_it_decides_the_same(data, tmp_path, straight, monkey
 
 
 def test_a_schedule_of_products_without_a_controller(data, tmp_path):
-    changes = {"precision__mode": "fp8_tile", "precision__fp8_from": "[0.0, 0.25, 0.5]", "precision__fp8_until": 0.75}
+    changes = {
+        "precision__mode": "fp8_tile",
+        "precision__fp8_from": "[0.0, 0.25, 0.5]",
+        "precision__fp8_until": 0.75,
+        "train__steps": 8,
+    }
     train(tiny(data, tmp_path, **changes))
     told = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "precision_switch"]
-    assert [row["step"] for row in told] == [4, 7, 10]
+    assert [row["step"] for row in told] == [3, 5, 7]
     assert "fprop, wgrad, dgrad" in told[-1]["message"]
     assert not (tmp_path / "tiny" / "precision.jsonl").exists()
 

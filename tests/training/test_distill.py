@@ -85,7 +85,7 @@ def test_a_hugging_face_student_has_the_same_loss(taught_batch, tmp_path):
 
 def test_a_student_comes_nearer_to_its_teacher_than_without(teacher, data, tmp_path):
     """The same data and start; a student that sees only the teacher, at its temperature."""
-    options = {"precision__mode": "fp32", "run__seed": 5, "train__steps": 12, "optim__lr": 3e-3, "model__dim": 16}
+    options = {"precision__mode": "fp32", "run__seed": 5, "train__steps": 8, "optim__lr": 3e-3, "model__dim": 16}
     shown = {"distill__teacher": teacher, "distill__weight": 1.0}
     alone = train(tiny(data, tmp_path, run__name="alone", **options, **shown | {"distill__weight": 1e-9})).run_dir
     taught = train(tiny(data, tmp_path, run__name="taught", **options, **shown)).run_dir

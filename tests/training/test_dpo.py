@@ -112,7 +112,7 @@ def test_losses_and_margins_are_those_of_a_plain_loop(kind, beta, model, pairs, 
     load = transformers.AutoModelForCausalLM.from_pretrained
     net, frozen = (load(model, dtype=torch.float32, attn_implementation="eager") for _ in range(2))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    for step in range(20):
+    for step in range(12):
         batches = parts.stream.next_step()
         optimizer.zero_grad()
         expected, margins = _plain_loss(net, frozen, batches, beta)

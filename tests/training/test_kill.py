@@ -3,12 +3,11 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.commands import Command
 from tests.training.tiny import assert_same_run, rows, settings, tiny
 from tilewright.training.loop import train
 
@@ -25,15 +24,13 @@ def straight(data, tmp_path_factory):
     return runs / "tiny"
 
 
-def _start(data, runs, **changes) -> subprocess.Popen:
+def _start(data, runs, **changes) -> Command:
     """`tilewright train` in a process of its own."""
     wanted = settings(data, runs, **CHANGES | {"log__report": "false"} | changes)
     options = [f"--{name}={value}" for name, value in wanted.items()]
     recipe = data / "empty.toml"
     recipe.write_text("")  # the schema's defaults, as in `tiny`
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tilewright", "train", str(recipe), *options]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Command(["train", str(recipe), *options])
 
 
 def _last_step(runs) -> int:
@@ -42,7 +39,7 @@ def _last_step(runs) -> int:
     return lines[-1].count(b'"step"') and int(lines[-1].split(b":")[1].split(b",")[0]) if lines else 0
 
 
-def _wait_for_step(process: subprocess.Popen, runs, step: int) -> None:
+def _wait_for_step(process: Command, runs, step: int) -> None:
     """Until the run has passed `step` (or ended)."""
     deadline = time.monotonic() + 120
     while _last_step(runs) < step and process.poll() is None:

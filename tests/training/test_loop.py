@@ -70,14 +70,14 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
     assert machine["matmul_switches"]["allow_bf16_reduced_precision_reduction"] in (True, False)
     metrics = rows(run / "metrics.jsonl")
     steps = [row for row in metrics if "eval" not in row]
-    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["step"] for row in steps] == list(range(1, 7))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
     assert all(row["wait_share"] < 1 and row["tokens_per_s"] > 0 for row in steps)
-    assert [row["step"] for row in steps if "memory" in row] == [1, 4, 8, 12]
+    assert [row["step"] for row in steps if "memory" in row] == [1, 2, 4, 6]
     assert steps[-1]["tokens"] == sum(round(row["tokens_per_s"] * (row["step_s"] + row["wait_s"])) for row in steps)
     evals = [row for row in metrics if "eval" in row]
-    assert [row["step"] for row in evals] == [6, 12]
+    assert [row["step"] for row in evals] == [3, 6]
     assert set(evals[0]["eval"]) == {"alpha", "beta"}
     assert evals[-1]["eval"]["alpha"]["ppl"] == pytest.approx(math.exp(evals[-1]["eval"]["alpha"]["loss"]))
     kinds = [row["kind"] for row in rows(run / "events.jsonl")]
@@ -85,7 +85,7 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
         next(kind for kind in kinds if kind != "slow_mode") == "start"
     )  # where the mode is slow here, that comes first
     assert kinds[-1] == "done"
-    assert kinds.count("save") == 4
+    assert kinds.count("save") == 3
     last = evals[-1]["eval"]
     assert all(
         row["bits_per_byte"] == pytest.approx(math.log2(row["ppl"]) * row["tokens"] / row["bytes"])
@@ -96,7 +96,7 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
     assert all(sample["prompt"] for sample in samples)
     assert (run.parent / "latest").resolve() == run
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
-        "step_00000006", "step_00000009", "step_00000012",
+        "step_00000002", "step_00000004", "step_00000006",
     ]  # fmt: skip
 
 
@@ -147,50 +147,50 @@ def test_loss_scale_and_switch_are_in_the_record(straight):
     scales = [row["loss_scale"] for row in rows(straight("loss_scale") / "metrics.jsonl") if "loss_scale" in row]
     assert scales[:4] == [1024.0, 1024.0, 1024.0, 2048.0]
     switches = [row for row in rows(straight("switch") / "events.jsonl") if row["kind"] == "precision_switch"]
-    assert [(row["step"], row["message"]) for row in switches] == [(7, "tf32 -> bf16_mixed from step 7 on")]
+    assert [(row["step"], row["message"]) for row in switches] == [(4, "tf32 -> bf16_mixed from step 4 on")]
 
 
-@pytest.mark.parametrize("step", [6, 8])
+@pytest.mark.parametrize("step", [3, 5])
 def test_a_switch_is_told_once_wherever_the_run_stops(step, data, tmp_path, straight, monkeypatch):
     with monkeypatch.context() as patch:
         _kill_at(patch, step)
         train(tiny(data, tmp_path, **CASES["switch"]))
     train(tiny(data, tmp_path, **CASES["switch"]))
     events = rows(tmp_path / "tiny" / "events.jsonl")
-    assert [row["step"] for row in events if row["kind"] == "precision_switch"] == [7]
+    assert [row["step"] for row in events if row["kind"] == "precision_switch"] == [4]
     assert_same_run(tmp_path / "tiny", straight("switch"))
 
 
 def test_torn_newest_checkpoint_is_said_and_the_one_before_is_used(data, tmp_path, straight, capsys):
     train(tiny(data, tmp_path))
     run = tmp_path / "tiny"
-    newest = run / "checkpoints" / "step_00000012" / "__0_0.distcp"
+    newest = run / "checkpoints" / "step_00000006" / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:1000])
-    (run / "checkpoints" / "step_00000015.partial").mkdir()
+    (run / "checkpoints" / "step_00000009.partial").mkdir()
     capsys.readouterr()
     result = train(tiny(data, tmp_path))
-    assert result.step == 12
+    assert result.step == 6
     said = capsys.readouterr().out
-    assert "step_00000012 cannot be used: __0_0.distcp has 1000 bytes" in said
-    assert "step_00000015.partial was never finished" in said
-    assert "from step 9" in said
+    assert "step_00000006 cannot be used: __0_0.distcp has 1000 bytes" in said
+    assert "step_00000009.partial was never finished" in said
+    assert "from step 4" in said
     events = [row["kind"] for row in rows(run / "events.jsonl")]
     assert events.count("checkpoint_rejected") == 2
     assert "recovered" in events
     assert_same_run(run, straight("bf16"))
-    assert (run / "checkpoints" / "step_00000012.rejected").is_dir()
+    assert (run / "checkpoints" / "step_00000006.rejected").is_dir()
 
 
 def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
     train(tiny(data, tmp_path, checkpoint__keep_latest_k=1))
-    meta = tmp_path / "tiny" / "checkpoints" / "step_00000012" / "meta.json"
+    meta = tmp_path / "tiny" / "checkpoints" / "step_00000006" / "meta.json"
     meta.write_text("{}")
     with pytest.raises(CheckpointError, match="No valid checkpoint") as caught:
         train(tiny(data, tmp_path))
     assert "meta.json has 2 bytes" in caught.value.problems[0].got
     assert meta.exists()
     train(tiny(data, tmp_path, checkpoint__resume="never"))
-    assert (tmp_path / "tiny.old-1" / "checkpoints" / "step_00000012" / "meta.json").read_text() == "{}"
+    assert (tmp_path / "tiny.old-1" / "checkpoints" / "step_00000006" / "meta.json").read_text() == "{}"
     kinds = [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
     assert next(kind for kind in kinds if kind != "slow_mode") == "start"
 
@@ -231,7 +231,8 @@ def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
 
 def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
     """run.toml says them by then, the checkpoint not yet."""
-    changed = {"train__steps": 24, "data__weights": "{alpha = 1.0, beta = 0.0}", "train__global_batch_size": 24}
+    changed = {"train__steps": 16, "data__weights": "{alpha = 1.0, beta = 0.0}", "train__global_batch_size": 24}
+    changed["train__micro_batch_size"] = 12
     for name in ("killed", "whole"):
         train(tiny(data, tmp_path, run__name=name, train__steps=3))
     train(tiny(data, tmp_path, run__name="whole", **changed))
@@ -270,7 +271,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
 
     monkeypatch.setattr(assemble, "build_adapted", poisoned)
     with pytest.raises(NumericsError, match="3 steps in a row") as caught:
-        train(tiny(data, tmp_path, train__eval_interval=0))
+        train(tiny(data, tmp_path, train__eval_interval=0, train__steps=8))
     assert caught.value.exit_code == 4
     run = tmp_path / "tiny"
     events = rows(run / "events.jsonl")
@@ -290,12 +291,12 @@ def test_running_out_of_device_memory_names_owners_and_saves_the_steps_before(da
     real = StandardExecutor.step
 
     def step(self, microbatches, lr):
-        if len(self.optimizer.state) and int(next(iter(self.optimizer.state.values()))["step"]) == 4:
+        if len(self.optimizer.state) and int(next(iter(self.optimizer.state.values()))["step"]) == 5:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, microbatches, lr)
 
     monkeypatch.setattr(StandardExecutor, "step", step)
-    with pytest.raises(FitError, match="Out of memory in step 5") as caught:
+    with pytest.raises(FitError, match="Out of memory in step 6") as caught:
         train(tiny(data, tmp_path))
     got = caught.value.problems[0].got.splitlines()
     assert "Tried to allocate 2.00 GiB" in got[0]
@@ -304,7 +305,7 @@ def test_running_out_of_device_memory_names_owners_and_saves_the_steps_before(da
     fixes = caught.value.problems[0].try_.splitlines()
     assert len(fixes) == 3
     assert all(line.startswith("--") and "peak" in line and "step" in line for line in fixes), fixes
-    assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 4
+    assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 5
     kinds = [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
     assert kinds[-1] == "save"
     assert "stop" in kinds[-3:]
@@ -347,13 +348,13 @@ def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_pa
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointError, match="step 12 could not be written") as caught:
+    with pytest.raises(CheckpointError, match="step 6 could not be written") as caught:
         train(tiny(data, tmp_path))
     assert "FileExistsError" in caught.value.problems[0].got
     assert "could not be written" in capsys.readouterr().out
     events = [row["kind"] for row in rows(run / "events.jsonl")]
-    assert events.count("save_failed") == 4  # steps 3, 6, 9 and 12
-    assert rows(run / "metrics.jsonl")[-1]["step"] == 12
+    assert events.count("save_failed") == 3  # steps 2, 4 and 6
+    assert rows(run / "metrics.jsonl")[-1]["step"] == 6
 
 
 @pytest.mark.support("export", "one")

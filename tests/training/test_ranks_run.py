@@ -1,6 +1,7 @@
 """A run on several ranks is the run of one process: data, losses, evaluations, files. Replicas, over gloo."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,18 +82,15 @@ def test_a_held_out_row_is_evaluated_by_one_rank_and_the_numbers_are_those_of_on
 @pytest.mark.support("reshard", "one", "copies")
 def test_it_continues_with_another_number_of_processes(worlds, data, tmp_path, alone):
     _, (_, loss, _) = alone
-    on(worlds[0], data, tmp_path, **EVALS | {"train__steps": 12, "run__seed": 1234, "checkpoint__interval": 5})
+    on(worlds[0], data, tmp_path, **EVALS | {"run__seed": 1234, "checkpoint__interval": 3})
     run_folder = tmp_path / "tiny"
-    for step in (12, 10):  # what a process leaves that was killed after step 5
-        for path in (run_folder / "checkpoints" / f"step_{step:08d}").iterdir():
-            path.unlink()
-        (run_folder / "checkpoints" / f"step_{step:08d}").rmdir()
+    shutil.rmtree(run_folder / "checkpoints" / "step_00000006")  # what a process leaves that was killed after step 5
     found = on(worlds[1], data, tmp_path, **EVALS)
-    assert found[0][0] == 12
+    assert found[0][0] == 6
     assert found[0][1] == pytest.approx(loss, rel=2e-6)
     kinds = [row["kind"] for row in rows(run_folder / "events.jsonl")]
     assert {"resume", "recovered"} <= set(kinds)
-    assert [row["step"] for row in rows(run_folder / "metrics.jsonl") if "loss" in row] == list(range(1, 13))
+    assert [row["step"] for row in rows(run_folder / "metrics.jsonl") if "loss" in row] == list(range(1, 7))
 
 
 def test_the_first_rank_alone_writes(data, tmp_path):
@@ -149,6 +147,20 @@ MESHES = {
 LONGER = {("shards", "integers"), ("hsdp", "integers"), ("copies", "muon")}
 
 
+@pytest.fixture(scope="module")
+def each_alone(data, tmp_path_factory):
+    """The run of one process by name of what it has, each made once: its folder, and what it found."""
+    made = {}
+
+    def run_of(what, changes):
+        if what not in made:
+            folder = tmp_path_factory.mktemp("each")
+            made[what] = folder, on_ranks(1, run, str(data), str(folder), changes)[0]
+        return made[what]
+
+    return run_of
+
+
 @pytest.mark.parametrize(
     ("mesh", "what"),
     [
@@ -161,17 +173,16 @@ LONGER = {("shards", "integers"), ("hsdp", "integers"), ("copies", "muon")}
 @pytest.mark.support("evaluation", "hsdp")
 @pytest.mark.support("integers", "copies", "hsdp")
 @pytest.mark.support("muon", "copies")
-def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, what, data, tmp_path):
+def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, what, data, tmp_path, each_alone):
     """Weights that differ in their last bits may be rounded to other integers, so those losses are a little further."""
     near, given = WHAT[what]
     changes = EVALS | {"train__steps": 6, "optim__moments": "8bit"} | given
     world, sizes = MESHES[mesh]
-    (alone,) = on_ranks(1, run, str(data), str(tmp_path / "one"), changes)
-    found = on_ranks(world, run, str(data), str(tmp_path / "all"), sizes | changes)
+    folder, alone = each_alone(what, changes)
+    found = on_ranks(world, run, str(data), str(tmp_path), sizes | changes)
     assert all(each == found[0] for each in found)
     one, many = (
-        [row["loss"] for row in rows(tmp_path / name / "tiny" / "metrics.jsonl") if "loss" in row]
-        for name in ("one", "all")
+        [row["loss"] for row in rows(at / "tiny" / "metrics.jsonl") if "loss" in row] for at in (folder, tmp_path)
     )
     assert many[0] == pytest.approx(one[0], rel=2e-6)
     assert many == pytest.approx(one, rel=near)

@@ -1,0 +1,47 @@
+"""Which test process gets which file: tests of ranks one after another in one of them, long tests first.
+
+Ranks of a clone take turns (`tests.ranks.LOCK`). Where two test processes had such files, one of them waited for the
+other with nothing to do, and each started a fork server. Tests of runs and commands are the longest: they come before
+the others, so that the processes end together.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+ROOT = Path(__file__).parents[1]
+RANKS = "ranks"
+"""The part of the suite that is scheduled as one file."""
+_STARTS_RANKS = re.compile(r"^from tests\.(ranks|training\.ranks_that_die) import", re.M)
+FIRST = ("tests/training/", "tests/cli/")
+
+
+@cache
+def part_of(file: str) -> str:
+    """`RANKS` for a file of tests whose ranks take turns, else the file.
+
+    Args:
+        file: path from the root of the clone, as in ids of tests.
+    """
+    path = ROOT / file
+    starts = path.suffix == ".py" and _STARTS_RANKS.search(path.read_text(encoding="utf-8"))
+    return RANKS if starts else file
+
+
+class RanksTogether(LoadFileScheduling):
+    """xdist's schedule by files, in another order: ranks, files that train, the others by their number of tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return part_of(nodeid.split("::", 1)[0])
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        self.workqueue.move_to_end(min(self.workqueue, key=turn_of), last=False)
+        super()._assign_work_unit(node)
+
+
+def turn_of(part: str) -> int:
+    """Parts with a smaller number go first."""
+    return 0 if part == RANKS else 1 if part.startswith(FIRST) else 2
