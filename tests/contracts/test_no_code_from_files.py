@@ -75,9 +75,10 @@ def _constants(tree: ast.Module) -> dict[str, dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_file_runs_what_it_reads(path):
-    assert faults(path.read_text(encoding="utf-8")) == []
+def test_no_file_runs_what_it_reads():
+    found = {path.relative_to(SOURCE): faults(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    assert len(found) > 500
+    assert {str(path): some for path, some in found.items() if some} == {}
 
 
 def test_only_the_index_names_the_readers_that_unpickle():

@@ -82,6 +82,7 @@ def test_undo_by_checkpoint(data, tmp_path, monkeypatch):
     """memory.rollback = "checkpoint": step 5 turns bad half-way; the run goes back to step 3 and leaves step 5 out."""
     lose(monkeypatch, {5})
     options = {"optim__clip": "delayed", "memory__rollback": "checkpoint", "train__steps": 7, "train__eval_interval": 0}
+    options["checkpoint__interval"] = 3
     result = train(tiny(data, tmp_path, **options, **LAYERS))
     metrics = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" not in row]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6, 7]
