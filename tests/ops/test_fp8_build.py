@@ -61,7 +61,14 @@ def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path):
         build.build(FP8, MACHINE.cxx_compiler, tmp_path / "file" / "kernels")
 
 
+@pytest.fixture
+def _quick(monkeypatch):
+    """Code that nobody runs is compiled as fast as it goes."""
+    monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
+
+
 @needs_compiler
+@pytest.mark.usefixtures("_quick")
 def test_built_once_also_by_two_at_once(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: build.build(LOW_BIT_ADAM, MACHINE.cxx_compiler, tmp_path), range(2))
@@ -72,6 +79,7 @@ def test_built_once_also_by_two_at_once(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("_quick")
 def test_another_compiler_version_is_another_file(tmp_path):
     first = build.build(LOW_BIT_ADAM, MACHINE.cxx_compiler, tmp_path / "kernels")
     newer = script(tmp_path / "c++", f'case "$1" in --version) echo 99;; *) exec {MACHINE.cxx_compiler} "$@";; esac')

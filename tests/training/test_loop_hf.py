@@ -46,19 +46,19 @@ def _resnet(folder):
 @pytest.mark.support("hf", "one")
 @pytest.mark.support("dropout", "one")
 def test_resumed_equals_never_stopped_bitwise(make, data, tmp_path, monkeypatch):
-    changes = make(tmp_path / "model") | {"optim__lr": 0.01}
+    changes = make(tmp_path / "model") | {"optim__lr": 0.01, "train__steps": 8}
     train(tiny(data, tmp_path / "straight", **changes))
     real = RunLog.step
 
     def recorded(self, counters, *args):
         row = real(self, counters, *args)
-        if counters.step == 7:
+        if counters.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return row
 
     with monkeypatch.context() as patch:
         patch.setattr(RunLog, "step", recorded)
-        assert train(tiny(data, tmp_path / "stopped", **changes)).step == 7
+        assert train(tiny(data, tmp_path / "stopped", **changes)).step == 5
     torch.manual_seed(4321)
     train(tiny(data, tmp_path / "stopped", **changes))
     assert_same_run(tmp_path / "stopped" / "tiny", tmp_path / "straight" / "tiny")

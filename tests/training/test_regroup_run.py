@@ -68,7 +68,7 @@ def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, mo
 
 def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeypatch):
     """No memory from the second update of step 5 on: the checkpoint stays, and the run continues from it."""
-    case = CASES["layer_major"]
+    case = CASES["layer_major"] | {"checkpoint__interval": 3}
     train(tiny(data, tmp_path / "plain", **case))
     real, calls = DeepSeekAdam.step_params, []
 
