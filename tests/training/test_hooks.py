@@ -21,6 +21,7 @@ from tilewright.training.hooks.base import AfterStep, StepHook, by_name, calls
 from tilewright.training.loop import train
 
 QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false"}
+QUIET |= {"train__steps": 12, "train__log_interval": 4, "checkpoint__interval": 3}
 
 
 class Mixer(StepHook):

@@ -82,7 +82,7 @@ def test_a_third_executor_trains_the_losses_of_the_standard_one(data, tmp_path):
     third = Kind()
     run = train(tiny(data, tmp_path, run__name="third", **SETTINGS), executor=third.kind).run_dir
     losses = [[row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row] for folder in (run, standard)]
-    assert len(losses[0]) > 10
+    assert len(losses[0]) > 5
     assert losses[0] == losses[1]
     assert [one.closed for one in third.made] == [True]
 
@@ -90,12 +90,12 @@ def test_a_third_executor_trains_the_losses_of_the_standard_one(data, tmp_path):
 def test_its_state_is_in_the_checkpoint(data, tmp_path):
     whole, halves = Kind(), Kind()
     train(tiny(data, tmp_path, run__name="whole", **SETTINGS), executor=whole.kind)
-    train(tiny(data, tmp_path, run__name="halves", train__steps=6, optim__schedule="constant", **SETTINGS),
+    train(tiny(data, tmp_path, run__name="halves", train__steps=3, optim__schedule="constant", **SETTINGS),
           executor=halves.kind)  # fmt: skip
-    assert halves.made[0].steps == 6
+    assert halves.made[0].steps == 3
     run = train(tiny(data, tmp_path, run__name="halves", optim__schedule="constant", **SETTINGS), executor=halves.kind)
-    assert run.step == 12
-    assert halves.made[1].steps == 12, "six of the checkpoint, and six"
+    assert run.step == 6
+    assert halves.made[1].steps == 6, "three of the checkpoint, and three"
     again = train(tiny(data, tmp_path, run__name="again", optim__schedule="constant", **SETTINGS), executor=Kind().kind)
     assert_same_run(run.run_dir, again.run_dir)
 
