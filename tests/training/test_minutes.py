@@ -35,7 +35,7 @@ from tilewright.training.planning.minutes import (
 from tilewright.training.planning.minutes import with_known_steps as known
 from tilewright.training.run import Run
 
-MINUTES = 0.01
+MINUTES = 0.02
 
 
 def timed(data, runs, minutes=MINUTES, **changes):
@@ -137,7 +137,7 @@ def test_training_takes_the_minutes_it_was_given(data, tmp_path, monkeypatch):
         return real(self, *args)
 
     monkeypatch.setattr(StandardExecutor, "step", slow)
-    minutes = 0.06
+    minutes = 0.1
     train(timed(data, tmp_path, minutes, train__eval_interval=0, checkpoint__interval=0))
     last = [row for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "loss" in row][-1]
     # Steps are mostly sleep, so a busy machine changes little: the clock's count, not its precision, is what is held.
