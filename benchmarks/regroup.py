@@ -58,9 +58,9 @@ def run(case: str, watched: bool) -> dict[str, Any]:
         planner, told, allowed, bytes_, losses = setup.replanner(), Told(), [0.0], [], []
         kept = parts.executor.memory_plan
         if case == "rows":
-            allowed[0] = 0.8 * peak(planner.predict(kept, 2048))
+            allowed[0] = 0.8 * planner.predict(kept, 2048).peak_bytes
         else:
-            allowed[0] = 1.3 * peak(planner.predict(kept))
+            allowed[0] = 1.3 * planner.predict(kept).peak_bytes
         replanner = replanner_for(setup, parts, told, budget=lambda: allowed[0])
         count, draw = 0, random.Random(1)
         for number, length in enumerate(LENGTHS[case], 1):
@@ -80,13 +80,6 @@ def run(case: str, watched: bool) -> dict[str, Any]:
         parts.close()
         torch.set_num_threads(1)
     return {"losses": losses, "weights": weights, "bytes": bytes_, "allowed": allowed[0], "events": told.events}
-
-
-def peak(expected: Any) -> float:
-    """Of a step."""
-    from tilewright.training.hooks.forecast import peak_of
-
-    return peak_of(expected)
 
 
 def most(phases: dict[str, int]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations_with_replacement
+from operator import attrgetter
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.data.batches.microbatches import row_length
+from tilewright.planner.replan import Replan
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.hooks.base import Step
-from tilewright.training.hooks.forecast import peak_of
 from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.planning.describe import tighter, words
 
@@ -26,14 +27,8 @@ KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}
 SECONDS = {"keep": 1.0, "selective": 1.1, "attention": 1.3, "recompute": 1.4}
 BASE = 200.0
 KEEP = MemoryPlan.uniform(LAYERS)
+PEAK = attrgetter("peak_bytes")
 KINDS = tuple(LayerMemory(activations=kind) for kind in KEPT if kind != "attention")
-
-
-@dataclass(frozen=True)
-class Expected:
-    memory_plan: MemoryPlan
-    phases: dict
-    step_s: float
 
 
 class PlayedPlanner:
@@ -50,7 +45,7 @@ class PlayedPlanner:
         phases = {"load": {"parameters": 10.0}, "forward": {"parameters": BASE * memory_factor}}
         phases["backward"] = {"parameters": BASE * memory_factor, "activations": kept * memory_factor}
         seconds = sum(SECONDS[one.activations] + (one.inputs != "device") for one in memory_plan.layers)
-        return Expected(memory_plan, phases, seconds * time_factor)
+        return Replan(memory_plan, phases, seconds * time_factor)
 
     def _all(self, seq_len, factors):
         for layers in combinations_with_replacement(self.kinds, self.num_layers):
@@ -58,11 +53,11 @@ class PlayedPlanner:
 
     def plan(self, device_bytes, seq_len=None, **factors):
         self.asked.append((device_bytes, seq_len))
-        fitting = [one for one in self._all(seq_len, factors) if peak_of(one) <= device_bytes]
+        fitting = [one for one in self._all(seq_len, factors) if PEAK(one) <= device_bytes]
         return min(fitting, key=lambda one: one.step_s, default=None)
 
     def smallest(self, seq_len=None, *, memory_factor=1.0):
-        return min(self._all(seq_len, {"memory_factor": memory_factor}), key=peak_of)
+        return min(self._all(seq_len, {"memory_factor": memory_factor}), key=PEAK)
 
 
 @dataclass
@@ -105,7 +100,7 @@ class PlayedExecutor:
 
     def peaks(self):
         return {
-            "backward": int(peak_of(self._planner.predict(self.memory_plan, self.length)) * self.factor),
+            "backward": int(PEAK(self._planner.predict(self.memory_plan, self.length)) * self.factor),
             "load": 9999,
         }
 
@@ -284,7 +279,7 @@ def test_a_budget_cut_by_a_third_and_given_back():
     assert numbers["change"] == pytest.approx(-0.3)
     assert numbers["threshold"] == -0.1
     assert "30% less (threshold 10%)" in text
-    assert peak_of(play.planner.predict(play.executor.memory_plan)) <= 455
+    assert PEAK(play.planner.predict(play.executor.memory_plan)) <= 455
     play.budget = 650.0
     play.step()
     assert play.executor.memory_plan == KEEP
@@ -436,7 +431,7 @@ def test_words_of_a_mixed_placement():
     assert words(less).startswith("1 attention, 1 recompute (")
     assert words(least) == "1 recompute, 1 recompute (inputs disk, parameters host, states disk)"
     assert row_length([{"pixels": torch.zeros(1)}]) is None
-    assert math.isfinite(peak_of(PlayedPlanner().smallest()))
+    assert math.isfinite(PEAK(PlayedPlanner().smallest()))
 
 
 @given(factors=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4))

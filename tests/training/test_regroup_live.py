@@ -11,7 +11,7 @@ import torch
 from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
-from tests.training.test_regroup import PlayedMemory, PlayedPlanner, looked_at, peak_of
+from tests.training.test_regroup import PlayedMemory, PlayedPlanner, looked_at
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -68,7 +68,7 @@ class Run:
         planner = PlayedPlanner(NUM_LAYERS, KINDS[which])
 
         def peaks():  # as expected
-            return {"backward": int(peak_of(planner.predict(self.executor.memory_plan, self.length)))}
+            return {"backward": int(planner.predict(self.executor.memory_plan, self.length).peak_bytes)}
 
         self.length = 512
         self.replanner = AdaptiveReplanner(

@@ -24,18 +24,13 @@ class Replan:
     phases: Mapping[str, Mapping[str, float]]
     """Device bytes by owner at each phase."""
     step_s: float
-    plan: Plan
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase of a step with the most bytes on the device; evaluation and checkpoints left out."""
-        names = [name for name in self.phases if name.startswith(STEP_PHASES)]
-        return max(names, key=lambda name: sum(self.phases[name].values()))
+    plan: Plan | None = None
+    """What that was read from; None where it was the plan that a run began under."""
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes on the device in a step."""
-        return sum(self.phases[self.peak_phase].values())
+        """Most bytes on the device in a step; evaluation and checkpoints left out."""
+        return max(sum(owners.values()) for name, owners in self.phases.items() if name.startswith(STEP_PHASES))
 
 
 class Replanner:

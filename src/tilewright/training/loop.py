@@ -91,8 +91,32 @@ def train(
         check_world(world, loaded.recipe, executor_of(loaded.recipe, executor).capabilities)
         if dry_run:
             return RunResult(None, run_dry(loaded, world, hooks, executor))
-        with TrainSession.opened(loaded, world, began, on_setup, hooks, executor) as session:
-            return session.train()
+        with _opened(loaded, world) as (folder, store, watch, lost):
+            return TrainSession(loaded, folder, store, watch, began, on_setup, hooks, executor, lost).train()
+
+
+@contextmanager
+def _opened(
+    loaded: Loaded, world: World
+) -> Iterator[tuple[RunFolder, CheckpointStore, LoneWatch, tuple[RankRecord, ...]]]:
+    """The folder of a run, locked, its checkpoints, its ranks, watched, and those that were lost before."""
+    recipe = loaded.recipe
+    folder, moved_to = open_folder(recipe, loaded.name, world)
+    section, path = recipe.checkpoint, folder.path
+    store = CheckpointStore(folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world)
+    try:
+        if moved_to is not None:
+            say(f"the run that was in {path} is now {moved_to}")
+        lost = on_first(world, partial(take_lost, path), named="the records of ranks before this run")
+        with watch_of(path, world).running() as watch:  # from here on a rank that is gone is named
+            store.world = watch.world
+            try:
+                yield folder, store, watch, lost
+            finally:
+                store.wait()  # other ranks can finish what is being written until they hear that this one failed
+    finally:
+        store.close()
+        folder.close()
 
 
 @dataclass
@@ -113,38 +137,6 @@ class TrainSession:
     """Plan that the run in the folder began under."""
     left_out: set[int] = field(default_factory=set)
     """Steps, counted from 0, that could not be undone."""
-
-    @classmethod
-    @contextmanager
-    def opened(
-        cls,
-        loaded: Loaded,
-        world: World,
-        began: float,
-        on_setup: Callable[[RunContext], None] | None,
-        hooks: Sequence[HookFactory],
-        executor: ExecutorKind | None,
-    ) -> Iterator["TrainSession"]:
-        """The session of a recipe: its folder locked, its ranks watched."""
-        recipe = loaded.recipe
-        folder, moved_to = open_folder(recipe, loaded.name, world)
-        section, path = recipe.checkpoint, folder.path
-        store = CheckpointStore(
-            folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world
-        )
-        try:
-            if moved_to is not None:
-                say(f"the run that was in {path} is now {moved_to}")
-            lost = on_first(world, partial(take_lost, path), named="the records of ranks before this run")
-            with watch_of(path, world).running() as watch:  # from here on a rank that is gone is named
-                store.world = watch.world
-                try:
-                    yield cls(loaded, folder, store, watch, began, on_setup, hooks, executor, lost)
-                finally:
-                    store.wait()  # other ranks can finish what is being written until they hear that this one failed
-        finally:
-            store.close()
-            folder.close()
 
     @property
     def world(self) -> World:

@@ -6,7 +6,7 @@ that is gone) is brought to all before any of them acts on it: the next collecti
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.runlog.rank_table import RankTable
 from tilewright.training.runlog.signals import StopRequest
-
-if TYPE_CHECKING:  # the solver is loaded by who plans
-    from tilewright.planner.replan import Replan, Replanner
 
 T = TypeVar("T")
 
@@ -205,31 +202,24 @@ class RankAgreement(Agreement, StepHook):
 
 
 class PlannerOnFirst:
-    """The planner of a run, asked on the first rank; all have its answers, whatever its solver's time gave it.
+    """The planner of a run (`planner.replan.Replanner`), asked on the first rank; all have its answers, whatever its
+    solver's time gave it.
 
     Args:
         planner: of this rank: None on all but the first.
         agreement: of the run.
     """
 
-    def __init__(self, planner: "Replanner | None", agreement: Agreement) -> None:
-        self._planner: Any = planner
-        self._agreement = agreement
+    def __init__(self, planner: Any, agreement: Agreement) -> None:
+        self._planner, self._agreement = planner, agreement
 
-    def plan(self, device_bytes: float, seq_len: int | None = None, **factors: float) -> "Replan | None":
-        """See `planner.replan.Replanner.plan`."""
-        return self._agreement.on_first(lambda: self._planner.plan(device_bytes, seq_len, **factors))
-
-    def smallest(self, seq_len: int | None = None, **factors: float) -> "Replan | None":
-        """See `planner.replan.Replanner.smallest`."""
-        return self._agreement.on_first(lambda: self._planner.smallest(seq_len, **factors))
-
-    def predict(self, memory_plan: MemoryPlan, seq_len: int | None = None, **factors: float) -> "Replan":
-        """See `planner.replan.Replanner.predict`."""
-        return self._agreement.on_first(lambda: self._planner.predict(memory_plan, seq_len, **factors))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args, **factors: self._agreement.on_first(
+            lambda: getattr(self._planner, method)(*args, **factors)
+        )
 
 
-def planner_on_first(find: "Callable[[], Replanner | None]", agreement: Agreement) -> "PlannerOnFirst | None":
+def planner_on_first(find: Callable[[], Any], agreement: Agreement) -> Any:
     """The planner that `find` gives, made on the first rank alone; None where there is none."""
     mine = agreement.only_first(find)
     return PlannerOnFirst(mine, agreement) if agreement.on_first(lambda: mine is not None) else None

@@ -6,28 +6,11 @@ forecast.error                            # 0.05: 5 % more than expected
 forecast.memory_factor *= ...             # what every later plan is multiplied by
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
 
-from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes
+from tilewright.planner.replan import Replan, Replanner
 from tilewright.training.executor.base import Executor
-
-if TYPE_CHECKING:  # the solver is loaded by who plans
-    from tilewright.planner.replan import Replanner
-
-
-class Expected(Protocol):
-    """A memory plan and what it takes: `planner.replan.Replan`, or what a plan file says."""
-
-    @property
-    def memory_plan(self) -> MemoryPlan: ...
-
-    @property
-    def phases(self) -> Mapping[str, Mapping[str, float]]: ...
-
-    @property
-    def step_s(self) -> float: ...
 
 
 class Forecast:
@@ -42,7 +25,7 @@ class Forecast:
     """
 
     def __init__(
-        self, executor: Executor, find_planner: "Callable[[], Replanner | None]", known: Expected | None = None
+        self, executor: Executor, find_planner: Callable[[], Replanner | None], known: Replan | None = None
     ) -> None:
         self._executor = executor
         self._find_planner = find_planner
@@ -71,7 +54,7 @@ class Forecast:
         self.looks += 1
         self.measured = max(peaks)
 
-    def planner(self) -> "Replanner | None":
+    def planner(self) -> Replanner | None:
         """The planner of this run, made now if it is not there; None where the model cannot be planned."""
         if not self._looked:
             self._planner, self._looked = self._find_planner(), True
@@ -79,7 +62,7 @@ class Forecast:
             if self._planner is not None and known is not None and self.expected is known:
                 self.expected = self._planner.predict(self._executor.memory_plan, self.row_length)
                 # What was measured stays; the planner may say otherwise than who spoke before.
-                self.memory_factor *= peak_of(known) / peak_of(self.expected)
+                self.memory_factor *= known.peak_bytes / self.expected.peak_bytes
                 self.time_factor *= known.step_s / self.expected.step_s
         return self._planner
 
@@ -91,13 +74,13 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> float:
-        """Expected peak of a step, corrected."""
+        """Replan peak of a step, corrected."""
         assert self.expected is not None, "nothing is expected yet"
-        return self.memory_factor * peak_of(self.expected)
+        return self.memory_factor * self.expected.peak_bytes
 
     @property
     def step_s(self) -> float:
-        """Expected seconds of a step, corrected."""
+        """Replan seconds of a step, corrected."""
         assert self.expected is not None, "nothing is expected yet"
         return self.time_factor * self.expected.step_s
 
@@ -115,9 +98,3 @@ class Forecast:
     def factors(self) -> dict[str, float]:
         """The corrections, as planners take them."""
         return {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
-
-
-def peak_of(expected: Expected) -> float:
-    """Most bytes on the device in forward, backward and update."""
-    sums = [sum(owners.values()) for name, owners in expected.phases.items() if name.startswith(STEP_PHASES)]
-    return max(sums)

@@ -24,62 +24,36 @@ nothing is shown of it, unless its memory plan changes. Plans come from `planner
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.planner.replan import Replan, Replanner
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.base import Step, StepHook
-from tilewright.training.hooks.forecast import Expected, Forecast, peak_of
+from tilewright.training.hooks.forecast import Forecast
+from tilewright.training.hooks.run_memory import RunMemory
 from tilewright.training.planning.describe import loosest, tighter, words
-
-if TYPE_CHECKING:  # the solver is loaded by who plans
-    from tilewright.planner.replan import Replanner
 
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest memory plan is taken."""
 
 
-@dataclass(frozen=True)
-class ReplanThresholds:
-    """When to plan again."""
-
-    near: float = 0.80
-    """Share of the bytes that the run may use from which on each step is watched."""
-    error: float = 0.05
-    """Measured over expected bytes, less one."""
-    over: float = 0.01
-    """The same where a step takes more than the run may use."""
-    budget: float = 0.10
-    """Change in the bytes that the run may use."""
-    cut: float = 0.10
-    """Less than what was expected of the memory plan that found no memory."""
-    gain: float = 0.02
-    """Share of the step time that a change must save where it need not be made."""
-
-
-class RunMemory(Protocol):
-    """The device's memory, as a run has it; of several ranks that of the worst of them."""
-
-    def allowed(self) -> float:
-        """Bytes that the run may use on the device now."""
-        ...
-
-    def peaks(self) -> Mapping[str, int]:
-        """Peak bytes by phase since it was asked last."""
-        ...
-
-    def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """Take the executor over to a memory plan; see its `apply_memory_plan`."""
-        ...
-
-    def slowest(self, seconds: float) -> float:
-        """Seconds of the slowest rank."""
-        ...
+NEAR = 0.80
+"""Share of the bytes that the run may use from which on each step is watched."""
+ERROR = 0.05
+"""Measured over expected bytes, less one, from which on a new plan is made."""
+OVER = 0.01
+"""The same where a step takes more than the run may use."""
+BUDGET = 0.10
+"""The same of a change in the bytes that the run may use."""
+CUT = 0.10
+"""Less than what was expected of the memory plan that found no memory."""
+GAIN = 0.02
+"""Share of the step time that a change must save where it need not be made."""
 
 
 class AdaptiveReplanner(StepHook):
@@ -96,13 +70,12 @@ class AdaptiveReplanner(StepHook):
         watch: plan again on all of the above; else only after an out-of-memory.
         known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
-        rules: when.
     """
 
     def __init__(
         self,
         executor: Executor,
-        planner: "Callable[[], Replanner | None]",
+        planner: Callable[[], Replanner | None],
         memory: RunMemory,
         record_event: Callable[..., None],
         *,
@@ -110,11 +83,9 @@ class AdaptiveReplanner(StepHook):
         ladder: Collection[str] = ("selective", "attention", "recompute"),
         growth: float = 0.0,
         watch: bool = True,
-        known: Expected | None = None,
-        rules: ReplanThresholds = ReplanThresholds(),
+        known: Replan | None = None,
     ) -> None:
         self.executor = executor
-        self.rules = rules
         self.active = watch
         """Whether anything but an out-of-memory matters."""
         self.next_step = 0 if watch else math.inf
@@ -150,7 +121,7 @@ class AdaptiveReplanner(StepHook):
         return step
 
     def _look_at_budget(self, budget: float, change: float) -> None:
-        less, most = change < 0, self.rules.budget
+        less, most = change < 0, BUDGET
         if abs(change) <= most or (less and self._fits(budget)):
             return
         kind, threshold = ("less", -most) if less else ("more", most)
@@ -184,15 +155,15 @@ class AdaptiveReplanner(StepHook):
         forecast = self.forecast
         forecast.time_factor *= seconds / forecast.step_s
         error, words = forecast.error, forecast.words()
-        slightly = error <= self.rules.error and forecast.measured > self._allowed()
-        threshold = self.rules.over if slightly else self.rules.error
+        slightly = error <= ERROR and forecast.measured > self._allowed()
+        threshold = OVER if slightly else ERROR
         numbers = {"measured_bytes": forecast.measured, "expected_bytes": forecast.peak_bytes, "error": error}
         factor = (1 + error) * (1 + self._growth)  # what later steps will take
         forecast.memory_factor *= factor
-        if -self.rules.error <= factor - 1 and error <= threshold:
+        if factor - 1 >= -ERROR and error <= threshold:
             if not self._told:  # the user has seen that plans are right
-                text = f"{words}, within {100 * self.rules.error:g}%"
-                self._record("calibration", text, shown=self._near(), threshold=self.rules.error, **numbers)
+                text = f"{words}, within {100 * ERROR:g}%"
+                self._record("calibration", text, shown=self._near(), threshold=ERROR, **numbers)
             self._told = True
             return
         self._told = True
@@ -201,7 +172,7 @@ class AdaptiveReplanner(StepHook):
 
     def _near(self) -> bool:
         """Whether the run takes so much of what it may use that its user should hear of plans."""
-        return max(self.forecast.measured, self.forecast.peak_bytes) >= self.rules.near * self._allowed()
+        return max(self.forecast.measured, self.forecast.peak_bytes) >= NEAR * self._allowed()
 
     # ---- out of memory ----
 
@@ -231,27 +202,27 @@ class AdaptiveReplanner(StepHook):
         self.forecast.is_known()
         least = self.forecast.peak_bytes
         for found, limit in self._smaller(planner, least):
-            if found.memory_plan != self.executor.memory_plan and peak_of(found) < least:
+            if found.memory_plan != self.executor.memory_plan and found.peak_bytes < least:
                 self._limit = min(self._limit, limit)
-                numbers = {"expected_bytes": least, "threshold": -self.rules.cut, "limit_bytes": limit}
+                numbers = {"expected_bytes": least, "threshold": -CUT, "limit_bytes": limit}
                 if self._switch("out_of_memory", text, found, **numbers):
                     self._planned_for = self._allowed()
                     return True
         self._record("out_of_memory", f"{text}; there is no tighter memory plan", expected_bytes=least)
         return False
 
-    def _smaller(self, planner: "Replanner", peak_bytes: float) -> Iterable[tuple[Expected, float]]:
+    def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Replan, float]]:
         """Plans for less and less, and the smallest."""
         limit = min(peak_bytes, self._allowed())
         for _ in range(CUTS):
-            limit *= 1 - self.rules.cut
+            limit *= 1 - CUT
             found = planner.plan(limit, self.forecast.row_length, **self.forecast.factors)
             if found is None:
                 break
             yield found, limit
         found = planner.smallest(self.forecast.row_length, memory_factor=self.forecast.memory_factor)
         if found is not None:
-            yield found, peak_of(found)
+            yield found, found.peak_bytes
 
     def _tighten_unplanned(self, text: str) -> bool:
         for memory_plan in tighter(self.executor.memory_plan, self._ladder):
@@ -294,7 +265,7 @@ class AdaptiveReplanner(StepHook):
         if self.forecast.peak_bytes <= budget and not self._pays(saved_s):
             would = f"{format_seconds(saved_s)} a step would be saved, which does not pay for a change"
             return stays(would if saved_s > 0 else "it still fits")
-        if self.forecast.peak_bytes > budget and peak_of(found) >= self.forecast.peak_bytes:
+        if self.forecast.peak_bytes > budget and found.peak_bytes >= self.forecast.peak_bytes:
             return stays("it is the smallest there is")
         self._switch(
             trigger, f"{text}; nothing fits, so the smallest memory plan" if none_fits else text, found, **numbers
@@ -304,11 +275,11 @@ class AdaptiveReplanner(StepHook):
     def _pays(self, saved_s: float) -> bool:
         """Whether a change that need not be made is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
-        return saved_s > self.rules.gain * self.forecast.step_s and saved_s * steps_left > self._first_s
+        return saved_s > GAIN * self.forecast.step_s and saved_s * steps_left > self._first_s
 
-    def _switch(self, trigger: str, text: str, found: Expected, **numbers: Any) -> bool:
-        numbers |= {"peak_bytes": peak_of(found), "step_s": found.step_s}
-        told = f"; {format_bytes(peak_of(found))} and {format_seconds(found.step_s)} a step expected"
+    def _switch(self, trigger: str, text: str, found: Replan, **numbers: Any) -> bool:
+        numbers |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
+        told = f"; {format_bytes(found.peak_bytes)} and {format_seconds(found.step_s)} a step expected"
         return self._place(trigger, text, found.memory_plan, told, **numbers)
 
     def _place(self, trigger: str, text: str, memory_plan: MemoryPlan, told: str = "", **numbers: Any) -> bool:

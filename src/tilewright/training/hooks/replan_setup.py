@@ -1,27 +1,20 @@
 """A run's `AdaptiveReplanner`: what it may use, what it measures, whom it asks, whom it tells."""
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-
-import psutil
-import torch
 
 from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
-from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.planner.model.constraints import fuses, same_bits
+from tilewright.planner.replan import Replan
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.executor.base import Executor
 from tilewright.training.hooks.agreement import Agreement, planner_on_first
 from tilewright.training.hooks.replan import AdaptiveReplanner
+from tilewright.training.hooks.run_memory import MemoryWatch, RunMemory
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.runlog.recorder import MetricsLogger
 
-LOOK_S = 1.0
-"""Seconds between two looks at the machine's free memory."""
 GROWTH = 0.03
 """Of a step beyond the second on a CPU, where the allocator keeps free blocks (measured in eight runs: 3 to 7 %)."""
 _ALONE = Agreement()
@@ -55,48 +48,14 @@ def replanner_for(
     return AdaptiveReplanner(
         parts.executor,
         partial(planner_on_first, setup.replanner, agreement),
-        AgreedMemory(parts.memory_tracker, free, reserve, agreement),
+        RunMemory(parts.memory_tracker, free, reserve, agreement),
         record_event,
         steps=setup.recipe.train.steps,
         ladder=_ladder(setup, parts.executor.memory_plan),
         growth=GROWTH if setup.device.type == "cpu" else 0.0,
         watch=bool(setup.recipe.memory.plan),
-        known=None if setup.plan.unknown else _Known.of(setup, parts),
+        known=_known(setup, parts.executor.memory_plan),
     )
-
-
-@dataclass(frozen=True)
-class AgreedMemory:
-    """The device's memory as a tracker measures it; of several ranks that of the worst, so that all decide the same.
-
-    Args:
-        memory_tracker: of this rank.
-        free: bytes that this rank may use now.
-        reserve: bytes that this process holds of the device outside of its allocator.
-        agreement: of the run.
-    """
-
-    memory_tracker: MemoryTracker
-    free: Callable[[], float]
-    reserve: int
-    agreement: Agreement
-
-    def allowed(self) -> float:
-        """Bytes that the run may use on the device now."""
-        return self.agreement.least(self.free())
-
-    def peaks(self) -> Mapping[str, int]:
-        """Peak bytes by phase since it was asked last."""
-        own = self.memory_tracker.take_peaks()
-        return self.agreement.worst({name: size + self.reserve for name, size in own.items()})
-
-    def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """See `Agreement.apply`."""
-        self.agreement.apply(executor, memory_plan)
-
-    def slowest(self, seconds: float) -> float:
-        """Seconds of the slowest rank."""
-        return self.agreement.most(seconds)
 
 
 def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
@@ -108,60 +67,11 @@ def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
     return frozenset.intersection(*map(frozenset, kinds))
 
 
-@dataclass(frozen=True)
-class _Known:
+def _known(setup: RunContext, memory_plan: MemoryPlan) -> Replan | None:
     """What the run's first plan says of the memory plan that it begins with."""
-
-    memory_plan: MemoryPlan
-    phases: Mapping[str, Mapping[str, float]]
-    step_s: float
-
-    @classmethod
-    def of(cls, setup: RunContext, parts: Components) -> "_Known":
-        outside = {"process": float(setup.plan.reserve_bytes)}
-        phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
-        return cls(parts.executor.memory_plan, phases, setup.plan.step_s)
-
-
-class MemoryWatch:
-    """Bytes that this process may use on its device now: its limit, or what it holds and what is free, if that is less.
-
-    Args:
-        limit: of the run.
-        device: where it trains. On `cpu` the host's memory.
-        reserve: bytes that this process holds of the device outside of its allocator.
-        clock: seconds; the machine is asked once a second at most.
-        ranks: processes of the run on this machine, which share what is free of the host.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        device: torch.device,
-        reserve: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-        ranks: int = 1,
-    ) -> None:
-        self.limit = limit
-        self._device = device
-        self._reserve = reserve
-        self._clock = clock
-        self._ranks = ranks
-        self._looked = -LOOK_S
-        self._there = 0
-
-    def __call__(self) -> float:
-        """Asked before each step."""
-        if (now := self._clock()) - self._looked >= LOOK_S:
-            self._looked, self._there = now, there_bytes(self._device, self._ranks) + self._reserve
-        return float(min(self.limit, self._there))
-
-
-def there_bytes(device: torch.device, ranks: int = 1) -> int:
-    """What is free on a device (of a host's memory the share of one of so many ranks), and what this process holds."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
+    outside = {"process": float(setup.plan.reserve_bytes)}
+    phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
+    return None if setup.plan.unknown else Replan(memory_plan, phases, setup.plan.step_s)
 
 
 def cheapest_fixes(setup: RunContext) -> list[str]:
