@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 import torch
@@ -24,6 +25,23 @@ MESHES = [
 ]  # fmt: skip
 
 
+LIMIT_S = 77.0
+
+
+def all_groups(world):
+    """Of each meaning and each axis; but for that of work of unknown length."""
+    meshes = [mesh for mesh in (world.mesh, world.fsdp_mesh, world.expert_mesh) if mesh is not None]
+    groups = [group.handle for group in (world.data, world.model, world.everyone)]
+    return [
+        group for group in (*groups, *(one for mesh in meshes for one in mesh.get_all_groups())) if group is not None
+    ]
+
+
+def timeout_s(group):
+    """For which its collectives wait; there is no public way to read it."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def _group(group):
     ranks = [group.rank] if group.handle is None else dist.get_process_group_ranks(group.handle)
     return {"rank": group.rank, "size": group.size, "alone": group.handle is None, "ranks": ranks}
@@ -32,7 +50,7 @@ def _group(group):
 def _groups(rank):
     found = []
     for sizes in MESHES:
-        world = join(env.ranks(), sizes, torch.device("cpu"))
+        world = join(env.ranks(), sizes, torch.device("cpu"), timedelta(seconds=LIMIT_S))
         total, bits = torch.tensor([rank + 1.0]), torch.tensor([1 << rank])
         sum_over(world.data.handle, [total])
         sum_over(world.model.handle, [bits])
@@ -43,6 +61,7 @@ def _groups(rank):
             "fsdp": None if world.fsdp_mesh is None else world.fsdp_mesh.mesh.tolist(),
             "axes": {axis: world.mesh[axis].mesh.tolist() for axis in world.mesh.mesh_dim_names},
             "experts": None if world.expert_mesh is None else world.expert_mesh["ep"].mesh.tolist(),
+            "timeouts": {timeout_s(group) for group in all_groups(world)},
             "said": (any_of(world.everyone.handle, rank == 1), from_first(world.everyone.handle, f"of {rank}"),
                      gather(world.everyone.handle, rank)),
         })  # fmt: skip
@@ -75,6 +94,7 @@ def test_groups_by_meaning():
             rows = [_along(sizes, other, ("dp_shard",)) for other in _along(sizes, rank, ("dp_replicate",))]
             fsdp = None if len(shards) == 1 else shards if sizes.dp_replicate == 1 else rows
             assert found["fsdp"] == fsdp, sizes
+            assert found["timeouts"] == {LIMIT_S}
             assert found["said"] == (True, "of 0", [0, 1, 2, 3])
             if sizes.ep > 1:
                 first = rank // sizes.ep * sizes.ep

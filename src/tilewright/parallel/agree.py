@@ -45,7 +45,7 @@ def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | s
     """Whether the flag is set on any rank."""
     if group is None:
         return flag
-    found = torch.tensor(int(flag), device=device)
+    found = torch.tensor(int(flag), device=reduced_on(group, torch.device(device)))
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return bool(found)
 

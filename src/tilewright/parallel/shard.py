@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 
@@ -139,6 +140,11 @@ def _groups(module: FSDPModule) -> list[Any]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has cut the model."""
     return next(fsdp_modules(model), None) is not None
+
+
+def in_parts(model: nn.Module) -> bool:
+    """Whether ranks hold parts of the model's parameters, whatever has cut them."""
+    return any(isinstance(param, DTensor) for param in model.parameters())
 
 
 def reshard(model: nn.Module) -> None:

@@ -85,6 +85,17 @@ class World:
         """Ranks in all."""
         return self.everyone.size
 
+    @property
+    def part(self) -> int:
+        """This rank's number among those that read the same rows, which hold other parts of the model.
+
+        Example:
+            >>> [World(Group(rank, 4), sizes=MeshSizes(dp_shard=2, tp=2)).part for rank in range(4)]
+            [0, 1, 0, 1]
+        """
+        sizes = self.sizes
+        return self.rank // (sizes.data * sizes.tp) * sizes.tp + self.rank % sizes.tp
+
     def of(self, device: str) -> str:
         """A device's name, and how many processes share the work, for a user.
 

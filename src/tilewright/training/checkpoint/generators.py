@@ -1,16 +1,18 @@
 """The random generators of all ranks in one checkpoint.
 
 The first rank's have the names of a run of one process: tensors `rng.<device>`, and Python's and numpy's in the JSON.
-Any other rank's are tensors `rng.rank<r>.<device>` and `rng.rank<r>.host`. Each rank of the run that goes on takes the
-states of its number: in a run of as many ranks, what is drawn then is what would have been drawn without the stop. A
-rank that the checkpoint does not know begins with a seed made of the first rank's state and its number among those that
-read different rows, and so does each but the first of them in a fresh run: they must not drop the same elements, and
-ranks that read the same rows must. A rank has one GPU, called `cuda.0` whatever its number on the machine.
+Any other rank's are tensors `rng.rank<r>.<device>` and `rng.rank<r>.host`, where r is its number among the ranks that
+read different rows; of several that read the same rows the others' are `rng.rank<r>.part<p>.`. Each rank of the run
+that goes on takes the states of its number: in a run of as many ranks, what is drawn then is what would have been drawn
+without the stop. A part that the checkpoint does not know takes the states of the rank that read the same rows: all of
+them must drop the same elements. Where there are none, it begins with a seed made of the first rank's state and its
+number, and so does each but the first of them in a fresh run: ranks that read different rows must not drop the same.
+A rank has one GPU, called `cuda.0` whatever its number on the machine.
 """
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,21 +46,17 @@ def generator_tensors(world: World) -> dict[str, Tensor]:
     """Copies of this rank's states, by name. Python's and numpy's of the first rank are not among them."""
     if world.size == 1:
         return {f"{_PREFIX}{name}": state for name, state in torch_states().items()}
-    states = {_PREFIX + _of_rank(world.rank) + _outside(name): state for name, state in _own_states().items()}
+    own = _owners(world)[0]
+    states = {own + _outside(name): state for name, state in _own_states().items()}
     if not world.is_first:
-        text = json.dumps(host_states()).encode()
-        states[_PREFIX + _of_rank(world.rank) + _HOST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        states[own + _HOST] = torch.frombuffer(bytearray(json.dumps(host_states()).encode()), dtype=torch.uint8)
     return states
 
 
 def stored_generators(stored: Stored, world: World) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
     """The states in a checkpoint that this rank takes, or makes its own from."""
-    own = _PREFIX + _of_rank(world.rank)
-    known = any(name.startswith(own) for name in stored)
-    for name, entry in stored.items():
-        is_firsts = name.startswith(_PREFIX) and not name.startswith(_PREFIX + "rank")
-        if (is_firsts and (world.is_first or not known)) or (not world.is_first and name.startswith(own)):
-            yield name, entry
+    taken = _of(_owner(stored, world), stored)
+    return ((name, stored[name]) for name in taken)
 
 
 def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], world: World) -> None:
@@ -69,17 +67,33 @@ def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], 
         host: Python's and numpy's of the first rank.
         world: of this run.
     """
-    own = _PREFIX + _of_rank(world.rank)
-    mine = {name.removeprefix(own): state for name, state in states.items() if name.startswith(own)}
-    if not mine and world.data.rank:
+    owner = _owner(states, world)
+    if owner == _PREFIX and world.data.rank:
         _seed(states, world.data.rank)
         return
-    if not mine:  # it reads what the first one reads
-        mine = {name.removeprefix(_PREFIX): state for name, state in states.items()}
-    elif not world.is_first:
+    mine = {name.removeprefix(owner): states[name] for name in _of(owner, states)}
+    if _HOST in mine:
         host = json.loads(mine.pop(_HOST).numpy().tobytes())
     set_host_states(host)
     set_torch_states(mine if world.size == 1 else {_inside(name): state for name, state in mine.items()})
+
+
+def _owners(world: World) -> tuple[str, ...]:
+    """What the names of this rank's states begin with, and of those that it takes in their place, in turn."""
+    rank = f"{_PREFIX}rank{world.data.rank}." if world.data.rank else _PREFIX
+    return (f"{rank}part{world.part}.", rank, _PREFIX) if world.part else (rank, _PREFIX)
+
+
+def _owner(names: Iterable[str], world: World) -> str:
+    """Whose states this rank takes."""
+    known = list(names)
+    return next((owner for owner in _owners(world) if _of(owner, known)), _PREFIX)
+
+
+def _of(owner: str, names: Iterable[str]) -> list[str]:
+    """The states of one rank among those of all."""
+    own = (name for name in names if name.startswith(owner))
+    return [name for name in own if not name.removeprefix(owner).startswith(("rank", "part"))]
 
 
 def _seed(states: Mapping[str, Tensor], rank: int) -> None:
@@ -94,10 +108,6 @@ def _own_states() -> dict[str, Tensor]:
     """Of the CPU, and of this rank's GPU if it has one."""
     has_gpu = torch.cuda.is_initialized()
     return torch_states(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
-
-
-def _of_rank(rank: int) -> str:
-    return f"rank{rank}." if rank else ""
 
 
 def _outside(name: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, DataError, Problem
@@ -25,6 +24,7 @@ from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.agree import from_first
+from tilewright.parallel.shard import in_parts
 from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
@@ -87,7 +87,7 @@ def _write(
 ) -> str:
     if whole.elsewhere:
         model = _with_all_layers(model, whole)
-    in_shards = bool(whole.elsewhere) or any(isinstance(param, DTensor) for param in model.parameters())
+    in_shards = bool(whole.elsewhere) or in_parts(model)
     live: Live | None = (lambda name, _: whole.tensor(name)) if in_shards else None
     if recipe.lora.rank:
         save_adapter(model, target, base_model=recipe.model.path, live=live)

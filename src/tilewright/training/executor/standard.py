@@ -34,7 +34,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import OnAllRanksError, sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
-from tilewright.parallel.shard import is_sharded
+from tilewright.parallel.shard import in_parts
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
@@ -318,11 +318,11 @@ def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
 
 
 def quantized_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> QuantizedWeights | None:
-    """FP8 data of whole weights, made once per step; None where weights are sharded: each pass quantises what it has
+    """FP8 data of whole weights, made once per step; None where ranks hold parts: each pass quantises what it has
     gathered.
 
     Args:
         model: converted.
         optimizer: whose steps make them.
     """
-    return None if is_sharded(model) else QuantizedWeights(model, optimizer)
+    return None if in_parts(model) else QuantizedWeights(model, optimizer)
