@@ -1,6 +1,7 @@
 """Runs whose held-out part is the user's own file, or that hold nothing out."""
 
 import json
+import math
 import random
 
 import pytest
@@ -105,6 +106,29 @@ def test_conversations_beside_the_held_out_part_are_read_as_conversations(files,
     last = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row][-1]
     assert last["eval"]
     assert last["eval_other"]
+
+
+@pytest.mark.parametrize("rows_per_step", [4, 8])
+def test_preferences_beside_the_held_out_part_are_read_as_preferences(files, model, tmp_path, rows_per_step):
+    """Their loss before the first step is log 2: the model is its own reference."""
+    how = {"data__eval_source": files["preferences"] / "valid.jsonl", "data__holdout": 0.1}
+    result = run("preferences", files, model, tmp_path, train__global_batch_size=rows_per_step, **how)
+    first, *_, last = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row]
+    (before,) = first["eval_other"].values()
+    (after,) = last["eval_other"].values()
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert before["tokens"] == after["tokens"] > 0
+    assert after["loss"] != before["loss"]
+    assert render(collect(result.run_dir))
+
+
+@pytest.mark.parametrize("other", ["text", "chat"])
+def test_a_run_on_preferences_reads_other_data_as_what_they_are(files, model, tmp_path, other):
+    how = {"data__eval_source": files[other] / "valid.jsonl", "data__holdout": 0.1}
+    result = run("preferences", files, model, tmp_path, **how)
+    last = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row][-1]
+    (after,) = last["eval_other"].values()
+    assert after["tokens"] > 20
 
 
 @pytest.mark.parametrize("settings", [{"data.source": "installed"}, {"model.task": "image_classification"}])

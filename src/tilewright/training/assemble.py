@@ -48,7 +48,7 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import held_out, in_parts, other_text, prepare_data, stream_of
+from tilewright.training.components.dataset import held_out, in_parts, other_data, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant
@@ -78,12 +78,17 @@ class RunContext:
     kernels: Kernels
     prepared: PreparedData | PreparedImages
     planned: ResolvedPlan
-    other_text: HeldOut
-    """Rows of `data.eval_source`."""
+    other: PreparedData | None
+    """`data.eval_source`, where it is evaluated beside what is held out."""
     world: World = field(default_factory=World.alone)
     """The processes of the run."""
     given: ExecutorKind | None = None
     """An executor instead of the one that the recipe names."""
+
+    @cached_property
+    def other_text(self) -> HeldOut:
+        """Rows of `data.eval_source`."""
+        return other_text(self.other)
 
     @property
     def loaded(self) -> Loaded:
@@ -276,7 +281,7 @@ def set_up(
     trim_malloc()  # what all of this used; a plan is of the run
     settings = plan.loaded.recipe
     kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
-    other = in_turn(world, lambda: other_text(settings, prepared))
+    other = in_turn(world, lambda: other_data(settings, prepared))
     return RunContext(machine, kernels, prepared, plan, other, world, executor)
 
 

@@ -60,7 +60,8 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
     if world.heartbeat is not None:
         parts.memory_tracker.on_phase = world.heartbeat.phase
     try:
-        attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model), world)
+        for data in (setup.prepared, setup.other):
+            attach_reference(setup.recipe, data, setup.device, lambda: nullcontext(parts.model), world)
         parts.hooks += tuple(make(setup, parts) for make in hooks)
         for number in range(1, NUM_STEPS + 1):
             world.begin(f"data of step {number}")

@@ -248,7 +248,8 @@ class TrainSession:
                 recorder.event(found.step, "plan", text, **numbers)
             self.world.at("reference")
             pulse.at("")  # it has a bar of its own
-            attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), self.world)
+            for data in (setup.prepared, setup.other):
+                attach_reference(recipe, data, setup.device, lambda: _starting(setup, parts, found), self.world)
             pulse.at("loading the checkpoint" if resumed else "starting")
             self.world.at("restore")
             restore(found, parts, recorder)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.build.corpora import build, changed, prose, settings
+from tests.data.build.corpora import build, changed, prose, settings, words
 from tilewright.data.build.stages.copies import near
 
 NO_NEAR = {"near": False, "exact": False}
@@ -201,3 +201,26 @@ def test_jaccard_of_sorted_sets():
         a, b = (np.unique(rng.integers(0, 50, rng.integers(0, 30)).astype(np.uint64)) for _ in range(2))
         one, two = set(a.tolist()), set(b.tolist())
         assert near.jaccard(a, b) == pytest.approx(len(one & two) / max(1, len(one | two)))
+
+
+@pytest.mark.parametrize(("num_tasks", "num_rows"), [(1, 40), (3, 40), (2, 200)])
+def test_a_task_with_one_long_instruction_is_not_held_out_as_a_whole(tmp_path, num_tasks, num_rows):
+    """Rows that share most words by their instruction are near-copies at the split's 0.5; as in `prepare`."""
+    rng = random.Random(5)
+    rows_ = []
+    for task in range(num_tasks):
+        fixed = f"task{task}x " + " ".join(words(rng, 60))
+        rows_ += [f"{fixed} {' '.join(words(rng, 25))} {number}" for number in range(num_rows)]
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows_))
+    how = {"split": {"holdout": 0.1}, "duplicates": {"near": False}}  # the last case has several shards
+    content = build(settings(source, **how), tmp_path / "out")
+    tables = {
+        split: pq.read_table(next((tmp_path / "out" / "records").glob(f"{split}-*.parquet")))["text"].to_pylist()
+        for split in ("train", "holdout")
+    }
+    for task in range(num_tasks):
+        assert any(f"task{task}x" in text for text in tables["train"])
+    assert 0 < len(tables["holdout"]) <= 0.2 * len(rows_)
+    assert any("divided inside" in note for note in content["summary"]["notes"])

@@ -273,7 +273,7 @@ STAGES = (
     ),
     *SAMPLE,
     BuildStage(
-        *("split", "holding out", 6, _one),
+        *("split", "holding out", 7, _one),
         lambda c, i: [
             *(c.every(last_kept(c)), c.every("repair"), c.listing.domains(), c.one("near")),
             c.build.split.model_dump(),

@@ -30,7 +30,7 @@ from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord
 from tilewright.data.corpus.build import SPLITS
-from tilewright.data.corpus.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share
+from tilewright.data.corpus.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.holdout import Split, choose_holdout
 from tilewright.data.corpus.near_dup import near_copy_clusters
@@ -38,6 +38,7 @@ from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.sources.documents import Document, Reject, Source
 from tilewright.data.sources.files import user_source
+from tilewright.data.sources.wanted import Wanted
 
 _MAX_HEAVY = 3
 """Rows whose rendering takes more time or memory than it gets and that are set aside."""
@@ -120,7 +121,7 @@ def build_chat(
     progress.phase("finding near-copies", len(said))
     cluster_of = near_copy_clusters(said, offsets, lengths, progress.advance)
     share = largest_share(holdout or LARGEST_SHARE)
-    divided = divide_clusters(said, offsets, lengths, cluster_of, spool.domain_of, share)
+    divided = divide_clusters(slices(said, offsets, lengths), lengths, cluster_of, spool.domain_of, share)
     given = load_tokenizer(tokenizer) if tokenizer else _trained(said, offsets, lengths, vocab_size)
     chat = ChatTemplate.load(model_folder or tokenizer, given, chat_template)
     progress.phase("rendering and encoding", len(data))
@@ -145,13 +146,17 @@ def build_chat(
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def first_shape(source: str) -> str:
+def first_shape(source: str, want: Wanted | None = None) -> str:
     """The shape of the first row of a path that can be read (see `rows.read_row`), "" where it is none of them.
+
+    Args:
+        source: the path.
+        want: what it is read for; None: conversations.
 
     Raises:
         DataError: the path does not exist.
     """
-    for part in user_source(source, None).parts:
+    for part in user_source(source, None, want=want).parts:
         for item in part.read():
             if isinstance(item, Document):
                 try:

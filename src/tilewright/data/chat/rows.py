@@ -13,14 +13,14 @@ Which one it is, a row says by its fields. Any of them may have `tools` (or Open
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.tools import read_tools
 from tilewright.data.sources.wanted import ROW_OF_CHAT, ROW_OF_PREFERENCES
 
-PREFERENCES = "preferences"
+PREFERENCES: Final = "preferences"
 """The shape of pairs."""
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("completion", "response", "output")

@@ -22,7 +22,7 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.compressors import compressor_bits
-from tilewright.data.corpus.divide import LARGEST_SHARE, divide_clusters, largest_share
+from tilewright.data.corpus.divide import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.holdout import Split, choose_holdout
 from tilewright.data.corpus.long_words import short_words
@@ -68,7 +68,8 @@ def build_corpus(
     progress.phase("finding near-copies", len(data))
     where = data, spool.offsets, spool.lengths
     cluster_of = near_copy_clusters(*where, progress.advance)
-    divided = divide_clusters(*where, cluster_of, spool.domain_of, largest_share(holdout or LARGEST_SHARE))
+    share = largest_share(holdout or LARGEST_SHARE)
+    divided = divide_clusters(slices(*where), spool.lengths, cluster_of, spool.domain_of, share)
     if own is not None:
         split = Split(np.arange(len(spool)) >= own.first)
         split.notes.append(own.note(divided.cluster_of, [spool.digest(i) for i in range(len(spool))]))

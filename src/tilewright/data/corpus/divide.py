@@ -6,6 +6,7 @@ most of its documents share says nothing about copies: without it, near-copies a
 Documents with nothing left are copies and stay together.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,8 +54,7 @@ def largest_share(holdout: float) -> float:
 
 
 def divide_clusters(
-    data: np.ndarray,
-    offsets: np.ndarray,
+    texts: Callable[[np.ndarray], list[np.ndarray]],
     lengths: np.ndarray,
     cluster_of: np.ndarray,
     domain_of: np.ndarray,
@@ -63,8 +63,9 @@ def divide_clusters(
     """Divide each cluster of at least eight documents that has more than `share` of a domain's bytes.
 
     Args:
-        data, offsets, lengths: documents, as in `near_copy_clusters`.
-        cluster_of: int64 [documents], from there.
+        texts: gives the UTF-8 bytes (uint8) of the documents with these indices; asked for a few MiB at a time.
+        lengths: int64 [documents], bytes of each.
+        cluster_of: int64 [documents], from `near_copy_clusters`: the first document of each one's cluster.
         domain_of: int64 [documents].
         share: see `largest_share`.
     """
@@ -75,7 +76,7 @@ def divide_clusters(
         members = np.flatnonzero(cluster_of == name)
         if not _is_large(members, lengths, domain_of, limits):
             continue
-        parts = _divide(data, offsets, lengths, domain_of, limits, members)
+        parts = _divide(texts, lengths, domain_of, limits, members)
         if len(parts) > 1:
             for part in parts:
                 divided.cluster_of[part] = part[0]
@@ -90,8 +91,7 @@ def _is_large(members: np.ndarray, lengths: np.ndarray, domain_of: np.ndarray, l
 
 
 def _divide(
-    data: np.ndarray,
-    offsets: np.ndarray,
+    texts: Callable[[np.ndarray], list[np.ndarray]],
     lengths: np.ndarray,
     domain_of: np.ndarray,
     limits: np.ndarray,
@@ -101,7 +101,7 @@ def _divide(
     found, open_ = [], [members]
     while open_:
         mine = open_.pop()
-        parts = _without_common(data, offsets, lengths, mine)
+        parts = _without_common(texts, lengths, mine)
         for part in parts:
             again = len(parts) > 1 and _is_large(part, lengths, domain_of, limits)
             (open_ if again else found).append(part)
@@ -109,11 +109,11 @@ def _divide(
 
 
 def _without_common(
-    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, members: np.ndarray
+    texts: Callable[[np.ndarray], list[np.ndarray]], lengths: np.ndarray, members: np.ndarray
 ) -> list[np.ndarray]:
     """Clusters of near-copies among members by the shingles that at most half of them have."""
     sample = members[np.argsort(hash64(0, members), kind="stable")[:_SAMPLE]]
-    hashes, counts = _hashes(data, offsets, lengths, sample)
+    hashes, counts = _hashes(texts, lengths, sample)
     pairs = np.unique(np.stack([hashes, np.repeat(np.arange(len(sample)), counts).astype(np.uint64)]), axis=1)
     values, times = np.unique(pairs[0], return_counts=True)
     common = values[times > _COMMON * len(sample)]
@@ -121,7 +121,7 @@ def _without_common(
     begins = np.append(0, np.cumsum(lengths[members]) // _CHUNK_BYTES)
     for chunk in np.unique(begins[1:]).tolist():
         here = np.flatnonzero(begins[1:] == chunk)
-        hashes, counts = _hashes(data, offsets, lengths, members[here])
+        hashes, counts = _hashes(texts, lengths, members[here])
         keep = ~np.isin(hashes, common)
         rest = np.bincount(np.repeat(np.arange(len(here)), counts)[keep], minlength=len(here))
         has_rest[here] = rest > 0
@@ -137,8 +137,17 @@ def _without_common(
 
 
 def _hashes(
-    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, members: np.ndarray
+    texts: Callable[[np.ndarray], list[np.ndarray]], lengths: np.ndarray, members: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    texts = [data[offsets[i] : offsets[i] + lengths[i]] for i in members.tolist()]
     starts = np.cumsum(lengths[members]) - lengths[members]
-    return shingle_hashes(np.concatenate(texts), starts)
+    return shingle_hashes(np.concatenate(texts(members)), starts)
+
+
+def slices(data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """The `texts` of documents that lie in one array.
+
+    Args:
+        data: uint8.
+        offsets, lengths: int64 [documents], in bytes.
+    """
+    return lambda members: [data[offsets[i] : offsets[i] + lengths[i]] for i in members.tolist()]

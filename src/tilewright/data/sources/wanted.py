@@ -75,7 +75,7 @@ class Wanted:
             where=label,
             got=got,
             need=self.need_files,
-            try_=better or self.try_,
+            try_=better if better and self.setting == _SOURCE else self.try_,
         )
 
 

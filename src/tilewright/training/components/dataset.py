@@ -1,7 +1,7 @@
 """The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
@@ -15,6 +15,7 @@ from tilewright.data.prepare import prepare
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
+from tilewright.data.sources.wanted import wanted
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import local_folder
 from tilewright.training.executor.evaluate import HeldOut
@@ -23,6 +24,8 @@ Prepared = PreparedData | PreparedChat | PreparedImages
 
 _OTHER_BYTES, _OTHER_SHARE = 2_000_000, 0.2
 """Of other text: bytes read, and the share of them that may be evaluated."""
+_OTHER_PAIRS_BYTES = 400_000
+"""Of other preferences: the starting model computes all of them."""
 _OTHER_ROWS = 4
 """Rows of each domain of other text that are evaluated. The same ones each time, so their change is that of the model;
 it is measured before the first step, where a user waits for it."""
@@ -111,35 +114,53 @@ def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOu
     return part, whole.after(part)
 
 
-def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
-    """`data.eval_source` in the ids of the run's tokenizer: a sample of it, by domain; empty where there is none, and
-    where it is what is held out. In a run on conversations a source of conversations is read as such.
+def other_data(recipe: Recipe, prepared: Prepared) -> PreparedData | None:
+    """`data.eval_source` in the ids of the run's tokenizer, a sample of it; None where there is none, and where it is
+    what is held out. In a run on conversations or preferences it is read as such where its first row is one.
 
     Raises:
         DataError: nothing usable in it.
     """
     source = recipe.data.eval_source
     if not source or _validation(recipe.data) or not isinstance(prepared, PreparedData) or prepared.task != "causal_lm":
-        return HeldOut({}, {})
-    talks = recipe.data.format == "chat" and source != "installed" and first_shape(source) not in ("", PREFERENCES)
+        return None
+    format = _other_format(recipe.data)
     text = prepare(
         source,
-        format="chat" if talks else "text",
-        chat_template=recipe.data.chat_template if talks else "",
-        model_folder=local_folder(recipe.model.path) if talks else "",
-        max_bytes=_OTHER_BYTES,
+        format=format,
+        chat_template="" if format == "text" else recipe.data.chat_template,
+        model_folder="" if format == "text" else local_folder(recipe.model.path),
+        max_bytes=_OTHER_PAIRS_BYTES if format == PREFERENCES else _OTHER_BYTES,
         holdout=_OTHER_SHARE,
         seq_len=recipe.data.seq_len,
         tokenizer=str(prepared.tokenizer_folder),
         text_field=recipe.data.text_field,
         cache_dir=recipe.data.cache_dir,
         own_process=True,
+        setting="data.eval_source",
     )
     assert isinstance(text, PreparedData)
+    return text
+
+
+def _other_format(data: DataSection) -> Literal["text", "chat", "preferences"]:
+    if data.format == "text" or data.eval_source == "installed":
+        return "text"
+    shape = first_shape(data.eval_source, wanted(data.format, "data.eval_source"))
+    if shape == PREFERENCES:
+        return PREFERENCES if data.format == PREFERENCES else "text"
+    return "chat" if shape else "text"
+
+
+def other_text(other: PreparedData | None) -> HeldOut:
+    """The rows of `other_data` that are evaluated. Those of preferences have what their loss needs of the starting
+    model once `reference.attach_reference` was there."""
+    if other is None:
+        return HeldOut({}, {})
     one_by_one = 1, _OTHER_ROWS
     return HeldOut(
-        {domain: text.eval_batches(domain, *one_by_one) for domain in text.eval_domains},
-        {domain: text.eval_bytes(domain, *one_by_one) for domain in text.eval_domains},
+        {domain: other.eval_batches(domain, *one_by_one) for domain in other.eval_domains},
+        {domain: other.eval_bytes(domain, *one_by_one) for domain in other.eval_domains},
     )
 
 

@@ -1,5 +1,7 @@
 """Which records are held out: whole clusters of near-copies and equal texts, some of every domain (`corpus.holdout`).
 
+Clusters that are a large part of a domain are divided inside, as in any other data (`corpus.divide`).
+
 Before that, a limit on the text: small domains give everything, large ones share the rest equally, and which records of
 a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number; so are those of
 a domain of which all text is too little to hold a part out: its text goes, its images stay, with their captions.
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.errors import DataError
@@ -21,6 +24,7 @@ from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.copies.near import components
 from tilewright.data.build.tables import batches, rows
 from tilewright.data.common.hashing import hash64
+from tilewright.data.corpus.divide import divide_clusters, largest_share
 from tilewright.data.corpus.holdout import choose_holdout
 from tilewright.data.sources.wanted import BUILD
 
@@ -83,11 +87,24 @@ class _Documents:
         return len(self.docs)
 
     def data_of(self, index: int) -> bytes:
-        shard, row = int(shard_of(self.docs[index])), int(row_of(self.docs[index]))
-        for first, batch in batches(self.repaired[shard] / "records.parquet", ("text",)):
-            if first <= row < first + len(batch["text"]):
-                return batch["text"][row - first].encode()
-        raise AssertionError(f"no row {row} in shard {shard}")
+        return self.texts_of(np.array([index]))[0].tobytes()
+
+    def texts_of(self, members: np.ndarray) -> list[np.ndarray]:
+        """UTF-8 bytes (uint8) of the records with these indices; only the row groups that hold them are read."""
+        shards, rows_ = shard_of(self.docs[members]).astype(np.int64), row_of(self.docs[members])
+        found: dict[int, np.ndarray] = {}
+        for shard in np.unique(shards).tolist():
+            mine = np.flatnonzero(shards == shard)
+            file = pq.ParquetFile(self.repaired[shard] / "records.parquet")
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            begins = np.append(0, np.cumsum(sizes))
+            group_of = np.searchsorted(begins, rows_[mine], side="right") - 1
+            for group in np.unique(group_of).tolist():
+                column = file.read_row_group(group, ["text"])["text"]
+                for at in mine[group_of == group].tolist():
+                    text = column[int(rows_[at] - begins[group])].as_py()
+                    found[at] = np.frombuffer(text.encode(), np.uint8)
+        return [found[at] for at in range(len(members))]
 
 
 def split_records(
@@ -115,7 +132,8 @@ def split_records(
     found = every.where(stays)
     if not len(found):
         raise refused.error(0)
-    split = choose_holdout(found, _clusters(found, clusters), settings.holdout, settings.seed)
+    cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), settings)
+    split = choose_holdout(found, cluster_of, settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
@@ -132,7 +150,7 @@ def split_records(
     notes = {
         "cut": {str(int(found.docs[i])): at for i, at in sorted(split.cut.items())},
         "dropped": sorted(domains[i] for i in split.dropped),
-        "notes": [*split.notes, *_shown(found, part)],
+        "notes": [*split.notes, *notes_of_groups, *_shown(found, part)],
     }
     (folder / "split.json").write_text(json.dumps(notes, indent=1, sort_keys=True))
     counts = {name: int((where == code).sum()) for name, code in (("train", TRAIN), ("holdout", HELD), ("left", LEFT))}
@@ -230,3 +248,14 @@ def _clusters(found: _Documents, path: Path) -> np.ndarray:
     same = found.texts[order[1:]] == found.texts[order[:-1]]
     joined = components(len(names), number[order[:-1][same]], number[order[1:][same]])
     return names[joined[number]].astype(np.int64)
+
+
+def _divided(found: _Documents, cluster_of: np.ndarray, settings: SplitSection) -> tuple[np.ndarray, list[str]]:
+    """The clusters, with those divided that are too large to be held out whole, and what is to be said of it."""
+    _, first, number = np.unique(cluster_of, return_index=True, return_inverse=True)
+    whole = first[number]
+    share = largest_share(settings.holdout)
+    divided = divide_clusters(found.texts_of, found.lengths, whole, found.domain_of.astype(np.int64), share)
+    several = np.isin(whole, whole[divided.cluster_of != whole])  # named by the first record of each part
+    names = np.where(several, found.docs[divided.cluster_of].astype(np.int64), cluster_of)
+    return names, divided.notes(found.domains)
