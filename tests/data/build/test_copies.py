@@ -216,8 +216,9 @@ def test_a_task_with_one_long_instruction_is_not_held_out_as_a_whole(tmp_path, n
     (source / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows_))
     how = {"split": {"holdout": 0.1}, "duplicates": {"near": False}}  # the last case has several shards
     content = build(settings(source, **how), tmp_path / "out")
+    records = tmp_path / "out" / "records"
     tables = {
-        split: pq.read_table(next((tmp_path / "out" / "records").glob(f"{split}-*.parquet")))["text"].to_pylist()
+        split: [text for file in records.glob(f"{split}-*.parquet") for text in pq.read_table(file)["text"].to_pylist()]
         for split in ("train", "holdout")
     }
     for task in range(num_tasks):
