@@ -15,7 +15,7 @@ from tests.serving.streams import events
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.serving.api.tools import CallParser, format_of
+from tilewright.serving.api.tools import TOKENS, CallParser, format_of
 
 CHAT = "/v1/chat/completions"
 NAMES = ("weather", "f")
@@ -52,11 +52,33 @@ def said(kind, calls):
     objects = [json.dumps({"name": name, key: arguments}, ensure_ascii=False) for name, arguments in calls]
     if kind == "hermes":
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+    if kind == "glm":
+        return "\n".join(f"<tool_call>{name}\n{_pairs(given, GLM)}</tool_call>" for name, given in calls)
+    if kind == "qwen3_coder":
+        wrapped = [f"<function={name}>\n{_pairs(given, CODER)}</function>" for name, given in calls]
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in wrapped)
+    if kind.startswith("deepseek"):
+        bodies = [
+            f"{name}<｜tool▁sep｜>{json.dumps(given)}" if kind == "deepseek31" else
+            f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(given)}\n```"
+            for name, given in calls
+        ]  # fmt: skip
+        inner = "\n".join(f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>" for body in bodies)
+        return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
     return "; ".join(objects) if kind == "llama3" else f"[TOOL_CALLS][{', '.join(objects)}]"
 
 
-def parsed(kind, pieces):
-    parser, text, calls = CallParser(kind, NAMES), "", []
+GLM = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+CODER = "<parameter={}>\n{}\n</parameter>\n"
+
+
+def _pairs(given, form):
+    """Arguments as texts; only those of the type string are no JSON."""
+    return "".join(form.format(k, v if isinstance(v, str) else json.dumps(v)) for k, v in given.items())
+
+
+def parsed(kind, pieces, schemas=None):
+    parser, text, calls = CallParser(kind.removesuffix("31"), NAMES, schemas), "", []
     for found in [*map(parser.push, pieces), parser.flush()]:
         text += found.text
         calls += [(call.name, json.loads(call.arguments)) for call in found.calls]
@@ -105,6 +127,54 @@ def test_nothing_is_lost_of_what_is_no_call(kind, parts, cuts):
     assert all(name in NAMES for name, _ in calls)
 
 
+DEEPSEEK = TOKENS["deepseek"]
+PLAIN = st.text('xy é0{["', max_size=6).filter(lambda text: text == text.strip())
+TYPED = st.dictionaries(st.sampled_from(["s1", "s2", "j1", "j2"]), st.none(), max_size=4).flatmap(
+    lambda keys: st.fixed_dictionaries({key: PLAIN if key.startswith("s") else VALUES for key in keys})
+)
+STRINGS = {"type": "object", "properties": {"s1": {"type": "string"}, "s2": {"anyOf": [{"type": "string"}]}}}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["glm", "qwen3_coder", "deepseek", "deepseek31"]),
+    st.lists(st.tuples(st.sampled_from(NAMES), TYPED), max_size=3),
+    st.sampled_from(["", "Yes. ", "Yes <to"]),
+    st.lists(st.integers(0, 400)),
+)
+def test_calls_of_other_formats_however_they_are_cut(kind, calls, before, cuts):
+    """Texts stay texts where the schema says so: "0" is no number."""
+    calls = [
+        (name, {k: v for k, v in given.items() if k.startswith("s") or not isinstance(v, str)}) for name, given in calls
+    ]
+    whole = before + (said(kind, calls) if calls else "")
+    text, found = parsed(kind, in_pieces(whole, cuts), dict.fromkeys(NAMES, STRINGS))
+    assert found == calls
+    assert text.strip() == before.strip()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["glm", "qwen3_coder", "deepseek"]),
+    st.lists(st.sampled_from(
+        ["<tool_call>", "</tool_call>", "weather", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\n",
+         "<function=", ">", "f", "</function>", "<parameter=", "</parameter>", *DEEPSEEK, "{}", "<｜t"]), max_size=9),
+    st.lists(st.integers(0, 99)),
+)  # fmt: skip
+def test_nothing_is_lost_of_what_is_no_call_in_other_formats(kind, parts, cuts):
+    whole = "".join(parts)
+    text, calls = parsed(kind, in_pieces(whole, cuts))
+    assert (text, calls) == parsed(kind, [whole])
+    if not calls:
+        assert text == whole
+    assert all(name in NAMES for name, _ in calls)
+
+
+def test_values_without_a_schema_are_json_or_text():
+    whole = said("glm", [("f", {"a": "x", "b": 1, "c": [True]})]).replace("[true]", "True")
+    assert parsed("glm", [whole]) == ("", [("f", {"a": "x", "b": 1, "c": True})])
+
+
 def test_a_call_that_is_cut_off_or_names_nothing_is_text():
     for whole in ('<tool_call>{"name": "weather", "arg', '<tool_call>{"name": "g", "arguments": {}}</tool_call>'):
         assert parsed("hermes", [whole]) == (whole, [])
@@ -117,7 +187,9 @@ def test_the_format_is_the_templates():
     assert {kind: format_of(source) for kind, (source, _) in FAMILIES.items()} == {kind: kind for kind in FAMILIES}
     assert format_of(families.FAMILIES["chatml"].template) is None
     assert format_of(families.FAMILIES["deepseek"].template) is None
-    assert format_of("{{ tools }}<tool_call><function=x>") is None
+    assert format_of("{{ tools }}<tool_call><function=x>") == "qwen3_coder"
+    assert format_of("{{ tools }}<tool_call>{name}<arg_key>") == "glm"
+    assert format_of("{{ tools }}<｜tool▁calls▁begin｜>") == "deepseek"
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -167,9 +239,12 @@ def test_calls_over_http_streamed_or_not(family, calls):
         assert all(one["type"] == "function" for one in told)
         streamed = [part["choices"][0] for part in events(port, CHAT, ASK | {"stream": True})]
         deltas = [call for part in streamed for call in part["delta"].get("tool_calls", [])]
-        assert [delta["index"] for delta in deltas] == list(range(len(calls)))
-        found = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in deltas]
-        assert found == calls
+        begins = [delta for delta in deltas if "id" in delta]
+        assert [delta["index"] for delta in begins] == list(range(len(calls)))
+        assert all(delta["function"]["arguments"] == "" and delta["type"] == "function" for delta in begins)
+        assert all(delta["function"].keys() == {"arguments"} for delta in deltas if "id" not in delta)
+        given = ["".join(d["function"]["arguments"] for d in deltas if d["index"] == i) for i in range(len(calls))]
+        assert [(b["function"]["name"], json.loads(g)) for b, g in zip(begins, given, strict=True)] == calls
         assert streamed[-1]["finish_reason"] == "tool_calls"
         assert not any(part["delta"].get("content", "").strip() for part in streamed)
         first = post(port, CHAT, ASK | {"parallel_tool_calls": False})[1]["choices"][0]

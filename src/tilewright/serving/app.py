@@ -28,7 +28,8 @@ from tilewright.serving.api.prompts import Prompt, chat_prompt, refused_as_400, 
 from tilewright.serving.api.reply import CLOSED, Reply, ReplyPart
 from tilewright.serving.api.requests import ApiRequest, ChatRequest, TextRequest, parse
 from tilewright.serving.api.shapes import Shape
-from tilewright.serving.api.tools import MISTRAL_TOKENS, CallParser
+from tilewright.serving.api.thoughts import THOUGHT_MARKS, ThoughtParser
+from tilewright.serving.api.tools import TOKENS, CallParser
 from tilewright.serving.draw import AnswerSettings
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.session import Session
@@ -231,15 +232,17 @@ class Server:
             asked.num_top(),
         )
         calls = prompt.calls
-        keep = MISTRAL_TOKENS if calls is not None and calls.kind == "mistral" else ()
+        keep = () if calls is None else TOKENS[calls.kind]
+        keep += () if prompt.thoughts is None else THOUGHT_MARKS
         constraint = prompt.constraint() if prompt.constraint is not None else None
         answer = refused_as_400(
             lambda: self.session.answer(prompt.ids, settings, turn=is_chat, constraint=constraint, keep=keep),
             "messages" if is_chat else "prompt",
         )
-        parser = None if calls is None else CallParser(calls.kind, calls.names)
+        parser = None if calls is None else CallParser(calls.kind, calls.names, calls.schemas)
         one_call = calls is not None and calls.only_one
-        return ReplyPart(answer, prompt.prefix, parser, one_call, asked.num_top() is not None)
+        thoughts = None if prompt.thoughts is None else ThoughtParser(prompt.thoughts)
+        return ReplyPart(answer, prompt.prefix, parser, one_call, asked.num_top() is not None, thoughts)
 
     def _num_tokens(self, asked: ApiRequest, num_prompt: int) -> int:
         """The most tokens of an answer: as asked for, else as many as the server gives, and memory has room for."""

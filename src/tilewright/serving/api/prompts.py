@@ -1,6 +1,6 @@
 """What the model is given for a request: ids, and what its answer may and will be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,18 @@ from tilewright.data.chat.tools import TemplateArguments
 from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.messages import NamedTool
 from tilewright.serving.api.requests import ChatRequest, TextRequest
-from tilewright.serving.api.tools import Kind, format_of
+from tilewright.serving.api.thoughts import THOUGHT_MARKS, begins_inside, thinks
+from tilewright.serving.api.tools import ENFORCED, Kind, format_of
 from tilewright.serving.draw import Constraint
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.session import PromptTooLongError, Session
+from tilewright.serving.text import keeping
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 """Variables of a template that the request has other fields for."""
+
+_TAIL = 16
+"""Tokens at the end of a prompt, in which a thought may have been opened."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,13 @@ class Calls:
         kind: how the model writes them.
         names: of the functions.
         only_one: at most one call.
+        schemas: of their parameters, by name.
     """
 
     kind: Kind
     names: tuple[str, ...]
     only_one: bool
+    schemas: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,14 @@ class Prompt:
         prefix: its text where the answer repeats it.
         calls: of tools; None: there are none.
         constraint: makes what one answer may be; None: everything.
+        thoughts: None: an answer has none; else whether it begins within one.
     """
 
     ids: list[int]
     prefix: str = ""
     calls: Calls | None = None
     constraint: Callable[[], Constraint] | None = None
+    thoughts: bool | None = None
 
 
 def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Prompt:
@@ -75,15 +84,30 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
         raise ApiError(400, what, "tools", "unsupported_value")
     given = TemplateArguments(tools, variables)
     ids = refused_as_400(lambda: session.chat_ids(asked.conversation(), given), "messages")
+    free = thoughts_of(session, ids)
     if kind is None:
-        return Prompt(ids, constraint=_of_format(grammars, asked))
-    calls = Calls(kind, tuple(tool["function"]["name"] for tool in tools), asked.parallel_tool_calls is False)
+        constraint = _of_format(grammars, asked)
+        return Prompt(ids, constraint=constraint, thoughts=free if constraint is None else None)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    calls = Calls(kind, tuple(schemas), asked.parallel_tool_calls is False, schemas)
     if asked.tool_choice in (None, "auto"):
-        return Prompt(ids, calls=calls, constraint=_of_format(grammars, asked))
+        constraint = _of_format(grammars, asked)
+        return Prompt(ids, calls=calls, constraint=constraint, thoughts=free if constraint is None else None)
     wanted = [tool for tool in tools if _is_wanted(asked.tool_choice, tool)]
     if not wanted:
         raise ApiError(400, "tool_choice: no tool has this name", "tool_choice", "invalid_value")
+    if kind not in ENFORCED:
+        what = f"tool_choice: a call as this model writes them ({kind}) cannot be enforced; use auto"
+        raise ApiError(400, what, "tool_choice", "unsupported_value")
     return Prompt(ids, "", calls, lambda: refused_as_400(lambda: grammars.of_calls(kind, wanted), "tool_choice"))
+
+
+def thoughts_of(session: Session, ids: Sequence[int]) -> bool | None:
+    """Whether an answer begins within a thought; None where the template has none. Answers in a given form have none
+    either."""
+    if session.chat is None or not thinks(session.chat.source):
+        return None
+    return begins_inside(keeping(session.tokenizer, THOUGHT_MARKS).decode(list(ids)[-_TAIL:]))
 
 
 def _tools(asked: ChatRequest) -> list[dict[str, Any]]:

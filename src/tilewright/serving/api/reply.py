@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from tilewright.serving.answer import AnswerPiece, AnswerStream
 from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.shapes import Shape, Told, event
+from tilewright.serving.api.thoughts import ThoughtParser
 from tilewright.serving.api.tools import CallParser, FunctionCall, Said
 from tilewright.serving.draw import Drawn
 from tilewright.serving.grammar import GrammarError
@@ -33,6 +34,7 @@ class ReplyPart:
         prefix: text before it, which is told with it.
         parser: finds calls of tools; None: there are none.
         one_call: the answer ends with its first call.
+        thoughts: tells them apart; None: there are none.
         tells_tokens: whether log-probabilities are told.
     """
 
@@ -41,6 +43,7 @@ class ReplyPart:
     parser: CallParser | None = None
     one_call: bool = False
     tells_tokens: bool = False
+    thoughts: ThoughtParser | None = None
 
 
 @dataclass
@@ -50,6 +53,7 @@ class News:
     text: str
     calls: list[FunctionCall]
     tokens: list[Drawn]
+    thought: str = ""
 
 
 class Reply:
@@ -115,8 +119,8 @@ class Reply:
                     yield event(error.to_json())
                     return
                 choice = self._choices[index]
-                if news.text or news.calls or news.tokens:
-                    yield event(self._shape.part(choice, news.text, news.calls, news.tokens))
+                for part in self._shape.parts(choice, news.thought, news.text, news.calls, news.tokens):
+                    yield event(part)
                 self._keep(index, news)
                 if index not in self._open and choice.reason:
                     yield event(self._shape.last(choice))
@@ -139,7 +143,7 @@ class Reply:
         if index not in self._open:  # it was ended by its first call
             choice.reason, news = None, News("", [], [])
             return index, news
-        said = self._said(part, piece)
+        thought, said = self._said(part, piece)
         if part.one_call and said.calls:
             said.calls = said.calls[:1]
             self._jobs[index].cancel()
@@ -150,16 +154,26 @@ class Reply:
             choice.reason = "tool_calls" if has_calls else part.answer.finish_reason or "length"
         prefix, part.prefix = part.prefix, ""
         tokens = [piece.token] if part.tells_tokens and piece is not None and piece.token is not None else []
-        return index, News(prefix + said.text, said.calls, tokens)
+        return index, News(prefix + said.text, said.calls, tokens, thought)
 
-    def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> Said:
+    def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> tuple[str, Said]:
+        """What a piece, or the end, adds to the thoughts, and to text and calls."""
+        thought, text = "", "" if piece is None else piece.text
+        if part.thoughts is not None:
+            found = part.thoughts.flush() if piece is None else part.thoughts.push(text)
+            thought, text = found.thought, found.text
         if part.parser is None:
-            return Said("" if piece is None else piece.text)
-        return part.parser.flush() if piece is None else part.parser.push(piece.text)
+            return thought, Said(text)
+        said = part.parser.push(text)
+        if piece is None:
+            last = part.parser.flush()
+            said = Said(said.text + last.text, said.calls + last.calls)
+        return thought, said
 
     def _keep(self, index: int, news: News) -> None:
         choice = self._choices[index]
         choice.text += news.text
+        choice.thought += news.thought
         choice.calls += news.calls
         choice.tokens += news.tokens
 

@@ -3,13 +3,16 @@
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.serving.api.logprobs import TokenTexts, of_chat, of_text
 from tilewright.serving.api.tools import FunctionCall
 from tilewright.serving.draw import Drawn
+
+_ARGUMENT_CHARS = 64
+"""Of a call's arguments in a part of a stream."""
 
 
 @dataclass
@@ -22,6 +25,7 @@ class Told:
         text: all of it.
         calls: of tools.
         tokens: with log-probabilities.
+        thought: before the text.
     """
 
     index: int
@@ -29,6 +33,7 @@ class Told:
     text: str = ""
     calls: list[FunctionCall] = field(default_factory=list)
     tokens: list[Drawn] = field(default_factory=list)
+    thought: str = ""
 
 
 class Shape:
@@ -54,6 +59,8 @@ class Shape:
         if self.is_chat:
             said = choice.text if choice.text or not choice.calls else None
             message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+            if choice.thought:
+                message["reasoning_content"] = choice.thought
             if choice.calls:
                 message["tool_calls"] = [call.to_json() for call in choice.calls]
             content = {"message": message}
@@ -64,13 +71,25 @@ class Shape:
         """The first part of a choice of a conversation."""
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
-    def part(self, choice: Told, text: str, calls: Sequence[FunctionCall], tokens: Sequence[Drawn]) -> dict[str, Any]:
-        """A part of a stream; the choice's own text is what came before."""
-        delta: dict[str, Any] = {"content": text} if text or not calls else {}
-        if calls:
-            first = len(choice.calls)
-            delta["tool_calls"] = [{"index": first + i} | call.to_json() for i, call in enumerate(calls)]
-        return self._chunk(choice.index, delta, self._logprobs(tokens, len(choice.text)), None)
+    def parts(
+        self, choice: Told, thought: str, text: str, calls: Sequence[FunctionCall], tokens: Sequence[Drawn]
+    ) -> Iterator[dict[str, Any]]:
+        """Parts of a stream; the choice's own text is what came before. A call comes as OpenAI's API tells it: id and
+        name first, then its arguments."""
+        if thought:
+            yield self._chunk(choice.index, {"reasoning_content": thought}, None, None)
+        if text or tokens:
+            delta = {"content": text} if text or not calls else {}
+            yield self._chunk(choice.index, delta, self._logprobs(tokens, len(choice.text)), None)
+        for index, call in enumerate(calls, len(choice.calls)):
+            named = {"index": index, "id": call.id, "type": "function"}
+            yield self._call(choice, named | {"function": {"name": call.name, "arguments": ""}})
+            for at in range(0, len(call.arguments), _ARGUMENT_CHARS):
+                piece = call.arguments[at : at + _ARGUMENT_CHARS]
+                yield self._call(choice, {"index": index, "function": {"arguments": piece}})
+
+    def _call(self, choice: Told, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk(choice.index, {"tool_calls": [delta]}, None, None)
 
     def last(self, choice: Told) -> dict[str, Any]:
         """The last part of a choice."""

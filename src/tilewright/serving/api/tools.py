@@ -1,27 +1,46 @@
-"""Calls of tools in what a model says: three published formats, found in its template, parsed as the text comes.
+"""Calls of tools in what a model says: six published formats, found in its template, parsed as the text comes.
 
 - hermes (Qwen, Hermes): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, text before.
 - mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`, at the end.
+- glm (GLM-4.5): `<tool_call>name`, then `<arg_key>key</arg_key><arg_value>value</arg_value>` for each argument.
+- qwen3_coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+- deepseek (V3, R1, V3.1): between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, as JSON behind the name.
 - llama3: `{"name": ..., "parameters": {...}}` as the whole answer, several separated by `;`.
 
-What looks like a call and is none stays text: nothing that the model said is lost.
+Values of glm and qwen3_coder are texts where the tool's schema says so, else JSON. What looks like a call and is none
+stays text: nothing that the model said is lost.
 """
 
 import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["hermes", "mistral", "llama3"]
+Kind = Literal["hermes", "glm", "qwen3_coder", "deepseek", "mistral", "llama3"]
 _LETTERS = string.ascii_letters + string.digits
 _OPEN, _CLOSE, _MISTRAL, _ARGS = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"
-_OTHER = ("<arg_key>", "<function=")
-"""Marks of formats that are not JSON between the marks of hermes: GLM-4.5, Qwen3-Coder."""
-MISTRAL_TOKENS = (_MISTRAL, _ARGS)
-"""Special tokens that are a part of calls, and that decoding leaves out."""
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_BLOCKS = {kind: (_OPEN, _CLOSE) for kind in ("hermes", "glm", "qwen3_coder")} | {"deepseek": (_CALLS, _CALLS_END)}
+"""Marks around calls of formats that have marks on both sides."""
+TOKENS: Mapping[Kind, tuple[str, ...]] = {
+    "hermes": (_OPEN, _CLOSE),
+    "glm": (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END),
+    "qwen3_coder": (_OPEN, _CLOSE),
+    "deepseek": (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP),
+    "mistral": (_MISTRAL, _ARGS),
+    "llama3": (),
+}
+"""Tokens that are a part of calls, and that decoding leaves out where they are special."""
+ENFORCED = ("hermes", "mistral", "llama3")
+"""Formats of which a call can be made certain."""
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Constants as templates write them that print values of Python."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +69,11 @@ def format_of(template: str) -> Kind | None:
     Args:
         template: its source.
     """
-    if not re.search(r"\btools\b", template) or any(mark in template for mark in _OTHER):
+    if not re.search(r"\btools\b", template):
         return None
+    marks: dict[str, Kind] = {_CALLS: "deepseek", _KEY: "glm", _FUNCTION: "qwen3_coder"}
+    if found := next((kind for mark, kind in marks.items() if mark in template), None):
+        return found
     if _OPEN in template:
         return "hermes"
     if _MISTRAL in template:
@@ -73,6 +95,7 @@ class CallParser:
     Args:
         kind: the format.
         names: of the functions that there are; an object with another name is no call.
+        schemas: of their parameters, by name.
 
     Example:
         >>> parser = CallParser("hermes", ["f"])
@@ -82,8 +105,8 @@ class CallParser:
         [('f', '{"a": 1}')]
     """
 
-    def __init__(self, kind: Kind, names: Sequence[str]):
-        self._kind, self._names = kind, frozenset(names)
+    def __init__(self, kind: Kind, names: Sequence[str], schemas: Mapping[str, Any] | None = None):
+        self._kind, self._names, self._schemas = kind, frozenset(names), schemas or {}
         self._held = ""
         """Text that is, or could become, a call."""
         self._plain = False
@@ -94,8 +117,8 @@ class CallParser:
     def push(self, text: str) -> Said:
         """The next piece."""
         self._held += text
-        if self._kind == "hermes":
-            return self._hermes()
+        if self._kind in _BLOCKS:
+            return self._blocks(*_BLOCKS[self._kind])
         if self._kind == "llama3":
             return self._llama3()
         at = self._held.find(_MISTRAL)
@@ -104,29 +127,29 @@ class CallParser:
     def flush(self) -> Said:
         """The end of the answer."""
         held, self._held = self._held, ""
-        if self._kind == "hermes":
-            body = held.strip().removeprefix(_OPEN)
-            found = self._calls(body) if held.strip().startswith(_OPEN) else []  # cut off before its end mark
+        if self._kind in _BLOCKS:
+            begin, text = _BLOCKS[self._kind][0], held.strip()
+            found = self._calls(text.removeprefix(begin)) if text.startswith(begin) else []  # without its end mark
         elif self._kind == "mistral":
             found = self._mistral(held)
         else:
             found = [] if self._plain else self._objects(held)
         return Said("", found) if found else Said(held)
 
-    def _hermes(self) -> Said:
+    def _blocks(self, begin: str, close: str) -> Said:
         said = Said()
         while True:
-            at = self._held.find(_OPEN)
+            at = self._held.find(begin)
             if at < 0:
-                self._move(said, len(self._held) - _overlap(self._held, _OPEN))
+                self._move(said, len(self._held) - _overlap(self._held, begin))
                 return said
             self._move(said, at)
-            end = self._held.find(_CLOSE)
+            end = self._held.find(close)
             if end < 0:
                 return said
-            end += len(_CLOSE)
+            end += len(close)
             whole, self._held = self._held[:end], self._held[end:]
-            calls = self._calls(whole[len(_OPEN) : -len(_CLOSE)])
+            calls = self._calls(whole[len(begin) : -len(close)])
             if calls:
                 said.calls += calls
                 self._blank = " "
@@ -167,8 +190,18 @@ class CallParser:
         return found
 
     def _calls(self, text: str) -> list[FunctionCall]:
-        value = _json(text)
-        return self._made(value if isinstance(value, list) else [value])
+        if self._kind == "hermes":
+            value = _json(text)
+            return self._made(value if isinstance(value, list) else [value])
+        if self._kind == "deepseek":
+            return self._made(_deepseek(text))
+        name, given = _glm(text) if self._kind == "glm" else _coder(text)
+        if given is None:
+            return []
+        schema = self._schemas.get(name)
+        known = schema.get("properties") if isinstance(schema, Mapping) else None
+        types = known if isinstance(known, Mapping) else {}
+        return self._made([{"name": name, "arguments": {k: _typed(v, types.get(k)) for k, v in given.items()}}])
 
     def _objects(self, text: str) -> list[FunctionCall]:
         """A list of calls, or calls separated by `;`."""
@@ -200,6 +233,77 @@ class CallParser:
         # Mistral's templates refuse any but nine letters and digits.
         size, begin = (9, "") if self._kind == "mistral" else (24, "call_")
         return begin + "".join(secrets.choice(_LETTERS) for _ in range(size))
+
+
+def _glm(text: str) -> tuple[str, dict[str, str] | None]:
+    """Name and arguments of a call; None where it is none."""
+    name, mark, rest = text.partition(_KEY)
+    found: dict[str, str] = {}
+    left = mark + rest
+    while left := left.strip():
+        key, one, left = left.removeprefix(_KEY).partition(_KEY_END)
+        value, two, after = left.lstrip().removeprefix(_VALUE).partition(_VALUE_END)
+        if not one or not two or not left.lstrip().startswith(_VALUE):
+            return name.strip(), None
+        left = after
+        if left.strip() and not left.strip().startswith(_KEY):
+            return name.strip(), None
+        found[key.strip()] = value
+    return name.strip(), found
+
+
+def _coder(text: str) -> tuple[str, dict[str, str] | None]:
+    """The same of Qwen3-Coder; a value stands on lines of its own."""
+    name, mark, rest = text.strip().removeprefix(_FUNCTION).partition(">")
+    if not mark or not text.strip().startswith(_FUNCTION) or not rest.endswith(_FUNCTION_END):
+        return name, None
+    found: dict[str, str] = {}
+    left = rest.removesuffix(_FUNCTION_END)
+    while left := left.strip():
+        key, one, after = left.removeprefix(_PARAMETER).partition(">")
+        value, two, after = after.partition(_PARAMETER_END)
+        if not one or not two or not left.startswith(_PARAMETER):
+            return name, None
+        found[key], left = value.removeprefix("\n").removesuffix("\n"), after
+    return name, found
+
+
+def _deepseek(text: str) -> list[Any]:
+    """Objects of the calls between the outer marks; [None] where they are none."""
+    first, *parts = text.split(_CALL)
+    found: list[Any] = []
+    for part in parts:
+        body, end, after = part.partition(_CALL_END)
+        head, mark, rest = body.partition(_SEP)
+        if not end or not mark or after.strip():
+            return [None]
+        name, arguments = head, rest
+        if not rest.lstrip().startswith("{"):  # V3: the kind stands first, and the arguments in a fence
+            name, _, fenced = rest.partition("\n")
+            arguments = fenced.strip().removeprefix("```json").removesuffix("```")
+        value = _json(arguments)
+        found.append({"name": name.strip(), "arguments": value} if isinstance(value, dict) else None)
+    return found if found and not first.strip() else [None]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value that was written as text: a string where the schema has one, else JSON, or a string all the same."""
+    if _is_text(schema):
+        return text
+    if text.strip() in _PYTHON:
+        return _PYTHON[text.strip()]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kind = schema.get("type")
+    ways = [way for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for way in schema[name]]
+    return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(_is_text, ways))
 
 
 def _json(text: str) -> Any:
