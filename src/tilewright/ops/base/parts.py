@@ -102,7 +102,6 @@ def part_of(tensor: Tensor) -> TensorPart:
     return _part(shape, tensor.device_mesh, tuple(tensor.placements))
 
 
-@torch.no_grad()
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """What this rank holds of a tensor, in the same memory; a whole tensor as it is.
 
@@ -111,8 +110,11 @@ def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         like: a tensor of its shape, whose sharding it gets before: that of a gradient may be another, or a sum that is
             still to be taken. All ranks wait for each other then.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
+    return _held(tensor, like) if isinstance(tensor, DTensor) else tensor  # most are whole, and ask for nothing more
+
+
+@torch.no_grad()
+def _held(tensor: DTensor, like: Tensor | None) -> Tensor:
     if isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) != (like.device_mesh, like.placements):
         tensor = tensor.redistribute(like.device_mesh, like.placements)
     held = tensor.to_local()

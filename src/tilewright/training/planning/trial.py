@@ -11,7 +11,7 @@ from tilewright.training.planning.minutes import StepTimes
 from tilewright.training.run import Run
 from tilewright.training.runlog.signals import StopRequest
 
-_SHARE = 0.02
+_SHARE = 0.01
 """Of the time of a run that is spent on timing, about."""
 _MOST = 20
 """Steps that are timed."""
