@@ -52,11 +52,6 @@ class LinearGemm:
         return store_bytes((self.num_out, self.num_in), tensorwise=self.gemms.tensorwise)
 
 
-def storage_of(model: nn.Module, policy: Policy) -> dict[str, str]:
-    """The format in which each module's parameters are stored, by name."""
-    return {row.fqn: row.storage for row in explain(model, policy)}
-
-
 def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
     """Linear layers and the router, in the model's order, with the formats that the policy gives them.
 

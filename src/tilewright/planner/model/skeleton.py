@@ -15,9 +15,9 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.model.gemms import storage_of
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
+from tilewright.precision.convert import stored_formats
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.policy import Policy
 
@@ -41,24 +41,21 @@ class Skeleton:
         """One of each class."""
         return [self.model.get_submodule(name) for name in self.names]
 
-    def outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules around the layers, by name."""
+    def outside(self) -> Iterator[nn.Module]:
+        """Modules around the layers."""
         inside = tuple(f"{name}." for name in self.names)
         for name, module in self.model.named_modules():
             if name not in self.names and not name.startswith(inside):
-                yield name, module
+                yield module
 
     def weights(self, policy: Policy) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
         where they come first."""
-        storage, seen = storage_of(self.model, policy), set[int]()
+        storage, seen = stored_formats(self.model, policy), set[int]()
         matrices = set(hidden_matrices(self.model))
-        named = self.model.get_submodule(self.embedding).named_modules(prefix=self.embedding) if self.embedding else ()
-        before = Weights.of(named, storage, seen, matrices)
-        layers = [
-            Weights.of(layer.named_modules(prefix=name), storage, seen, matrices)
-            for name, layer in zip(self.names, self.layers, strict=True)
-        ]
+        first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
+        before = Weights.of(first, storage, seen, matrices)
+        layers = [Weights.of(layer.modules(), storage, seen, matrices) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices)
 
 

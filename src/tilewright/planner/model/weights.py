@@ -189,23 +189,22 @@ class Weights:
     @classmethod
     def of(
         cls,
-        modules: Iterable[tuple[str, nn.Module]],
-        storage: Mapping[str, str],
+        modules: Iterable[nn.Module],
+        storage: Mapping[nn.Parameter, str],
         seen: set[int],
         matrices: Collection[Tensor] = (),
     ) -> "Weights":
-        """The weights of some modules by name, each counted once.
+        """The weights of some modules, each counted once.
 
         Args:
-            modules: pairs of name and module, every level of the tree among them.
-            storage: format by module name, from `convert.explain`; FP32 for all others.
+            modules: every level of the tree among them.
+            storage: format by parameter, from `convert.stored_formats`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
         """
         total = cls()
-        for fqn, module in modules:
-            size = BYTES.get(storage.get(fqn, "fp32"), 4)
-            for tensor, each in _tensors(module, size):
+        for module in modules:
+            for tensor, each in _tensors(module, storage):
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
@@ -216,9 +215,9 @@ class Weights:
         return total
 
 
-def _tensors(module: nn.Module, size: int) -> Iterator[tuple[Tensor, int]]:
+def _tensors(module: nn.Module, storage: Mapping[nn.Parameter, str]) -> Iterator[tuple[Tensor, int]]:
     """A module's own weights and the bytes of an element of each."""
     for parameter in module.parameters(recurse=False):
-        yield parameter, size
+        yield parameter, BYTES.get(storage.get(parameter, "fp32"), _WIDE)
     if isinstance(module, FrozenFloat8Linear):
         yield module.weight, 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -38,6 +39,9 @@ def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
 
 
 _aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
+"""What autograd asks of each fake tensor several times: two of three calls. It is answered at once, as the mode of fake
+tensors would."""
 _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 """torch's counter knows the fused attentions of CUDA only."""
 _PRODUCTS = tuple(
@@ -133,6 +137,8 @@ class MatmulCounter(TorchDispatchMode):
         return flops_of(self.gemms) + self.attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         self._count_matmuls(func.overloadpacket, out, args, kwargs or {})
         return out
@@ -199,6 +205,8 @@ class LiveBytes(MatmulCounter):
         self.landed += parameter.grad.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # asks for a property of a fake tensor
             return out
