@@ -11,6 +11,7 @@ plan.
 formats are narrowed only where nobody wrote them down and nothing else fits.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,16 +21,16 @@ from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
+from tilewright.planner.cost.choices import executors
 from tilewright.planner.cost.phases import written_beside
 from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Plan
-from tilewright.planner.planner import Planner
+from tilewright.planner.planner import FORMAT_FIELDS, Planner, narrower
 from tilewright.planner.site import Site, on_disk
 
 How = Literal["least_change", "fastest"]
 PLAN_FILE = "plan.toml"
 """In a run folder: the plan that the run executes."""
-FORMATS = frozenset(("optim.moments", "optim.master_weights"))
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,24 @@ def decide(
 def free_planner(loaded: Loaded, site: Site) -> Planner:
     """The planner that looks for the fastest plan of all."""
     loaded = on_machine(loaded, site.machine)
-    open_formats = frozenset(name for name in FORMATS if loaded.sources.get(name, DEFAULT) == DEFAULT)
+    open_formats = frozenset(name for name in FORMAT_FIELDS if loaded.sources.get(name, DEFAULT) == DEFAULT)
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
     return site.planner(loaded.recipe, typed(loaded.recipe, said), open_formats)
+
+
+def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """What a table of ways may choose where a recipe does not fit as it stands, of what nobody wrote down: fewer bits
+    of the optimizer, and the layer-major executor with delayed clipping, which passes backward once."""
+    free = frozenset(loaded.sources) - user_settings(loaded)
+    formats = [{}, *(found for found in narrower(loaded.recipe) if set(found) <= free)]
+    clips: list[dict[str, Any]] = [{}]
+    recipe = loaded.recipe
+    if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm and "layer_major" in executors(recipe):
+        sliced = {"memory.executor": "layer_major", "optim.clip": "delayed"}
+        clips += [sliced, sliced | {"memory.rollback": "checkpoint"}]
+    for one, other in itertools.product(formats, clips):
+        if (one or other) and set(other) <= free:
+            yield {**one, **other}
 
 
 def user_settings(loaded: Loaded) -> frozenset[str]:
@@ -255,11 +271,11 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         yield from fresh(last)
         last = replace(last, disk=True)
         yield from fresh(last)
-    if FORMATS - explicit:
+    if FORMAT_FIELDS - explicit:
         if "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
             last = replace(last, fixed=replace(last.fixed, executor=None))
-        yield from fresh(replace(last, disk=False, formats=FORMATS - explicit))
-        yield from fresh(replace(last, formats=FORMATS - explicit))
+        yield from fresh(replace(last, disk=False, formats=FORMAT_FIELDS - explicit))
+        yield from fresh(replace(last, formats=FORMAT_FIELDS - explicit))
 
 
 def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Iterator[dict[str, Any]]:
@@ -277,7 +293,7 @@ def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Ite
 
 def departures(recipe: Recipe, plan: Plan) -> tuple[ConfigChange, ...]:
     """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
-    named = (*BESIDE, "memory.executor", "train.micro_batch_size", "memory.loss_chunk_bytes", *sorted(FORMATS))
+    named = (*BESIDE, "memory.executor", "train.micro_batch_size", "memory.loss_chunk_bytes", *sorted(FORMAT_FIELDS))
     found = []
     for name in (*named, "memory.mlp_chunks", "memory.attention_block"):
         before, after = value_of(recipe, name), plan.settings().get(name)

@@ -200,7 +200,7 @@ class Plan:
         """Settings of what is the same for all layers of a layer-major run."""
         choices = [row.choice for row in self.rows if row.indices]
         found: dict[str, object] = {}
-        for kind, name in _OF_A_LAYER.items():
+        for kind, name in _TIERS.items():
             values = {getattr(choice, kind) for choice in choices}
             if len(values) == 1:
                 value = values.pop()
@@ -208,7 +208,7 @@ class Plan:
         return found
 
 
-_OF_A_LAYER = {
+_TIERS = {
     "parameters": "memory.offload_params",
     "states": "memory.offload_optimizer",
     "inputs": "memory.offload_activations",
@@ -216,6 +216,8 @@ _OF_A_LAYER = {
     "attention_block": "memory.attention_block",
 }
 """Settings by the name of the field of `LayerMemory`."""
+OF_A_LAYER = frozenset(("train.activation_checkpoint", *_TIERS.values()))
+"""Settings of what may differ from layer to layer."""
 
 
 def fingerprint(shape: ModelShape) -> str:

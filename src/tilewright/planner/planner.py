@@ -45,7 +45,7 @@ FORMATS = (
     {"optim.master_weights": "stochastic", "optim.moments": "8bit"},
 )
 """What the optimizer may be narrowed to where the recipe leaves it open, the widest first."""
-FORMAT_FIELDS = {"optim.moments", "optim.master_weights"}
+FORMAT_FIELDS = frozenset(("optim.moments", "optim.master_weights"))
 GAP = 1e-4
 """Share of the best step time by which a plan may miss it: far below what the rates are known to."""
 
@@ -60,6 +60,16 @@ class _Table:
     problem: PlanProblem
     host: Mapping[str, float]
     """Bytes of the host that no choice changes, by owner."""
+
+
+def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
+    """Of `FORMATS` those with fewer bits than a recipe has."""
+    bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
+    for formats in FORMATS:
+        if all(bits[value] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, value in formats.items()):
+            found = conflicts(changed(recipe, formats))
+            if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in found):
+                yield formats
 
 
 class Planner:
@@ -255,17 +265,9 @@ class Planner:
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
         """The recipe, and then the recipe with fewer bits where that is open."""
         yield self.recipe, {}
-        now = {
-            name: getattr(self.recipe.optim, name.partition(".")[2])
-            for name in ("optim.moments", "optim.master_weights")
-        }
-        bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
-        for formats in FORMATS:
-            new = {name: value for name, value in formats.items() if bits[value] < bits[now[name]]}
-            if new and set(new) <= self.open_formats and len(new) == len(formats):
-                recipe = changed(self.recipe, new)
-                if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in conflicts(recipe)):
-                    yield recipe, new
+        for formats in narrower(self.recipe):
+            if set(formats) <= self.open_formats:
+                yield changed(self.recipe, formats), formats
 
     def _table(
         self,

@@ -1,16 +1,17 @@
 """What may be done about a plan: the faster way beside it, changes that gain time, why memory is idle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.config.edit import on_machine, value_of
 from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.advice.changes import WORTH, Change, cheapest_changes, idle_memory
 from tilewright.planner.advice.fixes import Fix, words
 from tilewright.planner.decide import decide, free_planner
-from tilewright.planner.plan import Plan
+from tilewright.planner.plan import OF_A_LAYER, Plan
 from tilewright.planner.site import Site
 from tilewright.training.planning.refused import fixes_of, replanned
 from tilewright.training.planning.request import PlanRequest
@@ -67,7 +68,18 @@ def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
     if not best.fits or best.plan.tokens_per_s <= WORTH * found.tokens_per_s:
         return None
     recipe = on_machine(loaded, site.machine).recipe
-    settings = {name: value for name, value in best.plan.settings().items() if value_of(recipe, name) != value}
-    typed = replanned(loaded, site, "least_change")(settings, best.plan.budget)
-    as_fast = typed is not None and typed.step_s <= SAME * best.plan.step_s
-    return Faster(best.plan, settings if as_fast else {})
+    replan = replanned(loaded, site, "least_change")
+    for each in as_settings(best.plan, recipe):
+        typed = replan(each, best.plan.budget) if each else None
+        if typed is not None and typed.step_s <= SAME * best.plan.step_s:
+            return Faster(best.plan, each)
+    return Faster(best.plan, {})
+
+
+def as_settings(plan: Plan, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """What may be typed for a plan: all that settings can say of it; of all layers alone, where `train` finds the rest;
+    nothing, where it finds all of it."""
+    settings = {name: value for name, value in plan.settings().items() if value_of(recipe, name) != value}
+    of_all = {name: value for name, value in settings.items() if name not in OF_A_LAYER}
+    forms = settings, of_all, {}
+    yield from (each for number, each in enumerate(forms) if each not in forms[:number])

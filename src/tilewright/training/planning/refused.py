@@ -12,9 +12,9 @@ from tilewright.core.units import format_bytes
 from tilewright.planner.advice.changes import Replan, cheapest_changes
 from tilewright.planner.advice.describe import no_plan, verdict
 from tilewright.planner.advice.fixes import Fix, find_fixes
-from tilewright.planner.decide import FORMATS, How, decide, free_planner, typed, typed_too, user_settings
+from tilewright.planner.decide import How, decide, free_planner, typed, typed_too, user_settings
 from tilewright.planner.plan import Budget, Plan
-from tilewright.planner.planner import Planner
+from tilewright.planner.planner import FORMAT_FIELDS, Planner
 from tilewright.planner.site import Site
 
 
@@ -101,4 +101,4 @@ def _widest(loaded: Loaded, site: Site, how: How) -> Planner:
     fixed = typed(recipe, explicit)
     if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
         fixed = replace(fixed, executor=recipe.memory.executor)
-    return site.planner(recipe, replace(fixed, most_rows=recipe.train.micro_batch_size), FORMATS - explicit)
+    return site.planner(recipe, replace(fixed, most_rows=recipe.train.micro_batch_size), FORMAT_FIELDS - explicit)

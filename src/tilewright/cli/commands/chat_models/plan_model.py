@@ -150,6 +150,11 @@ def _below(way: "Way") -> list[str]:
         settings = [f"{name} = {_value(name, value)}" for name, value in way.changes.items()]
         learned = "; this changes what is learned" if way.plan is not None and way.plan.narrowed else ""
         lines.append(f"to fit: {', '.join([*settings, f'layers: {way.layers}'])}{learned}")
+    if way.chosen and way.plain is not None:
+        settings = ", ".join(f"{name} = {_value(name, value)}" for name, value in way.chosen.items())
+        learned = " (changes what is learned)" if way.changes_learning else ""
+        host = f", {format_bytes(way.plain.host_bytes)} of host memory" if way.plain.host else ""
+        lines.append(f"faster: {settings}{learned}; without, {format_count(way.plain.tokens_per_s)} tokens/s{host}")
     if way.unknown:
         lines.append(f"not known: {way.unknown}")
     if way.need:
@@ -185,8 +190,11 @@ def _way_to_json(way: "Way") -> dict[str, Any]:
     if way.remedy is not None:
         with_it = to_json(way.remedy.plan)
         remedy = {"settings": dict(way.remedy.settings), "command": way.remedy.command, "plan": with_it}
+    chosen = {"chosen": dict(way.chosen), "plain": None if way.plain is None else to_json(way.plain)}
     said = {"how": way.how, "state": way.state, "command": way.command, "changes": dict(way.changes)}
-    return said | {"layers": way.layers, "unknown": way.unknown, "need": way.need, "plan": plan, "remedy": remedy}
+    return (
+        said | chosen | {"layers": way.layers, "unknown": way.unknown, "need": way.need, "plan": plan, "remedy": remedy}
+    )
 
 
 def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:

@@ -7,24 +7,28 @@ Of the model its configuration is enough. What is planned is the command's own r
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tilewright.cli.commands.chat_models.tuned_recipe import HOWS, tuned_recipe
-from tilewright.core.config.edit import changed
+from tilewright.core.config.edit import changed, on_machine
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
+from tilewright.planner.advice.changes import WORTH
 from tilewright.planner.advice.fixes import of_shards
 from tilewright.planner.cost.shards import Shards
-from tilewright.planner.decide import departures
+from tilewright.planner.decide import decide, departures, typed_too, variants
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.plan import Plan, State
+from tilewright.planner.planner import FORMAT_FIELDS
+from tilewright.planner.site import Site
 from tilewright.training.components.dataset import tokenizer_path
+from tilewright.training.planning.advice import as_settings
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import smallest_in_words
 from tilewright.training.planning.request import PlanRequest, site_of
@@ -66,6 +70,15 @@ class Way:
     """The smallest budgets in which it fits, where it does not."""
     remedy: Remedy | None = None
     """What makes it fit, of what the plan may not decide by itself."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """Settings in the command because they are faster."""
+    plain: Plan | None = None
+    """What the run would execute without them; None where there are none."""
+
+    @property
+    def changes_learning(self) -> bool:
+        """Whether the chosen settings do."""
+        return bool({*FORMAT_FIELDS, "optim.clip"} & set(self.chosen))
 
     @property
     def state(self) -> State:
@@ -99,17 +112,62 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
     planning = _Planning(options, quiet)
     for how in HOWS:
-        loaded, _ = tuned_recipe(model, [], how, [*typed, *budget], weights=False)
+        more = [*typed, *budget]
+        loaded, _ = tuned_recipe(model, [], how, more, weights=False)
         way = planning.way(loaded, how)
         if way.plan is not None and way.state != "does not fit":
-            # A budget is to be kept, so a run of which nothing is known is refused under it.
-            unchecked = (
-                ["--plan.enforce=false"] if way.state == "not known" and loaded.recipe.plan.device_memory else []
-            )
-            way = replace(way, command=command_of(loaded, shown, how, [*typed, *budget, *unchecked]))
+            if way.state == "fits":
+                way = _best(way, planning)
+            elif loaded.recipe.plan.device_memory:
+                more = [*more, "--plan.enforce=false"]  # a budget is kept: a run of which nothing is known is refused
+            way = replace(way, command=command_of(way.loaded, shown, how, [*more, *_as_typed(way.chosen)]))
         elif way.need:
-            way = replace(way, remedy=_remedy(loaded, model, shown, how, [*typed, *budget], planning))
+            way = replace(way, remedy=_remedy(loaded, model, shown, how, more, planning))
         yield way
+
+
+def _best(way: Way, planning: "_Planning") -> Way:
+    """The fastest of what a table may offer: the recipe as `train` plans it, with settings that are faster, and where
+    it does not fit as it stands with optimizer states and clipping that take less, if nobody wrote these down. What
+    changes what is learned has to gain as much over the fastest without.
+
+    Args:
+        way: as `train` plans it.
+        planning: of this model.
+    """
+    best, site = _as_fast(way, way, {}, planning), planning.site(way.loaded)
+    found = []
+    for settings in variants(way.loaded) if way.layers else ():
+        loaded = typed_too(way.loaded, settings)
+        fastest = None if loaded is None else decide(loaded, site, "fastest")
+        if fastest is not None and fastest.fits:
+            found.append((fastest.plan, settings))
+    top = max((plan.tokens_per_s for plan, _ in found), default=1.0)
+    # Of equally fast ones the first takes least of the host.
+    for plan, settings in sorted(found, key=lambda one: (-round(one[0].tokens_per_s / top, 2), one[0].host_bytes)):
+        if best.plan is not None and plan.tokens_per_s > WORTH * best.plan.tokens_per_s:
+            best = _as_fast(best, way, settings, planning)
+    return best
+
+
+def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], planning: "_Planning") -> Way:
+    """The way with these settings and those with which `train` is as fast as can be, where that gains something."""
+    loaded, site = typed_too(way.loaded, settings), planning.site(way.loaded)
+    plan = None if loaded is None else decide(loaded, site, "fastest").plan
+    for more in () if plan is None else as_settings(plan, on_machine(way.loaded, site.machine).recipe):
+        chosen = {**settings, **more}
+        loaded = typed_too(way.loaded, chosen)
+        other = None if loaded is None else planning.way(loaded, way.how).plan
+        if other is None or best.plan is None or other.state != "fits":
+            continue
+        if other.tokens_per_s > WORTH * best.plan.tokens_per_s:
+            best = replace(planning.way(loaded, way.how), chosen=chosen, plain=way.plan)
+    return best
+
+
+def _as_typed(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as on a command line."""
+    return [f"--{name}={str(value).lower()}" for name, value in settings.items()]
 
 
 def _remedy(
@@ -118,7 +176,7 @@ def _remedy(
     """What makes a way of several ranks fit by more communication, planned as if it were typed; None where nothing does
     or there is one rank."""
     for settings, _ in of_shards(loaded.recipe, 1):
-        more = [*typed, *(f"--{name}={str(value).lower()}" for name, value in settings.items())]
+        more = [*typed, *_as_typed(settings)]
         other, _ = tuned_recipe(model, [], how, more, weights=False)
         plan = planning.way(other, how).plan
         if plan is not None and plan.state == "fits":
@@ -139,12 +197,16 @@ class _Planning:
         self._finder: ShapeFinder | None = None
         self._checked: dict[object, CheckpointError | None] = {}
 
+    def site(self, loaded: Loaded) -> Site:
+        """Where a way is planned, with what is known of its model."""
+        vocab_size = _vocab_size(loaded) or 1  # less than any embedding has
+        site = replace(site_of(loaded, self.options, vocab_size, quiet=self.quiet), finder=self._finder)
+        self._finder = site.shapes
+        return site
+
     def way(self, loaded: Loaded, how: str) -> Way:
         """A way without its command."""
-        vocab_size = _vocab_size(loaded)
-        site = site_of(loaded, self.options, vocab_size or 1, quiet=self.quiet)  # 1 is less than any embedding has
-        site = replace(site, finder=self._finder)
-        self._finder = site.shapes
+        vocab_size, site = _vocab_size(loaded), self.site(loaded)
         recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
         if (error := self._why_no_model(recipe, vocab_size)) is not None:
             return Way(how, loaded, "", None, {}, unknown=reason(error))
@@ -158,7 +220,8 @@ class _Planning:
             return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
         if planned.decided is None:
             return Way(how, loaded, "", found, {})
-        changes = {change.name: change.after for change in departures(recipe, found)}
+        stands = on_machine(loaded, site.machine).recipe
+        changes = {change.name: change.after for change in departures(stands, found)}
         return Way(how, loaded, "", found, changes, words(found.memory_plan))
 
     def _why_no_model(self, recipe: Recipe, vocab_size: int | None) -> CheckpointError | None:
