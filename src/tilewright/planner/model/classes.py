@@ -16,7 +16,7 @@ from tilewright.models.teacher import TeacherFolder, find_teacher
 from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
 from tilewright.planner.model.shape import ModelShape, TeacherShape
-from tilewright.planner.model.skeleton import Skeleton, skeleton_of
+from tilewright.planner.model.skeleton import Skeleton, check_checkpointing, skeleton_of
 from tilewright.planner.trace.trace import ModelCalls, Trace
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
@@ -110,8 +110,11 @@ class ShapeFinder:
         return foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])
 
     def _skeleton(self, recipe: Recipe) -> Skeleton:
-        how = (recipe.memory.executor, recipe.train.activation_checkpoint) if recipe.model.kind == "hf" else ()
-        key = (recipe.model, recipe.lora, how)
-        if key not in self._skeletons:
-            self._skeletons[key] = skeleton_of(recipe, self.vocab_size)
-        return self._skeletons[key]
+        alike = (recipe.model, recipe.lora)
+        own = (*alike, recipe.memory.executor)
+        found = self._skeletons.get(alike) or self._skeletons.get(own)
+        if found is None:
+            found = skeleton_of(recipe, self.vocab_size)
+            self._skeletons[alike if found.serves_all else own] = found
+        check_checkpointing(found, recipe)
+        return found

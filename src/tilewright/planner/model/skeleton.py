@@ -37,6 +37,11 @@ class Skeleton:
     """The whole decoder's; None for a Hugging Face model."""
 
     @property
+    def serves_all(self) -> bool:
+        """Whether it is the same for all executors."""
+        return self.config is not None or (isinstance(self.model, HFModel) and bool(self.model.layers))
+
+    @property
     def layers(self) -> list[nn.Module]:
         """One of each class."""
         return [self.model.get_submodule(name) for name in self.names]
@@ -71,12 +76,15 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
     assert isinstance(model, HFModel)
     _adapt(model, recipe.lora)
-    standard = recipe.memory.executor == "standard"
-    if standard:
-        model.activation_checkpoint = recipe.train.activation_checkpoint  # refused by models that cannot do it
-        model.activation_checkpoint = "none"
-    whole = standard and not model.layers  # its layers cannot be checkpointed one by one
+    whole = recipe.memory.executor == "standard" and not model.layers  # its layers cannot be checkpointed one by one
     return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
+
+
+def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:
+    """Raise ConfigError where a Hugging Face model cannot keep what a recipe says that its layers keep."""
+    if isinstance(skeleton.model, HFModel) and recipe.memory.executor == "standard":
+        skeleton.model.activation_checkpoint = recipe.train.activation_checkpoint
+        skeleton.model.activation_checkpoint = "none"
 
 
 def _adapt(model: nn.Module, lora: LoraSection) -> None:
