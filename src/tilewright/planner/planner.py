@@ -66,10 +66,9 @@ def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
     """Of `FORMATS` those with fewer bits than a recipe has."""
     bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
     for formats in FORMATS:
-        if all(bits[value] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, value in formats.items()):
-            found = conflicts(changed(recipe, formats))
-            if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in found):
-                yield formats
+        fewer = all(bits[new] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, new in formats.items())
+        if fewer and not any(FORMAT_FIELDS & set(one.fields) for one in conflicts(changed(recipe, formats))):
+            yield formats
 
 
 class Planner:
@@ -118,8 +117,7 @@ class Planner:
 
     def with_fixed(self, fixed: Constraints, open_formats: frozenset[str] = frozenset()) -> "Planner":
         """A planner of the same recipe that may choose less, or more."""
-        other = self.with_recipe(self.recipe)
-        other._shapes, other._layers = self._shapes, self._layers
+        other = self.with_beside({})
         other.fixed, other.open_formats = fixed, open_formats
         return other
 
@@ -131,8 +129,8 @@ class Planner:
 
     def with_layers(self, num_layers: int) -> "Planner":
         """A planner of the same model with another number of layers, the most frequent class taking the difference."""
-        other = self.with_recipe(self.recipe)
-        other._shapes, other._layers = self._shapes, num_layers
+        other = self.with_beside({})
+        other._layers = num_layers
         return other
 
     def shape(self, recipe: Recipe) -> ModelShape:
