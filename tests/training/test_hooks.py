@@ -17,7 +17,10 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright import api
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.planner.machine import ceilings
+from tilewright.training.assemble import build, set_up
+from tilewright.training.components.teacher import Teacher
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name, calls
+from tilewright.training.hooks.precision_hook import PrecisionHook
 from tilewright.training.loop import train
 
 QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false"}
@@ -59,6 +62,7 @@ from functools import partial
 from pathlib import Path
 from tests.training.test_hooks import QUIET, Mixer
 from tests.training.tiny import tiny
+from tilewright.training.hooks.precision_hook import PrecisionHook
 from tilewright.training.loop import train
 settings = QUIET | {"checkpoint__async_save": "false"}  # what was saved is there when it is killed
 train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **settings), hooks=[partial(Mixer, kill_at=int(sys.argv[3]))])
@@ -258,3 +262,38 @@ def test_ranks_have_a_hook_each_that_hears_the_same(mesh, data, tmp_path):
     assert first == second
     assert [number for number, *_ in first[1]] == [*range(1, 7)]
     assert last_state(tmp_path / "tiny")[1]["parts"]["mixer"] == {"steps": 6, "losses": first[0]}
+
+
+WRITTEN = {
+    "steps": 0,
+    "told": ["model.layers.1.mlp.up_proj fprop"],
+    "controller": {
+        "units": {"model.layers.0.self_attn.q_proj dgrad": {"level": 1, "moved": 2, "quiet": 1}},
+        "detector": {
+            "losses": [5.718100929260254, 13.52110652923584],
+            "norms": [1.2399659156799316, 17.95975685119629],
+        },
+        "bad_steps": 0,
+        "noise": 0.011085264766820967,
+    },
+}
+"""Part `control` of meta.json, by the version before there were hooks; most units left out."""
+
+
+def test_parts_of_checkpoints_have_the_names_and_forms_that_they_had(data, tmp_path):
+    setup = set_up(tiny(data, tmp_path, precision__mode="fp8_tile", precision__controller__enabled="true"))
+    parts = build(setup, fresh=True)
+    try:
+        hook = parts.state().parts["control"]
+        assert hook is parts.hook(PrecisionHook)
+        hook.load_state_dict(WRITTEN)
+        found = hook.state_dict()
+        assert found["told"] == WRITTEN["told"]
+        units = found["controller"].pop("units")
+        (name, unit) = next(iter(WRITTEN["controller"]["units"].items()))
+        assert units[name] == unit
+        assert found["controller"] == {key: own for key, own in WRITTEN["controller"].items() if key != "units"}
+        assert Teacher.name == "teacher"
+        assert parts.hook(Teacher) is None
+    finally:
+        parts.close()
