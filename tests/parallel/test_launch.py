@@ -185,7 +185,7 @@ def test_groups_of_gpus_are_made_and_not_split(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", stop)
     with (
         pytest.raises(KeyboardInterrupt),
-        launched(dp_replicate=1, dp_shard=2, device="auto", timeout_s=20),
+        launched(MeshSizes(dp_shard=2), device="auto", timeout_s=20),
     ):
         pass
     assert asked["backend"] == "cpu:gloo,cuda:nccl"

@@ -11,6 +11,7 @@ from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.agreement import Agreement, RankAgreement
 from tilewright.training.hooks.base import Step
@@ -84,7 +85,7 @@ class Beats:
 
 def agree(rank):
     """What a rank finds where it measures its number."""
-    with launched(dp_replicate=2, dp_shard=1, device="cpu", timeout_s=60) as world:
+    with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=60) as world:
         messages, stop, result = [], StopRequest(), StepResult(1.0, 1, 1, 1.0, None, 1.0, 1.0)
         agreement = RankAgreement(world, Beats(), Table(), messages)
         assert agreement.hooks() == (agreement,)
