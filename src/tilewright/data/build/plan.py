@@ -131,9 +131,13 @@ def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     where = c.folders(last_kept(c)), c.folders("repair"), c.listing.domains(), c.folder("near")
+    return split_records(*where, c.build.split, folder, lambda: _refused(c))
+
+
+def _refused(c: Context) -> Refused:
+    """What an error says; no output depends on it."""
     before = [name for name in rejecting(c) if name != "encode"]
-    rejects = [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)]
-    return split_records(*where, c.build.split, folder, Refused(source_label(c), rejects))
+    return Refused(source_label(c), [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)])
 
 
 def _media(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -301,7 +305,7 @@ STAGES = (
         *("encoder", "choosing the encoder", 1, _one),
         lambda c, i: [
             *(c.every("repair"), c.every(last_kept(c)), c.one("split"), c.one("tokenizer")),
-            *(tokenizers.__version__, tiktoken_version()),
+            *(c.build.split.seed, tokenizers.__version__, tiktoken_version()),
         ],
         _encoder,
     ),
@@ -309,6 +313,7 @@ STAGES = (
         *("encode", "encoding", 4, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one(last_kept(c), i), c.one("split"), c.one("tokenizer"), c.one("near")),
+            c.one("encoder"),  # the same whichever it is: ids are, too
             *(c.build.chunk.model_dump(), tokenizers.__version__),
         ],
         _encode,

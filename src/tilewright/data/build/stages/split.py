@@ -9,7 +9,7 @@ a domain of which all text is too little to hold a part out: its text goes, its 
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def split_records(
     clusters: Path,
     settings: SplitSection,
     folder: Path,
-    refused: "Refused",
+    refused: Callable[[], "Refused"],
 ) -> Mapping[str, Any]:
     """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
 
@@ -127,11 +127,11 @@ def split_records(
     domains = tuple(sorted(set(domain_of_shard)))
     every = _all_kept(kept, repaired, domains, domain_of_shard)
     if not len(every):
-        raise refused.error(0)
+        raise refused().error(0)
     stays = within(every.domain_of, every.lengths, every.docs, settings)
     found = every.where(stays)
     if not len(found):
-        raise refused.error(0)
+        raise refused().error(0)
     cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), settings)
     split = choose_holdout(found, cluster_of, settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
@@ -142,7 +142,7 @@ def split_records(
     part[held] = np.where(part[held] == SHOWN, SHOWN_HELD, HELD)
     where[stays] = part
     if not np.isin(where, (TRAIN, SHOWN)).any() or not (np.isin(where, (HELD, SHOWN_HELD)).any() or split.cut):
-        raise refused.error(len(found))
+        raise refused().error(len(found))
     shards = shard_of(every.docs)
     for shard in range(len(kept)):
         first, stop = np.searchsorted(shards, [shard, shard + 1])
