@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cli.tuned import arguments, logits, make_model, make_talks
 from tests.contracts.observe import fixed_ceilings
@@ -77,6 +78,41 @@ def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, m
         found, expected = (logits(out, ids) for out in reversed(merged))
         worst = (found - expected).abs().max().item()
         assert worst < 1e-2, f"logits are off by {worst}"
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard", pytest.param("dp_replicate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saved", ["embed_tokens, lm_head", pytest.param("norm", marks=pytest.mark.slow)])
+def test_modules_that_are_trained_whole_are_the_same_on_two_ranks(mesh, saved, model, tmp_path):
+    """Beside the adapters: their losses, and the tensors that the adapter's folder and the merged model hold."""
+    talks = make_talks(tmp_path / "talks.jsonl")
+    names = "[" + ", ".join(f'"{name}"' for name in saved.split(", ")) + "]"
+    settings = {"train__steps": STEPS, "precision__mode": "fp32", "train__eval_interval": 0}
+    settings |= {"train__sample_tokens": 0, "data__eval_source": "", "lora__modules_to_save": names}
+    other = "dp_replicate" if mesh == "dp_shard" else "dp_shard"
+    for name, world, more in (("one", 1, {}), ("two", 2, {f"parallel__{mesh}": 2, f"parallel__{other}": 1})):
+        words = [str(model), str(talks), "--how", "lora", *arguments(tmp_path / name, **settings | more)]
+        assert on_ranks(world, finetune, words) == [0] * world
+    one, two = (tmp_path / name / "runs" / "tuned" for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    stored = [load_file(folder / "hf" / "adapter_model.safetensors") for folder in (one, two)]
+    assert stored[0].keys() == stored[1].keys()
+    whole = [key for key in stored[0] if "lora_" not in key]
+    assert len(whole) >= 1
+    before = load_file(model / "model.safetensors")
+    for key in whole:
+        expected, found = stored[0][key], stored[1][key]
+        assert found.shape == expected.shape
+        worst = (found - expected).abs().max().item()
+        assert worst < 1e-3, f"{key} is off by {worst}"
+        first = before.get(key.removeprefix("base_model.model.").replace(".modules_to_save", ""))
+        if first is not None:
+            assert (found - first).abs().max() > 1e-3, f"{key} was not trained"
+    for name, folder in (("one", one), ("two", two)):
+        assert run(["merge", str(folder), "--out", str(tmp_path / name / "merged"), "--format", "fp32"]) == 0
+    ids = torch.arange(5, 53).view(2, 24)
+    found, expected = (logits(tmp_path / name / "merged", ids) for name in ("two", "one"))
+    worst = (found - expected).abs().max().item()
+    assert worst < 1e-2, f"logits are off by {worst}"
 
 
 @pytest.mark.slow
