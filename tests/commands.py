@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,22 @@ class Command:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def line(self, timeout: float, word: str) -> str:
+        """The first line with a word that it prints.
+
+        Raises:
+            AssertionError: it ended, or so many seconds went by, without one.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            ended, text = self.poll() is not None, self._said.read_text()
+            found = [line for line in text.splitlines(keepends=True) if word in line and line.endswith("\n")]
+            if found:
+                return found[0]
+            assert not ended, f"it ended with {self.returncode} before a line with {word}: {text}"
+            assert time.monotonic() < until, f"no line with {word} in {timeout:g} s: {text}"
+            time.sleep(0.02)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
         """Wait for its end; what it printed.

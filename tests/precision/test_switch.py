@@ -231,7 +231,7 @@ def plain_backward(model):
     return loss.detach()
 
 
-SWITCHES = 56
+SWITCHES = 24
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cli.tuned import arguments, make_model, make_talks
+from tests.commands import Command
 from tests.models.hub_server import FakeHub
 from tests.models.hub_server import serving as serving_hub
 from tests.serving.served import post
@@ -168,19 +169,17 @@ def test_the_server_takes_the_next_port_and_ends_cleanly(model, number):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "tilewright", "serve", str(model), "--device", "cpu", "--port", str(port)]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        line = server.stdout.readline()
-        found = int(line.split(":")[-1].split("/")[0])
+        server = Command(["serve", str(model), "--device", "cpu", "--port", str(port)])
+        found = int(server.line(60, "/v1").split(":")[-1].split("/")[0])
         assert found != port
         ask = {"model": "model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
         assert post(found, "/v1/chat/completions", ask)[0] == 200
         server.send_signal(number)
-        out, err = server.communicate(timeout=30)
+        said, _ = server.communicate(timeout=30)
         assert server.returncode == 0
-        assert "server ended" in out
-        assert f"port {port} is in use" in err
-        assert "Traceback" not in err
+        assert "server ended" in said
+        assert f"port {port} is in use" in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("chain", [1, 2], ids=["of itself", "of one that is of it"])

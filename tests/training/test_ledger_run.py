@@ -14,7 +14,8 @@ def data(tmp_path_factory):
 
 
 def test_owners_by_phase_are_in_the_metrics_and_sum_to_the_peaks(data, tmp_path):
-    train(tiny(data, tmp_path, train__steps=4, checkpoint__interval=0, train__eval_interval=0))
+    once = {"checkpoint__interval": 0, "train__eval_interval": 0, "train__log_interval": 4}
+    train(tiny(data, tmp_path, train__steps=4, **once))
     first, last = (row for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "memory" in row)
     assert {"load", "forward", "backward", "update"} <= first["memory_phases"].keys()
     assert {"forward", "backward", "update"} <= last["memory_phases"].keys()
