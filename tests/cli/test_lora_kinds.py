@@ -40,9 +40,9 @@ def our_logits(folder):
 def test_dropout_rslora_and_whole_modules_resume_and_merge(tmp_path, talks, name):
     model = make_model(tmp_path / "model", name)
     how = ["finetune", str(model), str(talks)]
-    assert run([*how, *arguments(tmp_path, run__name="parts", train__steps=2, **KIND)]) == 0
     assert run([*how, *arguments(tmp_path, run__name="parts", train__steps=4, **KIND)]) == 0
-    assert run([*how, *arguments(tmp_path, run__name="straight", train__steps=4, **KIND)]) == 0
+    assert run([*how, *arguments(tmp_path, run__name="parts", train__steps=8, **KIND)]) == 0
+    assert run([*how, *arguments(tmp_path, run__name="straight", train__steps=8, **KIND)]) == 0
     parts, straight = (tmp_path / "runs" / each for each in ("parts", "straight"))
     assert_same_run(parts, straight)
     config = json.loads((straight / "hf" / "adapter_config.json").read_text())
