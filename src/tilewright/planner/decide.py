@@ -95,7 +95,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
     memory = recipe.memory
     parameters, states, inputs = memory.tiers
     kept: Activations | None = None
-    if memory.executor == "standard" and "train.activation_checkpoint" in explicit:
+    if memory.can.activation_checkpoint and "train.activation_checkpoint" in explicit:
         kept = KIND_OF[recipe.train.activation_checkpoint]
     return Constraints(
         activations=None if kept is None else frozenset([kept]),
@@ -232,7 +232,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         mlp_chunks=memory.mlp_chunks,
         attention_block=memory.attention_block,
     )
-    standing = KIND_OF[train.activation_checkpoint] if memory.executor == "standard" else "recompute"
+    standing = KIND_OF[train.activation_checkpoint] if memory.can.activation_checkpoint else "recompute"
     kinds = same_bits(recipe, fused, standing) & (now.activations or KEPT)
     now = replace(now, activations=None if kinds == KEPT else kinds)
     seen: list[Stage] = []
@@ -247,7 +247,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
     for settings in beside:
         yield from fresh(Stage(now, beside=settings))
     if same_numbers:
-        if memory.executor == "layer_major":
+        if memory.can.offload:
             yield from fresh(Stage(now, disk=True))
         return
     now = replace(now, activations=written(recipe, explicit).activations)
@@ -260,7 +260,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         yield from fresh(Stage(now))
     for settings in beside:
         yield from fresh(Stage(now, beside=settings))
-    last, sliced = Stage(now), memory.executor == "layer_major"
+    last, sliced = Stage(now), memory.can.offload
     if not sliced and "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
         last, sliced = Stage(replace(now, executor="layer_major")), True
         yield from fresh(last)

@@ -177,7 +177,7 @@ class Plan:
     def settings(self) -> dict[str, object]:
         """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
         setting = self.setting
-        standard = setting.executor == "standard"
+        standard = setting.can.activation_checkpoint
         found: dict[str, object] = {
             "memory.executor": setting.executor,
             "train.micro_batch_size": setting.micro_batch_size,
@@ -192,7 +192,7 @@ class Plan:
         kinds = {row.choice.activations for row in self.rows if row.indices}
         modes = {kind: mode for mode, kind in KIND_OF.items()}
         found["train.activation_checkpoint"] = modes[kinds.pop()] if standard and len(kinds) == 1 else "none"
-        if not standard:
+        if setting.can.offload:
             found |= self._tiers()
         return found
 

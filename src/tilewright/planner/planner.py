@@ -372,7 +372,7 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
 
 def _possible(table: _Table, shape: ModelShape) -> bool:
     """Whether the executor can do what is fixed, and has layers to run one after the other."""
-    return all(table.options) and (bool(shape.classes) or table.setting.executor == "standard")
+    return all(table.options) and (bool(shape.classes) or table.setting.can.whole_model)
 
 
 def _stopped(gap: float, better: str) -> tuple[str, ...]:

@@ -99,4 +99,4 @@ class Site:
 
 def on_disk(recipe: Recipe) -> bool:
     """Whether a recipe stores something on the disk."""
-    return recipe.memory.executor == "layer_major" and "disk" in recipe.memory.tiers
+    return recipe.memory.can.offload and "disk" in recipe.memory.tiers

@@ -130,7 +130,7 @@ def summarize(found: Plan) -> PlanSummary:
     reserve = max(owners["process"] for owners in found.phases.values()) if cuda else 0.0
     named = {name: _owned(owners, reserve) for name, owners in found.phases.items()}
     backward, forward = _largest(named, "backward"), _largest(named, "forward")
-    if found.setting.executor == "layer_major":  # the head's backward pass follows its loss at once
+    if not found.setting.can.whole_model:  # the head's backward pass follows its loss at once
         backward = max(backward, named["loss"], key=_sum)
     else:
         forward = max(forward, named["loss"], key=_sum)
@@ -139,7 +139,7 @@ def summarize(found: Plan) -> PlanSummary:
         "load": named["load"],
         "forward": forward,
         "backward": backward,
-        "update": named.get("update", backward if found.setting.executor == "layer_major" else step),
+        "update": named.get("update", step if found.setting.can.whole_gradient else backward),
         "evaluate": named["evaluate"],
         "checkpoint": named["checkpoint"],
     }

@@ -40,7 +40,7 @@ class Capabilities:
     """Trains adapters on frozen weights (`lora.rank`)."""
 
 
-CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
+CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
     {
         "standard": Capabilities(
             whole_model=True,
@@ -64,6 +64,6 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
 )
 
 
-def capabilities_of(executor: str) -> Capabilities:
+def capabilities_of(executor: ExecutorName) -> Capabilities:
     """What the executor of this name can do."""
     return CAPABILITIES[executor]

@@ -54,8 +54,8 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[tuple[dict[str, A
     if recipe.train.checkpoint_inputs == "exact":
         yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
         yield _in_slices(recipe) | {"train.checkpoint_inputs": "fp8"}, False
-    sliced = recipe.memory.executor == "layer_major"
-    layer_major = found is None or found.setting.executor == "layer_major"
+    sliced = not recipe.memory.can.whole_gradient
+    layer_major = found is None or not found.setting.can.whole_gradient
     if layer_major and recipe.optim.clip == "two_pass" and recipe.optim.clip_norm:
         yield _in_slices(recipe) | {"optim.clip": "delayed"}, False
         yield _in_slices(recipe) | {"optim.clip": "delayed", "memory.rollback": "checkpoint"}, False
@@ -86,7 +86,7 @@ def _could_compile(recipe: Recipe, found: Plan) -> bool:
 
 def _in_slices(recipe: Recipe) -> dict[str, Any]:
     """What changes a recipe's executor to the layer-major one."""
-    if recipe.memory.executor == "layer_major":
+    if recipe.memory.can.offload:
         return {}
     kept = {} if recipe.train.activation_checkpoint == "none" else {"train.activation_checkpoint": "none"}
     return {"memory.executor": "layer_major"} | kept

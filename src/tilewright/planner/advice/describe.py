@@ -170,7 +170,7 @@ def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
     layers = [plan.row_of(layer).cost for layer in range(plan.shape.num_layers)]
     load = plan.phases["load"]
     fixed = {name: load[name] for name in ("parameters", "optimizer", "process")}
-    standard = plan.setting.executor == "standard"
+    standard = plan.setting.can.whole_gradient
     ends = [row.cost for row in plan.rows if not row.indices]
     all_gradients = sum(cost.gradient for cost in [*layers, *ends])
     many = plan.setting.num_micro > 1

@@ -45,7 +45,7 @@ def words(settings: Mapping[str, Any]) -> str:
 
 def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     """Settings worth trying, and whether they keep the result. Alone, and the sparing ones together."""
-    if recipe.memory.executor == "standard":
+    if not recipe.memory.can.offload:
         yield from _any_executor(recipe)
         sliced = {"memory.executor": "layer_major", "train.activation_checkpoint": "none"}
         yield sliced, True

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tilewright.core.config.executors import CAPABILITIES, Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import KIND_OF, Activations, LayerMemory
 from tilewright.planner.cost.shards import Shards
@@ -49,7 +50,7 @@ class Links:
 class GlobalConfig:
     """What is the same for all layers."""
 
-    executor: Literal["standard", "layer_major"]
+    executor: ExecutorName
     micro_batch_size: int
     num_micro: int
     moments: str
@@ -63,6 +64,11 @@ class GlobalConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     shards: Shards = field(default_factory=Shards)
     """How the ranks share the run; rows and micro-batches are those of one rank."""
+
+    @property
+    def can(self) -> Capabilities:
+        """What the executor can do."""
+        return capabilities_of(self.executor)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
@@ -96,28 +102,33 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
     tiles = dict.fromkeys((most, *(tile for tile in SMALL_LOSS_CHUNKS if tile < most)))
     if fixed.loss_chunk_bytes is not None:
         tiles = {fixed.loss_chunk_bytes: None}
+    wanted = {fixed.executor} if fixed.executor else set(CAPABILITIES)
     for tile in tiles:
         for executor in executors(recipe):
-            if fixed.executor not in (None, executor):
+            if executor not in wanted:
                 continue
             for size in sorted(sizes, reverse=True):
                 rows = {"micro_batch_size": size, "num_micro": -(-batch // size)}
                 yield replace(GlobalConfig.of(recipe), executor=executor, loss_chunk_bytes=tile, **rows)
 
 
-def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
+def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
     """Those that can run a recipe's formats, clipping and adapters."""
-    images_or_masks = recipe.model.task != "causal_lm" and recipe.memory.executor == "standard"
-    if recipe.lora.rank or images_or_masks or Shards.of(recipe).cut:
-        return ("standard",)
-    if recipe.optim.clip == "delayed":
-        return ("layer_major",)
     precision = recipe.precision
     scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
     scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
-    if precision.enabled and (scaled or precision.moves_matmuls):
-        return ("standard",)
-    return ("standard", "layer_major")
+    need, wanted = "whole_gradient", True  # loss scaling, and formats that move
+    if recipe.lora.rank:
+        need = "adapters"
+    elif recipe.model.task != "causal_lm" and recipe.memory.can.whole_model:
+        need = "whole_model"
+    elif Shards.of(recipe).cut:
+        need = "shard"
+    elif recipe.optim.clip == "delayed":
+        wanted = False
+    elif not (precision.enabled and (scaled or precision.moves_matmuls)):
+        return tuple(CAPABILITIES)
+    return tuple(name for name, can in CAPABILITIES.items() if getattr(can, need) is wanted)
 
 
 def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
@@ -153,7 +164,7 @@ def choices(
 ) -> Iterator[LayerMemory]:
     """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
-    if setting.executor == "standard":
+    if setting.can.activation_checkpoint:
         tiles, block = fixed.mlp_chunks or 1, fixed.attention_block or 0
         there: list[Activations] = list(KIND_OF.values()) if exact else ["recompute"]
         device: Tier = "device"

@@ -118,7 +118,7 @@ class _Layer:
 
     def cost(self) -> Cost:
         """All of it."""
-        if self.setting.executor == "standard":
+        if self.setting.can.one_micro_batch:
             return self._standard()
         return self._layer_major()
 
@@ -143,7 +143,7 @@ class _Layer:
     def input(self) -> float:
         """A layer's kept input of one micro-batch."""
         exact, dim = self.found.input(self.rows), self.shape.dim
-        routed = self.found.routes and self.setting.executor == "standard"
+        routed = self.found.routes and self.setting.can.whole_model
         if self.recipe.train.checkpoint_inputs == "exact" or routed or not dim:
             return exact
         tokens = exact / self.shape.stream_bytes / dim
@@ -288,7 +288,7 @@ class _Layer:
             share = FORWARD_SHARE * remade_share(self.found.fused, self.shape.matmul_bytes)
             return share * self.elementwise_s() + (self.attention_s() if kind == "matmuls" else 0.0)
         again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
-        if self.setting.executor == "standard" and self.found.matmul_flops:
+        if self.setting.can.activation_checkpoint and self.found.matmul_flops:
             again -= self.matmul_s("fprop") * self.found.last_flops / self.found.matmul_flops
         return again
 
@@ -368,7 +368,7 @@ def layer_seconds(
     """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
     made = GemmCost(found, setting.micro_batch_size, shape, rates)
     layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
-    micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
+    micro, passes = setting.num_micro, 1 if setting.can.whole_gradient else setting.passes
     matmuls = layer.matmul_s("fprop") + passes * (layer.matmul_s("dgrad") + layer.matmul_s("wgrad"))
     loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
     again = passes * (layer.again_s() + layer.tiles_s())

@@ -29,7 +29,7 @@ def owners_at(
             found["buffers"] += buffers
             held += buffers
         kept = row.count * cost.kept if row.name in phase.kept else 0.0
-        gaps = kept * shape.gaps / (1 + shape.gaps) if setting.executor == "standard" else 0.0
+        gaps = kept * shape.gaps / (1 + shape.gaps) if setting.can.whole_model else 0.0
         gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
         spread = gradients * shape.spread / (1 + shape.spread)
         found["activations"] += max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
@@ -39,7 +39,7 @@ def owners_at(
     if phase.transient != "none" and rows:
         running = max(rows, key=lambda row: row.cost.for_phase(phase.transient))
         size = running.cost.for_phase(phase.transient)
-        if setting.executor == "layer_major":
+        if setting.can.offload:
             for owner, part in _staged(shape, setting, running, phase).items():
                 found[owner] += part
                 size -= part

@@ -60,7 +60,7 @@ class FixedBytes:
         """The bytes of a setting."""
         rows = setting.micro_batch_size
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
-        if setting.executor == "layer_major":
+        if not setting.can.one_micro_batch:
             stream *= setting.num_micro
         part = shape.weights.part(setting.shards.count)
         size = 4 if recipe.precision.eval_fp32 else shape.logit_bytes
@@ -115,13 +115,13 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
 def rollback_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
     """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
     kept = recipe.optim.clip == "delayed" and recipe.memory.rollback == "buffer"
-    return base.state if setting.executor == "layer_major" and kept else 0.0
+    return base.state if kept and not setting.can.whole_gradient else 0.0
 
 
 def host_base(base: FixedBytes, setting: GlobalConfig, recipe: Recipe, homes: OffloadFlags) -> dict[str, float]:
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
     from, and the rollback buffer, where no layer groups are on disk."""
-    copied = setting.executor == "standard" and written_beside(recipe)
+    copied = not setting.can.offload and written_beside(recipe)
     rollback = rollback_bytes(base, setting, recipe) if not homes.on_disk else 0.0
     return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": rollback}
 
@@ -137,7 +137,7 @@ def phases(
     """All phases of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
     base = FixedBytes.of(shape, setting, recipe, machine)
     layers = frozenset(found.name for found in shape.classes)
-    if setting.executor == "layer_major":
+    if not setting.can.one_micro_batch:
         return _layer_major(shape, setting, recipe, machine, base, layers, homes)
     return _standard(shape, setting, recipe, machine, base, layers, ends)
 

@@ -84,4 +84,4 @@ def _logits_s(shape: ModelShape, tokens: int, rates: Ceilings) -> float:
 
 def _losses(setting: GlobalConfig) -> int:
     """How often a step runs the head."""
-    return setting.passes if setting.executor == "layer_major" else 1
+    return 1 if setting.can.whole_gradient else setting.passes

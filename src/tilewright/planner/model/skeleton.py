@@ -76,13 +76,13 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
     assert isinstance(model, HFModel)
     _adapt(model, recipe.lora)
-    whole = recipe.memory.executor == "standard" and not model.layers  # its layers cannot be checkpointed one by one
+    whole = recipe.memory.can.whole_model and not model.layers  # its layers cannot be checkpointed one by one
     return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
 
 
 def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:
     """Raise ConfigError where a Hugging Face model cannot keep what a recipe says that its layers keep."""
-    if isinstance(skeleton.model, HFModel) and recipe.memory.executor == "standard":
+    if isinstance(skeleton.model, HFModel) and recipe.memory.can.activation_checkpoint:
         skeleton.model.activation_checkpoint = recipe.train.activation_checkpoint
         skeleton.model.activation_checkpoint = "none"
 

@@ -59,7 +59,7 @@ def _proposals(recipe: Recipe) -> list[str]:
     found = []
     if train.micro_batch_size > 1:
         found.append(f"train.micro_batch_size = {train.micro_batch_size // 2} (changes no loss)")
-    if memory.executor == "standard":
+    if memory.can.activation_checkpoint:
         if train.activation_checkpoint != "full":
             found.append('train.activation_checkpoint = "full" (changes no loss)')
         found.append('memory.executor = "layer_major" (one slice of gradients and activations at a time)')

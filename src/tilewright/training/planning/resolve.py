@@ -78,7 +78,7 @@ class ResolvedPlan:
         recipe = self.loaded.recipe
         disk = "disk" in _tiers(self.memory_plan) | set(recipe.memory.tiers)
         fixed = written(recipe, self.user_settings)
-        if self.decided is None and recipe.memory.executor == "layer_major":
+        if self.decided is None and not recipe.memory.can.activation_checkpoint:
             fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
         planner = self.site.planner(recipe, fixed)
         num_layers = planner.shape(recipe).num_layers
@@ -86,7 +86,7 @@ class ResolvedPlan:
             say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
             return None
         memory_plan = self.memory_plan or memory_plan_of(recipe, num_layers)
-        budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
+        budget = self.site.budget(recipe, disk=disk and recipe.memory.can.offload)
         return Replanner(planner, GlobalConfig.of(planner.recipe), memory_plan, budget)
 
 
