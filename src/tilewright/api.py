@@ -6,6 +6,7 @@ from pathlib import Path
 from tilewright.core.config.load import load_recipe
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import HookFactory
+from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.loop import RunResult
 from tilewright.training.loop import train as run_training
 from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
@@ -16,6 +17,7 @@ def train(
     settings: Mapping[str, str] | None = None,
     *,
     hooks: Sequence[HookFactory] = (),
+    executor: ExecutorKind | None = None,
 ) -> RunResult:
     """Trains as `tilewright train RECIPE --section.field value` does.
 
@@ -24,11 +26,12 @@ def train(
         settings: `{"train.steps": "10"}`.
         hooks: each is called with what is known of the run and with its components, and gives a `StepHook` that rides
             along with the steps. A subclass of it whose constructor takes these two is such a function.
+        executor: runs the steps instead of the one that the recipe names, at whose costs they are planned.
 
     Raises:
         TilewrightError: what a user can mend; see its subclasses.
     """
-    return run_training(load_recipe(recipe, settings or {}), hooks=hooks)
+    return run_training(load_recipe(recipe, settings or {}), hooks=hooks, executor=executor)
 
 
 def plan(

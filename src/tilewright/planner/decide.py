@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tilewright.core.config.edit import accepted, on_machine, value_of
+from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
@@ -178,8 +179,9 @@ def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
     formats = [{}, *(found for found in narrower(loaded.recipe) if set(found) <= free)]
     clips: list[dict[str, Any]] = [{}]
     recipe = loaded.recipe
-    if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm and "layer_major" in executors(recipe):
-        sliced = {"memory.executor": "layer_major", "optim.clip": "delayed"}
+    clips_later = next((name for name in executors(recipe) if not capabilities_of(name).whole_gradient), None)
+    if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm and clips_later is not None:
+        sliced = {"memory.executor": clips_later, "optim.clip": "delayed"}
         clips += [sliced, sliced | {"memory.rollback": "checkpoint"}]
     for one, other in itertools.product(formats, clips):
         if (one or other) and set(other) <= free:
