@@ -20,6 +20,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3, E5M2
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW
 from tilewright.ops.backends.cpu import fp8
 from tilewright.ops.kernels import Kernels
 
@@ -52,9 +53,9 @@ def parts_of_a_layer() -> dict[str, Work]:
     x, dy = (torch.randn(TOKENS, FEATURES).to(torch.bfloat16) for _ in range(2))
     weight = torch.randn(FEATURES, FEATURES)
     low = weight.to(torch.bfloat16)
-    row, column = kernels.quantize_both(x, E4M3)
-    dy_row, dy_column = kernels.quantize_both(dy, E4M3)
-    tiled = kernels.quantize(weight, E4M3, BLOCK_TILE)
+    row, column = kernels.quantize_both(x, FP8_ROW)
+    dy_row, dy_column = kernels.quantize_both(dy, FP8_ROW)
+    tiled = kernels.quantize(weight, FP8_BLOCK)
     pairs = ((row, tiled), (dy_row, tiled.transposed()), (dy_column, column))
     decoded = [(fp8.decode_bf16(a, turn=True), fp8.decode_bf16(b)) for a, b in pairs]
 
@@ -62,9 +63,9 @@ def parts_of_a_layer() -> dict[str, Work]:
         return F.linear(x, weight.to(torch.bfloat16)), dy @ low, (dy.T @ x).float()
 
     def whole() -> None:
-        copies, weights = kernels.quantize_both(x, E4M3), kernels.quantize(weight, E4M3, BLOCK_TILE)
+        copies, weights = kernels.quantize_both(x, FP8_ROW), kernels.quantize(weight, FP8_BLOCK)
         kernels.tile_gemm(copies[0], weights, out_dtype=torch.bfloat16)
-        grads = kernels.quantize_both(dy, E4M3)
+        grads = kernels.quantize_both(dy, FP8_ROW)
         kernels.tile_gemm(grads[0], weights.transposed(), out_dtype=torch.bfloat16)
         kernels.tile_gemm(grads[1], copies[1], out_dtype=torch.float32)
 
@@ -73,8 +74,8 @@ def parts_of_a_layer() -> dict[str, Work]:
         "fp8 layer": whole,
         "matmuls alone": lambda: [F.linear(a, b) for a, b in decoded],
         "decode operands": lambda: [(fp8.decode_bf16(a, turn=True), fp8.decode_bf16(b)) for a, b in pairs],
-        "encode x and dy": lambda: (kernels.quantize_both(x, E4M3), kernels.quantize_both(dy, E4M3)),
-        "encode weight": lambda: kernels.quantize(weight, E4M3, BLOCK_TILE),
+        "encode x and dy": lambda: (kernels.quantize_both(x, FP8_ROW), kernels.quantize_both(dy, FP8_ROW)),
+        "encode weight": lambda: kernels.quantize(weight, FP8_BLOCK),
     }
 
 

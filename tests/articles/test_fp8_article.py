@@ -11,8 +11,8 @@ from tilewright import FP8Quantizer, Policy
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import fp8_choice
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 
 
 class ArticleQuantizer(nn.Module):
@@ -72,7 +72,7 @@ def test_memory_of_activations():
     nothing: its result is FP32 again."""
     x = torch.randn(64, 1024)
     assert FP8Quantizer()(x).nbytes == x.nbytes
-    assert quantize(x, E4M3, ROW_TILE).nbytes == x.nbytes * (1 / 4 + 1 / 128)
+    assert quantize(x, FP8_ROW).nbytes == x.nbytes * (1 / 4 + 1 / 128)
 
 
 def test_clipping_gradients_to_six_does_not_prevent_overflow():

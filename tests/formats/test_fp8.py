@@ -25,7 +25,7 @@ from tilewright.formats.scaling import (
     tile_amax,
 )
 from tilewright.formats.spec import BF16, E4M3, E5M2, FP8_SPECS, FP16, FP32
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_ROW, TiledTensor, fp8_format
 
 EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 SPECS = pytest.mark.parametrize("spec", FP8_SPECS.values(), ids=lambda spec: spec.name)
@@ -147,7 +147,7 @@ def matrices(draw):
 @settings(max_examples=80, deadline=None)
 @given(matrices(), st.sampled_from(TILES), st.sampled_from(list(FP8_SPECS.values())), st.booleans())
 def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
-    tiled = quantize(x, spec, tile, power_of_two=power_of_two)
+    tiled = quantize(x, fp8_format(spec, tile, power_of_two=power_of_two))
     assert tiled.qdata.shape == x.shape
     assert tuple(tiled.scale_inv.shape) == tile.grid(tuple(x.shape))
     rows, cols = tile.sizes(tuple(x.shape))
@@ -165,7 +165,7 @@ def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
 @settings(max_examples=60, deadline=None)
 @given(matrices(), st.sampled_from(TILES), st.sampled_from(list(FP8_SPECS.values())))
 def test_error_of_an_element_is_at_most_half_a_step(x, tile, spec):
-    tiled = quantize(x, spec, tile)
+    tiled = quantize(x, fp8_format(spec, tile))
     exact = x.double()
     wide = exact.abs() < spec.max * 2.0 ** exponent_range(spec)[1]  # beyond, values saturate
     scale = tiled.scale_inv.double().repeat_interleave(tile.sizes(tuple(x.shape))[0], 0)[: x.shape[0]]
@@ -180,7 +180,7 @@ def test_error_of_an_element_is_at_most_half_a_step(x, tile, spec):
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_transposed_is_quantised_transpose(tile):
     x = torch.randn(200, 333)
-    ours, direct = quantize(x, E4M3, tile).transposed(), quantize(x.T, E4M3, tile.transposed())
+    ours, direct = quantize(x, fp8_format(E4M3, tile)).transposed(), quantize(x.T, fp8_format(E4M3, tile.transposed()))
     assert torch.equal(ours.qdata, direct.qdata)
     assert torch.equal(ours.scale_inv, direct.scale_inv)
     assert ours.tile == direct.tile
@@ -203,7 +203,7 @@ def test_measures_tell_tiles_from_one_scale():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 512, generator=generator)
     x[:, :2] *= 3e3  # outlier features
-    one, tiles = measure(x, quantize(x, E4M3, TENSORWISE)), measure(x, quantize(x, E4M3, ROW_TILE))
+    one, tiles = measure(x, quantize(x, fp8_format(E4M3, TENSORWISE))), measure(x, quantize(x, FP8_ROW))
     assert one.underflow > 5 * tiles.underflow
     assert one.dynamic_range_log2 >= tiles.dynamic_range_log2 > 10
     assert tiles.saturation == one.saturation == tiles.not_finite == 0
@@ -213,7 +213,7 @@ def test_measures_tell_tiles_from_one_scale():
 def test_measures_count_saturation_and_what_is_not_finite():
     x = torch.full((1, 4), FP32.max)
     x[0, 0], x[0, 1] = math.inf, 1.0
-    error = measure(x, quantize(x, E4M3, TENSORWISE))
+    error = measure(x, quantize(x, fp8_format(E4M3, TENSORWISE)))
     assert (error.saturation, error.not_finite) == (pytest.approx(2 / 3), 0.25)
     assert sqnr_db(torch.ones(3), torch.ones(3)) == math.inf
 
@@ -221,5 +221,7 @@ def test_measures_count_saturation_and_what_is_not_finite():
 def test_fp16_and_bf16_give_the_same_codes_as_fp32():
     for dtype in (FP16.dtype, BF16.dtype):
         x = torch.randn(64, 256).to(dtype)
-        assert torch.equal(quantize(x, E4M3, ROW_TILE).qdata, quantize(x.float(), E4M3, ROW_TILE).qdata)
-        assert torch.equal(quantize(x, E5M2, ROW_TILE).qdata, quantize(x.float(), E5M2, ROW_TILE).qdata)
+        assert torch.equal(quantize(x, FP8_ROW).qdata, quantize(x.float(), FP8_ROW).qdata)
+        assert torch.equal(
+            quantize(x, fp8_format(E5M2, ROW_TILE)).qdata, quantize(x.float(), fp8_format(E5M2, ROW_TILE)).qdata
+        )

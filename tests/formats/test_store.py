@@ -38,7 +38,7 @@ def test_problems_are_named(change, found):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
 def test_scales_of_every_dtype_are_exact(dtype):
     scale = torch.tensor([[0.5, 2.0**-9], [1.0, 4.0]])
-    assert torch.equal(fp8_layout.to_fp32_scale(scale.to(dtype)), scale)
+    assert torch.equal(fp8_layout.scale_values(scale.to(dtype)), scale)
     tiled = fp8_layout.from_stored(torch.ones(3, 4).to(torch.float8_e4m3fn), scale.to(dtype), Tile(2, 2))
     assert torch.equal(tiled.dequantize()[2], torch.tensor([1.0, 1.0, 4.0, 4.0]))
 

@@ -19,7 +19,7 @@ from tests.ops.triton.cases import (
 from tilewright.formats import quantize as formats
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, TiledTensor, fp8_format
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
@@ -49,7 +49,7 @@ def test_quantize(name, power_of_two):
             return  # scales by torch's division, as above
         x = case.matrix()
         noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
-        want = formats.quantize(x, spec, tile, power_of_two=power_of_two, noise=noise)
+        want = formats.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two), noise=noise)
         got = run(x.to(DEVICE), spec, tile, power_of_two, None if noise is None else noise.to(DEVICE))
         assert_same_bits(got, want, f"{case} {tile} {spec.name}")
 
@@ -72,8 +72,8 @@ def test_quantize_both(name, power_of_two):
 
 
 def check_both(x, got, spec, power_of_two, name):
-    row = formats.quantize(x, spec, ROW_TILE, power_of_two=power_of_two)
-    column = formats.quantize(x.T.contiguous(), spec, ROW_TILE, power_of_two=power_of_two)
+    row = formats.quantize(x, fp8_format(spec, ROW_TILE, power_of_two=power_of_two))
+    column = formats.quantize(x.T.contiguous(), fp8_format(spec, ROW_TILE, power_of_two=power_of_two))
     assert_same_bits(got[0], row, f"{name} row")
     assert_same_bits(got[1], column, f"{name} column")
 
@@ -83,7 +83,7 @@ def test_every_value_of_bf16(spec):
     run = run_poisoned(QUANTIZE, "triton", torch.bfloat16)
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(512, 128)
     for tile in TILES:
-        assert_same_bits(run(x.to(DEVICE), spec, tile), formats.quantize(x, spec, tile), str(tile))
+        assert_same_bits(run(x.to(DEVICE), spec, tile), formats.quantize(x, fp8_format(spec, tile)), str(tile))
 
 
 def test_large():
@@ -97,9 +97,9 @@ def test_large():
     x = torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE)
     row, column = run(x, E4M3)
     tail = x[-300:].cpu()
-    assert torch.equal(row.qdata[-300:].cpu(), formats.quantize(tail, E4M3, ROW_TILE).qdata)
+    assert torch.equal(row.qdata[-300:].cpu(), formats.quantize(tail, FP8_ROW).qdata)
     start = rows // 128 * 128  # the last, ragged tile of tokens
-    want = formats.quantize(x[start:].T.contiguous().cpu(), E4M3, ROW_TILE)
+    want = formats.quantize(x[start:].T.contiguous().cpu(), FP8_ROW)
     assert torch.equal(column.qdata[:, start:].cpu(), want.qdata)
 
 
@@ -148,8 +148,8 @@ def test_tile_gemm(name, case, out_dtype):
 @names(TILE_GEMM)
 def test_input_gradient_reads_the_weight_transposed(name):
     run = run_poisoned(TILE_GEMM, name, torch.bfloat16, "tiles")
-    a = formats.quantize(torch.randn(100, 300), E5M2, ROW_TILE)
-    b = formats.quantize(torch.randn(300, 260), E4M3, BLOCK_TILE)
+    a = formats.quantize(torch.randn(100, 300), fp8_format(E5M2, ROW_TILE))
+    b = formats.quantize(torch.randn(300, 260), FP8_BLOCK)
     out = run(to_device(a), to_device(b).transposed(), None, torch.bfloat16)
     assert_product(out, a, b.transposed(), None, 2.0**-12)
 
@@ -191,7 +191,7 @@ def test_compiled_whole(tiles):
     weight = torch.randn(256, 512, dtype=torch.bfloat16, device=DEVICE)
 
     def linear(x, weight):
-        a, b = kernels.quantize(x, E4M3, a_tile), kernels.quantize(weight, E4M3, tiles)
+        a, b = kernels.quantize(x, fp8_format(E4M3, a_tile)), kernels.quantize(weight, fp8_format(E4M3, tiles))
         return kernels.tile_gemm(a, b, out_dtype=torch.bfloat16)
 
     assert torch.equal(torch.compile(linear, fullgraph=True)(x, weight), linear(x, weight))

@@ -10,8 +10,7 @@ import torch
 
 from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.memory.offload.activation_stores import HostActivations
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.ops.kernels import Kernels
@@ -53,7 +52,7 @@ def test_eight_bits_are_those_of_the_format(tier, tmp_path):
     store = make_store(tier, tmp_path, "fp8")
     store.put(0, 0, x)
     store.put(1, 0, x, exact=True)
-    tiled = quantize(x.reshape(-1, 300), E4M3, ROW_TILE)
+    tiled = quantize(x.reshape(-1, 300), FP8_ROW)
     torch.testing.assert_close(store.get(0, 0), tiled.dequantize(torch.bfloat16).view(x.shape), rtol=0, atol=0)
     torch.testing.assert_close(store.get(1, 0), x, rtol=0, atol=0)
     assert store.num_bytes == {tier: 21 * (300 + 3 * 4) + x.nbytes}, "a byte per element and a scale a 1x128 tile"

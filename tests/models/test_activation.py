@@ -12,8 +12,7 @@ from tests.models.test_hf_models import make as make_hf
 from tests.models.test_hf_models import make_inputs
 from tests.ops.compare import assert_snr, snr_db
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.models.base.checkpointing import EXACT_INPUTS, checkpoint_fp8_input, silence_checkpoint_warning
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
@@ -55,7 +54,7 @@ def test_gradient_is_that_at_the_decoded_input_and_exact_along_the_residual():
     assert shape == x.shape
     assert torch.equal(out, layer(x)[0])
     got = torch.autograd.grad(out, (x, weight), upstream)
-    decoded = quantize(x.detach(), E4M3, ROW_TILE).dequantize().requires_grad_()
+    decoded = quantize(x.detach(), FP8_ROW).dequantize().requires_grad_()
     want = torch.autograd.grad(layer(decoded)[0], (decoded, weight), upstream)
     assert_snr(got[0], want[0], 120, "input")
     assert_snr(got[1], want[1], 120, "weight")

@@ -8,7 +8,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, TiledTensor, fp8_format
 from tilewright.ops.backends.native import dequant_gemm
 from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.dispatch import Case
@@ -28,7 +28,7 @@ def operands(m, n, k, tiles="row_block", formats="e4m3", *, power_of_two=True, s
     parts = []
     for rows, tile, spec in zip((m, n), TILES[tiles], FORMATS[formats], strict=True):
         x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 4)
-        parts.append(quantize(x.to(torch.bfloat16), spec, tile, power_of_two=power_of_two))
+        parts.append(quantize(x.to(torch.bfloat16), fp8_format(spec, tile, power_of_two=power_of_two)))
     return parts
 
 
@@ -100,10 +100,10 @@ def test_error_is_that_of_the_rounding_of_the_result(candidate):
 @each_candidate
 def test_transposed_operands_of_a_linear_layer(candidate):
     tokens, inputs, outputs = 130, 200, 77
-    weight = quantize(torch.randn(outputs, inputs), E4M3, BLOCK_TILE)
+    weight = quantize(torch.randn(outputs, inputs), FP8_BLOCK)
     dy, x = torch.randn(tokens, outputs).to(torch.bfloat16), torch.randn(tokens, inputs).to(torch.bfloat16)
-    dgrad = (quantize(dy, E5M2, ROW_TILE), weight.transposed())
-    wgrad = (quantize(dy.T, E5M2, ROW_TILE), quantize(x.T, E4M3, ROW_TILE))
+    dgrad = (quantize(dy, fp8_format(E5M2, ROW_TILE)), weight.transposed())
+    wgrad = (quantize(dy.T, fp8_format(E5M2, ROW_TILE)), quantize(x.T, FP8_ROW))
     for a, b in (dgrad, wgrad):
         assert_rounding_only(candidate.run(a, b, None, torch.bfloat16), a, b, None)
 
@@ -111,7 +111,7 @@ def test_transposed_operands_of_a_linear_layer(candidate):
 @each_candidate
 def test_not_a_number_spreads_along_its_row_only(candidate):
     x = awkward_matrix(50, 200, torch.bfloat16, seed=0)
-    a, b = quantize(x, E4M3, ROW_TILE), quantize(torch.randn(30, 200), E4M3, BLOCK_TILE)
+    a, b = quantize(x, FP8_ROW), quantize(torch.randn(30, 200), FP8_BLOCK)
     out = candidate.run(a, b, None, torch.bfloat16)
     assert torch.equal(out.isnan().any(1), ~torch.isfinite(x).all(1))
 

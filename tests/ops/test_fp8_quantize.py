@@ -12,6 +12,7 @@ from tilewright.formats import quantize as formats
 from tilewright.formats.quantize import noise_like
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2
+from tilewright.formats.tiled import FP8_ROW, fp8_format
 from tilewright.ops.backends.cpu import fp8
 from tilewright.ops.backends.ref.math import swiglu
 from tilewright.ops.base.compile import compile_options
@@ -43,7 +44,7 @@ def assert_same(got, want, what=""):
 
 
 def reference_both(x, spec, power_of_two=True):
-    return tuple(formats.quantize(v, spec, ROW_TILE, power_of_two=power_of_two) for v in (x, x.T))
+    return tuple(formats.quantize(v, fp8_format(spec, ROW_TILE, power_of_two=power_of_two)) for v in (x, x.T))
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,7 +56,7 @@ def reference_both(x, spec, power_of_two=True):
 )  # fmt: skip
 def test_bits_of_any_matrix(rows, cols, seed, spec, tile, dtype, layout):
     x = awkward_matrix(rows, cols, dtype, seed, layout)
-    want, want_both = formats.quantize(x, spec, tile), reference_both(x, spec)
+    want, want_both = formats.quantize(x, fp8_format(spec, tile)), reference_both(x, spec)
     for candidate in here(QUANTIZE):
         assert_same(candidate.run(x, spec, tile), want, candidate.name)
     for candidate in here(QUANTIZE_BOTH):
@@ -74,7 +75,9 @@ def test_every_bf16_pattern_under_every_scale(spec, tile):
         x = torch.where(keep, patterns, 0.0).view(512, 128).clone()
         x[:, 0] = x[::128] = amax
         for values in (x, x.float() * 1.0001):
-            assert_same(fp8.quantize(values, spec, tile), formats.quantize(values, spec, tile), f"2^{exponent}")
+            assert_same(
+                fp8.quantize(values, spec, tile), formats.quantize(values, fp8_format(spec, tile)), f"2^{exponent}"
+            )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -99,7 +102,7 @@ def test_decoded_bits(spec):
 
 @pytest.mark.parametrize("scale", [3.0, 2.0**-120, 2.0**120, 0.0, -2.0, float("nan"), float("inf")])
 def test_scales_that_bf16_cannot_take_are_seen(scale):
-    tiled = formats.quantize(torch.randn(4, 300), E4M3, ROW_TILE)
+    tiled = formats.quantize(torch.randn(4, 300), FP8_ROW)
     tiled.scale_inv[3, 2] = scale
     assert not fp8.is_exact(tiled)
     assert not fp8.is_exact(tiled.transposed())
@@ -109,10 +112,10 @@ def test_scales_that_bf16_cannot_take_are_seen(scale):
 def test_other_scales_and_noise(candidate):
     x = torch.randn(70, 200, dtype=torch.bfloat16)
     for tile in (ROW_TILE, TENSORWISE):
-        want = formats.quantize(x, E4M3, tile, power_of_two=False)
+        want = formats.quantize(x, fp8_format(E4M3, tile, power_of_two=False))
         assert_same(candidate.run(x, E4M3, tile, False), want)
         noise = noise_like(x)
-        assert_same(candidate.run(x, E4M3, tile, True, noise), formats.quantize(x, E4M3, tile, noise=noise))
+        assert_same(candidate.run(x, E4M3, tile, True, noise), formats.quantize(x, fp8_format(E4M3, tile), noise=noise))
 
 
 def test_memory_order_is_the_matrix_s_own():
@@ -130,8 +133,10 @@ def test_compiled_whole_and_equal(forced, power_of_two):
     kernels = Kernels(MACHINE, {"quantize": forced})
 
     def run(x, weight):
-        tiled = [*kernels.quantize_both(x, E5M2, power_of_two=power_of_two)]
-        tiled += [kernels.quantize(weight, E4M3, tile, power_of_two=power_of_two) for tile in (*TILES, TENSORWISE)]
+        tiled = [*kernels.quantize_both(x, fp8_format(E5M2, ROW_TILE, power_of_two=power_of_two))]
+        tiled += [
+            kernels.quantize(weight, fp8_format(E4M3, tile, power_of_two=power_of_two)) for tile in (*TILES, TENSORWISE)
+        ]
         return [part for t in tiled for part in (t.qdata, t.scale_inv)]
 
     x, weight = torch.randn(130, 300, dtype=torch.bfloat16), torch.randn(129, 200)

@@ -15,8 +15,7 @@ from tests.ops.compare import LargestTensor, assert_snr, largest_allocation
 from tilewright.core.config.recipe import OpsSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.backends.attention_parts import QUERY_BLOCK
 from tilewright.ops.backends.native import wide
@@ -327,7 +326,7 @@ def test_an_override_that_cannot_run_one_dtype_is_told_when_that_dtype_is_used()
 
 def test_a_model_with_kernels_is_copied_and_pickled_also_when_libraries_are_loaded():
     kernels = Kernels(detect_machine("cpu"), compile=False, loss_chunk_bytes=123)
-    kernels.quantize(torch.ones(2, 128), E4M3, ROW_TILE)  # loads the library in C++ where there is a compiler
+    kernels.quantize(torch.ones(2, 128), FP8_ROW)  # loads the library in C++ where there is a compiler
     assert copy.deepcopy([kernels])[0] is kernels
     again = pickle.loads(pickle.dumps(kernels))
     assert (again.spec, again.loss_chunk_bytes) == (kernels.spec, 123)

@@ -16,6 +16,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2, FP8_SPECS
+from tilewright.formats.tiled import fp8_format
 from tilewright.ops.base.compile import compile_options
 
 TILES = {"tensor": TENSORWISE, "token": Tile(1, 0), "channel": Tile(1, 0), "tile": ROW_TILE, "block": BLOCK_TILE}
@@ -33,7 +34,7 @@ def test_the_bits_are_those_of_the_products(granularity, spec, power_of_two, row
         torch.randint(-spread, spread + 1, (rows, 1), generator=generator).float()
     )
     got = FP8Quantizer(spec=spec, granularity=granularity, power_of_two=power_of_two)(x)
-    want = quantize(x, FP8_SPECS[spec], TILES[granularity], power_of_two=power_of_two).dequantize()
+    want = quantize(x, fp8_format(FP8_SPECS[spec], TILES[granularity], power_of_two=power_of_two)).dequantize()
     assert torch.equal(got, want)
 
 

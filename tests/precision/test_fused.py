@@ -7,8 +7,7 @@ from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.kernels import Kernels
@@ -30,8 +29,8 @@ def test_norm_and_its_gradient_equal_those_of_float64():
     theirs = torch.autograd.grad(exact, (wide_x, wide_weight), dy.double())
     for mine, want in zip((y, *ours), (exact, *theirs), strict=True):
         assert sqnr_db(want, mine) > 48  # one rounding to BF16
-    assert torch.equal(row.qdata, quantize(y.detach().flatten(0, 1), E4M3, ROW_TILE).qdata)
-    assert torch.equal(column.qdata, quantize(y.detach().flatten(0, 1).T, E4M3, ROW_TILE).qdata)
+    assert torch.equal(row.qdata, quantize(y.detach().flatten(0, 1), FP8_ROW).qdata)
+    assert torch.equal(column.qdata, quantize(y.detach().flatten(0, 1).T, FP8_ROW).qdata)
 
 
 def test_swiglu_and_its_gradient_equal_those_of_float64():
@@ -44,7 +43,7 @@ def test_swiglu_and_its_gradient_equal_those_of_float64():
     theirs = torch.autograd.grad(exact, wide, dy.double())
     for mine, want in zip((y, *ours), (exact, *theirs), strict=True):
         assert sqnr_db(want, mine) > 48
-    assert torch.equal(row.qdata, quantize(y.detach(), E4M3, ROW_TILE).qdata)
+    assert torch.equal(row.qdata, quantize(y.detach(), FP8_ROW).qdata)
 
 
 class CountingKernels(Kernels):

@@ -16,9 +16,9 @@ from tests.ops.compare import assert_snr
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
+from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, TiledTensor, fp8_format
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.base.codes import named_constants
 from tilewright.ops.kernels import Kernels
@@ -55,7 +55,7 @@ def with_adapter(layer, **options):
 
 
 def rounded(x, spec, powers):
-    return quantize(x, spec, ROW_TILE, power_of_two=powers).dequantize().double()
+    return quantize(x, fp8_format(spec, ROW_TILE, power_of_two=powers)).dequantize().double()
 
 
 @pytest.mark.parametrize(("kernels", "at_least_db"), [(REF, FP32_DB), (KERNELS, BF16_DB)], ids=["ref", "chosen"])
@@ -64,7 +64,7 @@ def rounded(x, spec, powers):
 def test_products_have_exactly_the_fp8_operands(bias, rows, gemm, powers, kernels, at_least_db):
     """To FP32 accuracy with the reference; the kernel of a CPU rounds its result to BF16."""
     layer = make_linear(bias=bias)
-    weight = quantize(layer.weight.detach(), E4M3, BLOCK_TILE).dequantize().double()
+    weight = quantize(layer.weight.detach(), FP8_BLOCK).dequantize().double()
     offset = layer.bias.detach().double() if bias else 0.0
     freeze_in_fp8(layer, kernels)
     layer.set_gemms(Gemms.all(gemm), power_of_two=powers)
@@ -251,7 +251,7 @@ def test_converted_layers_are_converted_again_after_merging(base):
         with torch.no_grad():
             for module in plain.modules():
                 if isinstance(module, Float8Linear):
-                    module.weight.copy_(quantize(module.weight, E4M3, BLOCK_TILE).dequantize())
+                    module.weight.copy_(quantize(module.weight, FP8_BLOCK).dequantize())
     batch = make_batch()
     for net in (model, plain):
         net.loss(batch).loss_sum.backward()

@@ -11,6 +11,7 @@ from tests.models.shapes import make_batch, make_decoder
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import fp8_format
 from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, named_float8_layers, picked_rows
 from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerStats
 from tilewright.precision.convert import convert
@@ -26,7 +27,7 @@ def one_layer(rules=(), features=(200, 72)):
 
 
 def rounded(x, tile):
-    return quantize(x, E4M3, tile).dequantize().double()
+    return quantize(x, fp8_format(E4M3, tile)).dequantize().double()
 
 
 def columns(x):

@@ -10,6 +10,7 @@ from torch import nn
 
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import fp8_format
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, weight_tile
 from tilewright.precision.float8.linear import Float8Linear
@@ -113,7 +114,7 @@ def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
 
 def values(x, spec, tile, power_of_two):
     """What an operand is after it was quantised, in FP64."""
-    return KERNELS.quantize(x, spec, tile, power_of_two=power_of_two).dequantize().double()
+    return KERNELS.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two)).dequantize().double()
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

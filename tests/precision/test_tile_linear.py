@@ -14,6 +14,7 @@ from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
+from tilewright.formats.tiled import FP8_BLOCK, fp8_format
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, matmuls
@@ -39,7 +40,7 @@ def tile_linear(x, weight, bias, gemms, kernels):
 
 def rounded(x, spec, tile):
     """The operand as it is multiplied, in float64."""
-    return quantize(x, spec, tile).dequantize().double()
+    return quantize(x, fp8_format(spec, tile)).dequantize().double()
 
 
 def operands(x, weight, dy, gemms):
@@ -142,13 +143,13 @@ class CountingKernels(Kernels):
         super().__init__(detect_machine())
         self.seen = []
 
-    def quantize(self, x_MK, spec, tile, **kwargs):
-        self.seen.append(("one", tuple(x_MK.shape), str(tile)))
-        return super().quantize(x_MK, spec, tile, **kwargs)
+    def quantize(self, x_MK, form, **kwargs):
+        self.seen.append(("one", tuple(x_MK.shape), str(form.tile)))
+        return super().quantize(x_MK, form, **kwargs)
 
-    def quantize_both(self, x_MK, spec, **kwargs):
+    def quantize_both(self, x_MK, form):
         self.seen.append(("both", tuple(x_MK.shape), ""))
-        return super().quantize_both(x_MK, spec, **kwargs)
+        return super().quantize_both(x_MK, form)
 
 
 @pytest.fixture
@@ -252,7 +253,7 @@ def test_weights_are_quantised_once_a_step_when_managed(counting):
         optimizer.zero_grad()
     assert [seen[2] for seen in kernels.seen].count("128x128") == 3 * 4  # steps times layers
     for layer in weights.layers():
-        fresh = quantize(layer.weight.detach(), E4M3, BLOCK_TILE)
+        fresh = quantize(layer.weight.detach(), FP8_BLOCK)
         kept = contents(layer.weight_store, layer.weight.shape, tensorwise=False)
         assert torch.equal(kept.qdata, fresh.qdata)
         assert torch.equal(kept.scale_inv, fresh.scale_inv)

@@ -17,8 +17,7 @@ from tests.precision.test_fp8_cover import build, ids
 from tests.training.test_dpo import dpo, model, pairs  # noqa: F401  the last two are fixtures
 from tests.training.tiny import tiny
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine import ceilings
 from tilewright.precision.convert import convert
@@ -89,7 +88,7 @@ def test_operations(dtype, autocast, compiled):
         with torch.no_grad():
             run.linear_cross_entropy(x.flatten(0, 1), weight, labels)
         run.newton_schulz("cpu")(weight.detach().to(torch.bfloat16))
-        a, b = run.quantize(x[0].detach(), E4M3, ROW_TILE), run.quantize(weight.detach(), E4M3, BLOCK_TILE)
+        a, b = run.quantize(x[0].detach(), FP8_ROW), run.quantize(weight.detach(), FP8_BLOCK)
         run.tile_gemm(a, b, out_dtype=dtype)
 
 

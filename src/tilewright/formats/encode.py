@@ -1,4 +1,4 @@
-"""FP32 values to 8-bit codes and back, by integer arithmetic, the same bits on every machine.
+"""FP32 values to codes of 8 bits or fewer and back, by integer arithmetic, the same bits on every machine.
 
 torch's own casts are not used: they overflow to NaN up to torch 2.11 and saturate from 2.12 on, and run at a
 fraction of memory speed on CPUs. Everything here is element-wise and compiles into one loop.
@@ -27,14 +27,15 @@ _FIXED_POINT_BITS = 20
 
 
 def encode(x: Tensor, spec: FloatSpec, noise: Tensor | None = None) -> Tensor:
-    """Round FP32 values to an 8-bit format.
+    """Round FP32 values to a format of 8 bits or fewer.
 
     Finite values beyond the largest saturate to it, because a scale is chosen such that they are rounding errors.
-    Infinities and NaN become NaN (`NAN_CODE`): an overflow upstream must stay visible.
+    Infinities and NaN become NaN, all ones but the sign: an overflow upstream must stay visible. In a format
+    without NaN that is a number, and the scale has to tell (see `quantize`).
 
     Args:
         x: FP32, any shape.
-        spec: E4M3 or E5M2.
+        spec: the format: a sign, exponent and mantissa of any widths that sum to 8 or fewer.
         noise: int32 of x's shape, uniform over all bits, for stochastic rounding: up with the probability of the
             part cut off. None rounds to nearest, ties to even.
 
@@ -59,7 +60,8 @@ def encode(x: Tensor, spec: FloatSpec, noise: Tensor | None = None) -> Tensor:
     normal = ((magnitude + carry) >> dropped) - ((_FP32_BIAS - spec.bias) << spec.mantissa_bits)
     is_normal = magnitude >= _bits(spec.tiny)
     code = torch.where(is_normal, normal, _encode_subnormal(magnitude.view(torch.float32), spec, noise))
-    return torch.where(finite, code | ((bits >> 24) & 0x80), NAN_CODE).to(torch.uint8)
+    sign = 1 << (spec.bits - 1)
+    return torch.where(finite, code | ((bits >> (32 - spec.bits)) & sign), sign - 1).to(torch.uint8)
 
 
 def _encode_subnormal(magnitude: Tensor, spec: FloatSpec, noise: Tensor | None) -> Tensor:
@@ -72,14 +74,14 @@ def _encode_subnormal(magnitude: Tensor, spec: FloatSpec, noise: Tensor | None) 
 
 
 def decode(qdata: Tensor, spec: FloatSpec) -> Tensor:
-    """FP32 values of 8-bit codes. Infinities of E5M2, which `encode` never writes, come back as infinities.
+    """FP32 values of codes. Infinities of E5M2, which `encode` never writes, come back as infinities.
 
     Args:
-        codes: uint8, any shape.
-        spec: E4M3 or E5M2.
+        qdata: uint8, any shape, a code in the low `spec.bits` of each.
+        spec: the format.
     """
-    wide = qdata.to(torch.int32)
-    magnitude = wide & 0x7F
+    wide, all_ones = qdata.to(torch.int32), (1 << (spec.bits - 1)) - 1
+    magnitude = wide & all_ones
     dropped = FP32_MANTISSA_BITS - spec.mantissa_bits
     rebias = (_FP32_BIAS - spec.bias) << FP32_MANTISSA_BITS
     normal = ((magnitude << dropped) + rebias).view(torch.float32)
@@ -88,14 +90,20 @@ def decode(qdata: Tensor, spec: FloatSpec) -> Tensor:
     value = torch.where(magnitude < (1 << spec.mantissa_bits), subnormal, normal)
     if spec.has_infinity:
         value = torch.where(magnitude == _infinity_code(spec), torch.inf, value)
-    first_nan = _infinity_code(spec) + 1 if spec.has_infinity else NAN_CODE
-    value = torch.where(magnitude >= first_nan, torch.nan, value)
-    sign = (wide & 0x80) << 24
+    if spec.has_nan:
+        first_nan = _infinity_code(spec) + 1 if spec.has_infinity else all_ones
+        value = torch.where(magnitude >= first_nan, torch.nan, value)
+    sign = (wide & (all_ones + 1)) << (32 - spec.bits)
     return (value.view(torch.int32) | sign).view(torch.float32)
 
 
 def _infinity_code(spec: FloatSpec) -> int:
     return ((1 << spec.exponent_bits) - 1) << spec.mantissa_bits
+
+
+def encode_e8m0(exponent: Tensor) -> Tensor:
+    """E8M0 codes (uint8) of 2^exponent, integers that saturate at -127 and 127."""
+    return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
 
 
 def decode_e8m0(qdata: Tensor) -> Tensor:

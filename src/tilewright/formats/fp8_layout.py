@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.formats.encode import NAN_CODE, decode_e8m0
+from tilewright.formats.encode import NAN_CODE
 from tilewright.formats.quantize import quantize
-from tilewright.formats.scaling import BLOCK_TILE, Tile
+from tilewright.formats.scaling import BLOCK_TILE, Tile, scale_values
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, TiledTensor
 
 SCALE_SUFFIX = "_scale_inv"
 """What is added to a weight's name for its scales."""
@@ -83,7 +83,7 @@ def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     if weight_NK.is_meta:
         grid = BLOCK_TILE.grid((weight_NK.shape[0], weight_NK.shape[1]))
         return weight_NK.new_empty(weight_NK.shape, dtype=CODE_DTYPE), weight_NK.new_empty(grid, dtype=torch.float32)
-    tiled = quantize(weight_NK, E4M3, BLOCK_TILE)
+    tiled = quantize(weight_NK, FP8_BLOCK)
     return tiled.qdata.contiguous().view(CODE_DTYPE), tiled.scale_inv
 
 
@@ -94,14 +94,7 @@ def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) ->
         ValueError: the shapes do not belong together.
     """
     qdata = qdata_NK if qdata_NK.dtype == torch.uint8 else qdata_NK.view(torch.uint8)
-    return TiledTensor(qdata, to_fp32_scale(scale_inv), tile, E4M3)
-
-
-def to_fp32_scale(scale_inv: Tensor) -> Tensor:
-    """Scales as stored (FP32, BF16, FP16 or E8M0) in FP32, exact."""
-    if scale_inv.dtype == torch.float8_e8m0fnu:
-        return decode_e8m0(scale_inv.view(torch.uint8))
-    return scale_inv.to(torch.float32)
+    return TiledTensor(qdata, scale_values(scale_inv), tile, E4M3)
 
 
 def has_nan(qdata: Tensor) -> bool:

@@ -44,17 +44,18 @@ def measure(x_MK: Tensor, tiled: TiledTensor) -> QuantizationError:
 
     Example:
         >>> from tilewright.formats.quantize import quantize
-        >>> from tilewright.formats.scaling import TENSORWISE, ROW_TILE
+        >>> from tilewright.formats.scaling import TENSORWISE
         >>> from tilewright.formats.spec import E4M3
+        >>> from tilewright.formats.tiled import FP8_ROW, fp8_format
         >>> x = torch.ones(2, 128); x[0] *= 1e-6  # one small row: lost under one scale for all
-        >>> measure(x, quantize(x, E4M3, TENSORWISE)).underflow, measure(x, quantize(x, E4M3, ROW_TILE)).underflow
+        >>> measure(x, quantize(x, fp8_format(E4M3, TENSORWISE))).underflow, measure(x, quantize(x, FP8_ROW)).underflow
         (0.5, 0.0)
     """
     x = x_MK.float()
     rounded = tiled.dequantize()
     finite = torch.isfinite(x)
     alive = finite & (x != 0)
-    largest = tiled.scale_inv * tiled.spec.max * (1 + tiled.spec.eps / 4)  # half a step above the largest value
+    largest = tiled.scale * tiled.spec.max * (1 + tiled.spec.eps / 4)  # half a step above the largest value
     clipped = finite & (x.abs() > spread_scale(largest, tiled.tile, tiled.shape)) & (rounded != 0)
     return QuantizationError(
         sqnr_db(x, rounded),

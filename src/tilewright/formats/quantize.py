@@ -1,4 +1,4 @@
-"""A matrix to tiles of 8-bit codes: the definition that every kernel is held to, bit for bit.
+"""A matrix to tiles of codes: the definition that every kernel is held to, bit for bit.
 
 Legend: M rows  K columns.
 """
@@ -7,43 +7,49 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.encode import encode
-from tilewright.formats.scaling import Tile, encode_scale_of, scale_inv_of, spread_scale, tile_amax
+from tilewright.formats.scaling import Tile, encode_scale_of, scale_values, spread_scale, tile_amax
 from tilewright.formats.spec import FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 
 
-def quantize(
-    x_MK: Tensor, spec: FloatSpec, tile: Tile, *, power_of_two: bool = True, noise: Tensor | None = None
-) -> TiledTensor:
+def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> TiledTensor:
     """Scale each tile by its own largest magnitude and round to the format.
 
     Args:
         x_MK: [M, K] FP32, BF16 or FP16; any size, also none.
-        spec: E4M3 or E5M2.
-        tile: which elements share a scale.
-        power_of_two: scales are powers of two (exact in BF16), else amax / max in FP32.
+        form: of the codes and scales.
         noise: int32 [M, K] for stochastic rounding, see `encode.encode`.
 
     Returns:
         Codes in x's memory order, and scales. An element that is infinite or NaN becomes NaN; the others of its tile
-        are not harmed.
+        are not harmed, but where codes have no NaN (E2M1): there the scale is NaN, and so is the tile.
 
     Example:
-        >>> from tilewright.formats.scaling import ROW_TILE
-        >>> from tilewright.formats.spec import E4M3
+        >>> from tilewright.formats.tiled import FP8_ROW, NVFP4
         >>> x = torch.tensor([[3.0, 0.1, -0.02]])
-        >>> tiled = quantize(x, E4M3, ROW_TILE)
+        >>> tiled = quantize(x, FP8_ROW)
         >>> tiled.scale_inv.item(), tiled.dequantize().tolist()
         (0.0078125, [[3.0, 0.1015625, -0.01953125]])
+        >>> quantize(x, NVFP4).dequantize().tolist()  # of sixteen codes
+        [[3.0, 0.0, -0.0]]
     """
-    scale_inv = scale_inv_of(tile_amax(x_MK, tile), spec, power_of_two=power_of_two)
-    return TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two, noise), scale_inv, tile, spec)
+    element, tile = form.element, form.tile
+    amax = tile_amax(x_MK, tile)
+    if not element.has_nan:
+        unsound = tile_amax((~torch.isfinite(x_MK)).to(torch.float32), tile)
+        amax = torch.where(unsound > 0, torch.nan, amax)
+    scale_inv, second = form.scale.scales(amax, element)
+    if scale_inv.dtype == torch.float32:
+        qdata = encode_with(x_MK, scale_inv, element, tile, form.scale.rule != "exact", noise)
+        return TiledTensor(qdata, scale_inv, tile, element)
+    spread = spread_scale(scale_values(scale_inv, second), tile, (x_MK.shape[0], x_MK.shape[1]))
+    return TiledTensor(encode(x_MK.to(torch.float32) / spread, element, noise), scale_inv, tile, element, second)
 
 
 def encode_with(
     x_MK: Tensor, scale_inv: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool, noise: Tensor | None = None
 ) -> Tensor:
-    """Codes of a matrix under given scales: uint8 [M, K]."""
+    """Codes of a matrix under given FP32 scales: uint8 [M, K]."""
     scale = encode_scale_of(scale_inv, power_of_two=power_of_two)
     spread = spread_scale(scale, tile, (x_MK.shape[0], x_MK.shape[1]))
     return encode(x_MK.to(torch.float32) * spread, spec, noise)

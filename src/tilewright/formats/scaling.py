@@ -2,21 +2,29 @@
 
 `scale_inv` is the decode scale: value = code value * scale_inv. A power of two by default: then a code times its scale
 is exact in BF16, so a BF16 matmul of the decoded operands multiplies the very numbers that an FP8 unit multiplies.
+A `ScaleSpec` says which elements share a scale, how it follows from them and what it is stored in: FP32 for our tiles,
+E8M0 for MX, E4M3 under an FP32 scale of the whole tensor for NVFP4.
 
-See: DeepSeek-V3 report, section 3.3.2 (1x128 tiles for activations, 128x128 blocks for weights).
+See: DeepSeek-V3 report, section 3.3.2 (1x128 tiles for activations, 128x128 blocks for weights); OCP Microscaling
+Formats (MX) v1.0, section 6.3; NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, appendix B.
 
 Legend: M rows  K columns  T tile rows  U tile columns; grid [GM, GK] = tiles down and across.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.formats.spec import FP32_MANTISSA_BITS, FloatSpec
+from tilewright.formats.encode import E8M0_NAN, decode_e8m0, encode, encode_e8m0
+from tilewright.formats.spec import FP8_SPECS, FP32_MANTISSA_BITS, FloatSpec
 
 _FP32_BIAS = 127
+_LEAST_SECOND = 2.0**-116
+"""Of a tensor's scale: under it the least scale of a tile in E4M3 (2^-9) still gives a normal FP32 number."""
 _FP32_INF_BITS = 0x7F800000
 
 
@@ -62,6 +70,101 @@ BLOCK_TILE = Tile(128, 128)
 TENSORWISE = Tile(0, 0)
 
 
+@dataclass(frozen=True)
+class ScaleSpec:
+    """Which elements share a scale, how it follows from their largest magnitude, and what it is stored in.
+
+    Args:
+        tile: which elements share one.
+        dtype: float32, float8_e8m0fnu, or another float dtype.
+        rule: "ceil", the least power of two that clips nothing (ours, and NVIDIA's for MXFP8); "floor", the greatest
+            power of two up to amax / the format's largest power of two (OCP MX: it may clip the largest element);
+            "exact", amax / the format's largest value, rounded to `dtype`.
+        second: there is a scale of the whole tensor too, in FP32, that brings the largest scale to the top of `dtype`.
+
+    Raises:
+        ValueError: E8M0 with "exact", or a second scale over others than narrow ones with "exact".
+
+    Example:
+        >>> from tilewright.formats.spec import E4M3
+        >>> MX_SCALE.scales(torch.tensor([[3.0]]), E4M3)[0].float().item()  # 2^(1 - 8)
+        0.0078125
+        >>> str(ROW_SCALE), str(MX_SCALE), str(NVFP4_SCALE)
+        ('1x128', '1x32 e8m0', '1x16 e4m3 + float32')
+    """
+
+    tile: Tile
+    dtype: torch.dtype = torch.float32
+    rule: Literal["ceil", "floor", "exact"] = "ceil"
+    second: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_e8m0 and self.rule == "exact":
+            raise ValueError("E8M0 holds powers of two: its rule is ceil or floor")
+        if self.second and (self.rule != "exact" or self.dtype == torch.float32):
+            raise ValueError("a second scale makes up for the range of exact ones that are narrower than FP32")
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.").removeprefix("float8_").removesuffix("fnu").removesuffix("fn")
+        usual = {"float32": "ceil", "e8m0": "floor"}.get(name, "exact")
+        parts = (name if name != "float32" else "", "+ float32" if self.second else "", self.rule)
+        return " ".join([str(self.tile), *(part for part in parts if part and part != usual)])
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Scales are stored as exponents."""
+        return self.dtype == torch.float8_e8m0fnu
+
+    def transposed(self) -> "ScaleSpec":
+        """The scales of the transposed matrix."""
+        return replace(self, tile=self.tile.transposed())
+
+    def in_fp32(self, *, power_of_two: bool) -> "ScaleSpec":
+        """With powers of two or without, where scales are stored in FP32; other ones are what they are."""
+        return replace(self, rule="ceil" if power_of_two else "exact") if self.dtype == torch.float32 else self
+
+    def scales(self, amax: Tensor, element: FloatSpec) -> tuple[Tensor, Tensor | None]:
+        """Scales [GM, GK] as stored, and the tensor's own, FP32 [1, 1], where there is one.
+
+        Args:
+            amax: FP32 [GM, GK], of each tile; NaN makes the scale NaN.
+            element: what the scaled values are rounded to.
+        """
+        if self.dtype == torch.float32:
+            scale = scale_inv_of(amax, element, power_of_two=self.rule == "ceil", floor=self.rule == "floor")
+            return (scale if element.has_nan else torch.where(amax.isnan(), torch.nan, scale)), None
+        known, info = amax.nan_to_num(0.0), torch.finfo(self.dtype)
+        if self.rule != "exact":
+            exponent = _exponent(known, element, floor=self.rule == "floor")
+            if self.is_e8m0:
+                return torch.where(amax.isnan(), E8M0_NAN, encode_e8m0(exponent)).to(torch.uint8).view(self.dtype), None
+            least, most = (math.frexp(value)[1] - 1 for value in (info.smallest_normal, info.max))
+            scale = power_of_two_of(exponent.clamp(least, most))
+            return _stored(torch.where(amax.isnan(), torch.nan, scale), self.dtype), None
+        second, exact = None, amax / torch.full_like(amax, element.max)
+        if self.second:
+            most = known.amax().view(1, 1) if known.numel() else known.new_zeros((1, 1))
+            second = (most / torch.full_like(most, element.max * info.max)).clamp(min=_LEAST_SECOND)
+            second = torch.where(most > 0, second, 1.0)
+            exact = exact / second
+        # Not zero, which nothing can be divided by. (NVIDIA's kernel makes such a tile zero, torchao takes 2^-6.)
+        return _stored(exact.clamp(info.smallest_normal * info.eps, info.max), self.dtype), second
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    narrow = next((spec for spec in FP8_SPECS.values() if spec.dtype == dtype), None)
+    return scale.to(dtype) if narrow is None else encode(scale, narrow).view(dtype)
+
+
+def scale_values(scale_inv: Tensor, second: Tensor | None = None) -> Tensor:
+    """Scales as stored (FP32, BF16, FP16, E4M3, E5M2 or E8M0) in FP32, exact; times the tensor's own."""
+    if scale_inv.dtype == torch.float8_e8m0fnu:
+        scale = decode_e8m0(scale_inv.view(torch.uint8))
+    else:
+        scale = scale_inv.to(torch.float32)
+    return scale if second is None else scale * second
+
+
 def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
     """Largest finite magnitude of each tile, FP32 [GM, GK]; 0 where a tile has none.
 
@@ -78,17 +181,19 @@ def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
     return magnitude.view(grid_rows, rows, grid_cols, cols).amax(dim=(1, 3))
 
 
-def scale_inv_of(amax: Tensor, spec: FloatSpec, *, power_of_two: bool = True) -> Tensor:
-    """The decode scale that brings `amax` to the top of the format without passing it.
+def scale_inv_of(amax: Tensor, spec: FloatSpec, *, power_of_two: bool = True, floor: bool = False) -> Tensor:
+    """The decode scale in FP32 that brings `amax` to the top of the format without passing it.
 
     Power of two: the smallest 2^k with amax <= max * 2^k, by integer arithmetic on the bits. Else amax / max.
+    `floor`: the greatest 2^k with 2^k * (the largest power of two of the format) <= amax, see `ScaleSpec`.
     k is kept where every scaled code is a normal BF16 number (E4M3: -117 to 119), so values beyond 448 * 2^119
     saturate and those below 2^-127 vanish. Zeros get the smallest scale.
 
     Args:
         amax: FP32, finite, not negative.
-        spec: E4M3 or E5M2.
+        spec: of the codes.
         power_of_two: round the scale up to one.
+        floor: round it down to one.
 
     Example:
         >>> from tilewright.formats.spec import E4M3
@@ -96,13 +201,16 @@ def scale_inv_of(amax: Tensor, spec: FloatSpec, *, power_of_two: bool = True) ->
         [1.0, 2.0, 0.0078125]
     """
     least, most = exponent_range(spec)
-    if not power_of_two:
+    if not power_of_two and not floor:
         # By a tensor: on a GPU torch divides by a number through its inverse, which rounds twice.
         return amax.clamp(spec.max * 2.0**least, spec.max * 2.0**most) / torch.full_like(amax, spec.max)
+    return power_of_two_of(_exponent(amax, spec, floor=floor).clamp(least, most))
+
+
+def _exponent(amax: Tensor, spec: FloatSpec, *, floor: bool) -> Tensor:
     # A mantissa above that of the format's largest value carries into the exponent.
-    above = (1 << FP32_MANTISSA_BITS) - 1 - _mantissa_of_max(spec)
-    exponent = ((amax.view(torch.int32) + above) >> FP32_MANTISSA_BITS) - _FP32_BIAS - spec.max_exponent
-    return power_of_two_of(exponent.clamp(least, most))
+    above = 0 if floor else (1 << FP32_MANTISSA_BITS) - 1 - _mantissa_of_max(spec)
+    return ((amax.view(torch.int32) + above) >> FP32_MANTISSA_BITS) - _FP32_BIAS - spec.max_exponent
 
 
 def exponent_range(spec: FloatSpec) -> tuple[int, int]:
@@ -140,6 +248,14 @@ def _tile_of(size: int, width: int, like: Tensor) -> Tensor:
     divided by an integer, and forgets the ragged end (`try_loop_split` of torch 2.13). Codes there were never written.
     """
     return (torch.arange(size, device=like.device, dtype=torch.float64) / width).floor().to(torch.int64)
+
+
+ROW_SCALE = ScaleSpec(ROW_TILE)
+BLOCK_SCALE = ScaleSpec(BLOCK_TILE)
+MX_SCALE = ScaleSpec(Tile(1, 32), torch.float8_e8m0fnu, "floor")
+"""Of all MX formats: E4M3, E5M2 (MXFP8) and E2M1 (MXFP4)."""
+NVFP4_SCALE = ScaleSpec(Tile(1, 16), torch.float8_e4m3fn, "exact", second=True)
+"""Of E2M1 in NVFP4."""
 
 
 def _mantissa_of_max(spec: FloatSpec) -> int:

@@ -24,10 +24,11 @@ class FloatSpec:
         mantissa_bits: width of the fraction, without the hidden one.
         dtype: the torch dtype that values of this format are kept in.
         has_infinity: False where the highest exponent holds numbers too, and only all ones is NaN (E4M3).
+        has_nan: False where every code is a number (E2M1): what is not finite is then marked by its tile's scale.
 
     Example:
-        >>> BF16.max, FP16.max, E4M3.max, E5M2.max, TF32.eps == 2.0**-10
-        (3.3895313892515355e+38, 65504.0, 448.0, 57344.0, True)
+        >>> BF16.max, FP16.max, E4M3.max, E5M2.max, E2M1.max, TF32.eps == 2.0**-10
+        (3.3895313892515355e+38, 65504.0, 448.0, 57344.0, 6.0, True)
     """
 
     name: str
@@ -36,6 +37,7 @@ class FloatSpec:
     mantissa_bits: int
     dtype: torch.dtype
     has_infinity: bool = True
+    has_nan: bool = True
 
     @property
     def bias(self) -> int:
@@ -50,7 +52,8 @@ class FloatSpec:
     @property
     def max(self) -> float:
         """Largest finite value."""
-        return (2.0 - (self.eps if self.has_infinity else 2 * self.eps)) * 2.0**self.max_exponent
+        all_ones_is_nan = self.has_nan and not self.has_infinity
+        return (2.0 - (2 * self.eps if all_ones_is_nan else self.eps)) * 2.0**self.max_exponent
 
     @property
     def tiny(self) -> float:
@@ -74,6 +77,7 @@ BF16 = FloatSpec("bf16", 16, 8, 7, torch.bfloat16)
 FP16 = FloatSpec("fp16", 16, 5, 10, torch.float16)
 E4M3 = FloatSpec("e4m3", 8, 4, 3, torch.float8_e4m3fn, has_infinity=False)
 E5M2 = FloatSpec("e5m2", 8, 5, 2, torch.float8_e5m2)
+E2M1 = FloatSpec("e2m1", 4, 2, 1, torch.float4_e2m1fn_x2, has_infinity=False, has_nan=False)
 SPECS = {spec.name: spec for spec in (FP32, TF32, BF16, FP16)}
 """Formats that values are computed in without a scale."""
 FP8_SPECS = {spec.name: spec for spec in (E4M3, E5M2)}
@@ -90,7 +94,7 @@ def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
         spec: the format.
 
     Raises:
-        TypeError: `x` is not FP32, or the format is an 8-bit one (see `encode.encode`).
+        TypeError: `x` is not FP32, or the format has 8 bits or fewer (see `encode.encode`).
 
     Example:
         >>> round_to(torch.tensor([1.0 + 2**-11, 1.0 + 3 * 2**-11]), TF32)  # two ties: down to 1, up to 1 + 2^-9
@@ -98,7 +102,7 @@ def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
     """
     if x.dtype != torch.float32:
         raise TypeError(f"round_to takes FP32 values, not {x.dtype}")
-    if spec.bits == 8:
+    if spec.bits <= 8:
         raise TypeError(f"round_to does not scale, which {spec.name} needs: use formats.quantize")
     if spec.dtype != torch.float32:
         return x.to(spec.dtype).to(torch.float32)

@@ -1,4 +1,4 @@
-"""A matrix in 8-bit codes with a scale per tile: the one container that quantised operands travel in.
+"""A matrix in codes with a scale per tile: its format, and the one container that quantised operands travel in.
 
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """
@@ -10,19 +10,82 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.encode import decode
-from tilewright.formats.scaling import Tile, spread_scale
-from tilewright.formats.spec import FloatSpec
+from tilewright.formats.nibbles import pack_nibbles
+from tilewright.formats.scaling import (
+    BLOCK_TILE,
+    MX_SCALE,
+    NVFP4_SCALE,
+    ROW_TILE,
+    ScaleSpec,
+    Tile,
+    scale_values,
+    spread_scale,
+)
+from tilewright.formats.spec import E2M1, E4M3, E5M2, FloatSpec
+
+
+@dataclass(frozen=True)
+class OperandFormat:
+    """What a matrix is quantised to: the format of its elements, and the scales they have.
+
+    Example:
+        >>> str(FP8_ROW), str(MXFP8), str(NVFP4), MXFP8.bytes_of((4, 100))
+        ('e4m3 1x128', 'e4m3 1x32 e8m0', 'e2m1 1x16 e4m3 + float32', 416)
+    """
+
+    element: FloatSpec
+    scale: ScaleSpec
+
+    @property
+    def tile(self) -> Tile:
+        """Which elements share a scale."""
+        return self.scale.tile
+
+    def __str__(self) -> str:
+        return f"{self.element.name} {self.scale}"
+
+    def transposed(self) -> "OperandFormat":
+        """Of the transposed matrix."""
+        return OperandFormat(self.element, self.scale.transposed())
+
+    @property
+    def is_fp8(self) -> bool:
+        """Codes and scales as our kernels know them: E4M3 or E5M2, a scale per tile in FP32, not "floor"."""
+        return self.element in (E4M3, E5M2) and self.scale.dtype == torch.float32 and self.scale.rule != "floor"
+
+    def in_fp32(self, *, power_of_two: bool) -> "OperandFormat":
+        """See `ScaleSpec.in_fp32`."""
+        return OperandFormat(self.element, self.scale.in_fp32(power_of_two=power_of_two))
+
+    def bytes_of(self, shape: tuple[int, int]) -> int:
+        """`TiledTensor.nbytes` of a matrix of this shape."""
+        down, across = self.tile.grid(shape)
+        return shape[0] * shape[1] + down * across * self.scale.dtype.itemsize + 4 * self.scale.second
+
+
+def fp8_format(element: FloatSpec, tile: Tile, *, power_of_two: bool = True) -> OperandFormat:
+    """Codes with a scale per tile in FP32, a power of two or not."""
+    return OperandFormat(element, ScaleSpec(tile).in_fp32(power_of_two=power_of_two))
+
+
+FP8_ROW = fp8_format(E4M3, ROW_TILE)
+FP8_BLOCK = fp8_format(E4M3, BLOCK_TILE)
+MXFP8 = OperandFormat(E4M3, MX_SCALE)
+MXFP4 = OperandFormat(E2M1, MX_SCALE)
+NVFP4 = OperandFormat(E2M1, NVFP4_SCALE)
 
 
 @dataclass(frozen=True)
 class TiledTensor:
-    """Codes and scales of a matrix. Value of an element = decode(code) * scale_inv of its tile.
+    """Codes and scales of a matrix. Value of an element = decode(code) * scale_inv of its tile * second.
 
     Args:
-        codes: uint8 [M, K], any strides (a column-wise copy is stored transposed for the matrix unit's sake).
-        scale_inv: FP32 [GM, GK], `tile.grid((M, K))`.
+        qdata: uint8 [M, K], one code each, any strides (a column-wise copy is stored transposed for the matrix unit's
+            sake). `packed` gives what files and 4-bit units hold.
+        scale_inv: [GM, GK], `tile.grid((M, K))`, in a dtype that `ScaleSpec` may have.
         tile: which elements share a scale.
-        spec: E4M3 or E5M2.
+        spec: format of the codes.
+        second: scale of the whole matrix, FP32 [1, 1]; None: 1.
 
     Raises:
         ValueError: shapes or dtypes that do not belong together.
@@ -32,10 +95,11 @@ class TiledTensor:
     scale_inv: Tensor
     tile: Tile
     spec: FloatSpec
+    second: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.qdata.dtype != torch.uint8 or self.scale_inv.dtype != torch.float32:
-            raise ValueError(f"codes are uint8 and scales FP32, not {self.qdata.dtype} and {self.scale_inv.dtype}")
+        if self.qdata.dtype != torch.uint8 or not self.scale_inv.dtype.is_floating_point:
+            raise ValueError(f"codes are uint8 and scales floats, not {self.qdata.dtype} and {self.scale_inv.dtype}")
         if self.qdata.ndim != 2 or tuple(self.scale_inv.shape) != self.tile.grid(self.shape):
             raise ValueError(
                 f"codes {list(self.qdata.shape)} in tiles of {self.tile} need scales "
@@ -48,19 +112,35 @@ class TiledTensor:
         return self.qdata.shape[0], self.qdata.shape[1]
 
     @property
+    def is_fp8(self) -> bool:
+        """See `OperandFormat.is_fp8`."""
+        return self.spec in (E4M3, E5M2) and self.scale_inv.dtype == torch.float32
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.qdata.nbytes + self.scale_inv.nbytes
+        """Bytes of codes and scales as they are in memory."""
+        return self.qdata.nbytes + self.scale_inv.nbytes + (0 if self.second is None else self.second.nbytes)
+
+    def packed(self) -> Tensor:
+        """The codes as stored: two per byte up to 4 bits, uint8 [M, ceil(K / 2)] (torch.float4_e2m1fn_x2's order)."""
+        if self.spec.bits > 4:
+            return self.qdata
+        return pack_nibbles((self.qdata ^ 8).to(torch.int8) - 8)  # as signed numbers, which `nibbles` takes
+
+    @property
+    def scale(self) -> Tensor:
+        """Decode scales in FP32 [GM, GK], the second one included."""
+        return scale_values(self.scale_inv, self.second)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
-        value = decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)
+        value = decode(self.qdata, self.spec) * spread_scale(self.scale, self.tile, self.shape)
         # torch 2.11 loses the gradient of a compiled autograd.Function that ends in a conversion to the dtype it has.
         return value if value.dtype == dtype else value.to(dtype)
 
     def transposed(self) -> "TiledTensor":
         """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""
-        return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec)
+        return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec, self.second)
 
 
 class WithCopies(NamedTuple):

@@ -1,31 +1,43 @@
-"""tile_gemm: out_MN = a_MK @ b_NK.T + bias_N of 8-bit operands, summed in FP32. No autograd.
+"""tile_gemm: out_MN = a_MK @ b_NK.T + bias_N of quantised operands, summed in FP32. No autograd.
 
 tile_gemm(a: TiledTensor [M, K], b: TiledTensor [N, K], bias_N, out_dtype) -> [M, N] out_dtype.
 A linear layer's matmuls are all of this form: forward (x, weight), input gradient (dy, weight transposed), weight
 gradient (dy transposed, x transposed).
-a is in tiles of 1x128 and b in 1x128 or 128x128, or both have one scale; any sizes, also M = 0. The bias is rounded to
-out_dtype. The case's dtype is out_dtype, its kind "tiles" or "tensorwise".
+Any sizes, also M = 0. The bias is rounded to out_dtype. The case's dtype is out_dtype. Its kind is "tiles" (E4M3 or
+E5M2 with FP32 scales, a in tiles of 1x128 and b in 1x128 or 128x128), "tensorwise" (the same with one scale each) or
+"decoded": all other formats, which no kernel of ours multiplies as they are.
 torch's own 8-bit matmuls on CPU are no candidate: they ran at 0.01 GFLOP/s (torch 2.13).
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from tilewright.formats.scaling import TENSORWISE
+from tilewright.core.hardware import Machine
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.native.scaled_mm_availability import needs_scaled_mm
 from tilewright.ops.backends.ref import fp8 as ref
 from tilewright.ops.backends.triton.availability import needs_triton
-from tilewright.ops.base.dispatch import Candidate, Op, always
+from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 
-KINDS = ("tiles", "tensorwise")
+KINDS = ("tiles", "tensorwise", "decoded")
 UNITS = ("scaled_mm", "triton")
 """Candidates that multiply 8-bit operands as they are, where the machine has a unit for it; the others decode them."""
 
 
-def kind_of(a: TiledTensor) -> str:
-    """The case's kind for this first operand."""
-    return "tensorwise" if a.tile == TENSORWISE else "tiles"
+def kind_of(a: TiledTensor, b: TiledTensor) -> str:
+    """The case's kind for these operands."""
+    if not (a.is_fp8 and b.is_fp8):
+        return "decoded"
+    tiles = (a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols)
+    return {(0, 0, 0, 0): "tensorwise", (1, 128, 1, 128): "tiles", (1, 128, 128, 128): "tiles"}.get(tiles, "decoded")
+
+
+def _knows(why_not: Callable[[Machine, Case], str | None]) -> Callable[[Machine, Case], str | None]:
+    """`why_not` of a kernel for our own tiles."""
+    reason = "knows codes in E4M3 and E5M2 with FP32 scales per 1x128, 128x128 or tensor"
+    return lambda machine, case: reason if case.kind == "decoded" else why_not(machine, case)
 
 
 def _cpu(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
@@ -37,6 +49,8 @@ def _cpu(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Te
 def _dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
     from tilewright.ops.backends.native import dequant_gemm  # it registers a torch operator
 
+    if kind_of(a, b) == "decoded":
+        return dequant_gemm.decoded_matmul(a.dequantize(), b.dequantize(), bias_N, out_dtype)
     return dequant_gemm.dequant(a, b, bias_N, out_dtype)
 
 
@@ -55,9 +69,9 @@ def _triton(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) ->
 TILE_GEMM = Op(
     "tile_gemm",
     (
-        Candidate("cpu", _cpu, FP8.why_not),
-        Candidate("scaled_mm", _scaled_mm, needs_scaled_mm),
-        Candidate("triton", _triton, needs_triton),
+        Candidate("cpu", _cpu, _knows(FP8.why_not)),
+        Candidate("scaled_mm", _scaled_mm, _knows(needs_scaled_mm)),
+        Candidate("triton", _triton, _knows(needs_triton)),
         Candidate("dequant", _dequant, always),
         Candidate("ref", ref.tile_gemm, always),
     ),

@@ -17,9 +17,7 @@ from tilewright.core.config.edit import loss_chunk_bytes as default_loss_chunk
 from tilewright.core.config.recipe import MemorySection, OpsSection
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
-from tilewright.formats.scaling import Tile
-from tilewright.formats.spec import FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
 from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
 from tilewright.ops.backends.native.attention import attention_to_past
@@ -208,36 +206,29 @@ class Kernels:
         """Rotary positions, FP32 inside; one form only, fused by the compiler."""
         return ref.rope(x_BSHD, cos_BSD, sin_BSD)
 
-    def quantize(
-        self, x_MK: Tensor, spec: FloatSpec, tile: Tile, *, power_of_two: bool = True, noise: Tensor | None = None
-    ) -> TiledTensor:
+    def quantize(self, x_MK: Tensor, form: OperandFormat, *, noise: Tensor | None = None) -> TiledTensor:
         """See `ops.quantize`."""
-        return self._find("quantize", x_MK.device.type, x_MK.dtype)(x_MK, spec, tile, power_of_two, noise)
+        return self._find("quantize", x_MK.device.type, x_MK.dtype)(x_MK, form, noise)
 
-    def quantize_both(
-        self, x_MK: Tensor, spec: FloatSpec, *, power_of_two: bool = True
-    ) -> tuple[TiledTensor, TiledTensor]:
+    def quantize_both(self, x_MK: Tensor, form: OperandFormat) -> tuple[TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        return self._find("quantize_both", x_MK.device.type, x_MK.dtype)(x_MK, spec, power_of_two)
+        return self._find("quantize_both", x_MK.device.type, x_MK.dtype)(x_MK, form)
 
     def tile_gemm(
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
     ) -> Tensor:
         """See `ops.gemm`."""
-        return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a))(a, b, bias_N, out_dtype)
+        return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a, b))(a, b, bias_N, out_dtype)
 
     def rms_norm_quantize(
-        self, x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, *, power_of_two: bool = True
+        self, x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        run = self._find("rms_norm_quantize", x.device.type, x.dtype)
-        return run(x, weight_D, eps, spec, power_of_two)
+        return self._find("rms_norm_quantize", x.device.type, x.dtype)(x, weight_D, eps, form)
 
-    def swiglu_quantize(
-        self, gate: Tensor, up: Tensor, spec: FloatSpec, *, power_of_two: bool = True
-    ) -> tuple[Tensor, TiledTensor, TiledTensor]:
+    def swiglu_quantize(self, gate: Tensor, up: Tensor, form: OperandFormat) -> tuple[Tensor, TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        return self._find("swiglu_quantize", gate.device.type, gate.dtype)(gate, up, spec, power_of_two)
+        return self._find("swiglu_quantize", gate.device.type, gate.dtype)(gate, up, form)
 
     def explain(self) -> list[dict[str, object]]:
         """One row an operation and case: op, case, chosen (None: nothing can run it), rejected

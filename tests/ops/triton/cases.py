@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2, FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILES = (ROW_TILE, COLUMN_TILE, BLOCK_TILE, TENSORWISE, Tile(1, 0))
@@ -93,8 +93,8 @@ class GemmCase:
         )
         a_tile = TENSORWISE if self.b_tile == TENSORWISE else ROW_TILE
         return (
-            quantize(a, self.a_spec, a_tile, power_of_two=self.power_of_two),
-            quantize(b, self.b_spec, self.b_tile, power_of_two=self.power_of_two),
+            quantize(a, fp8_format(self.a_spec, a_tile, power_of_two=self.power_of_two)),
+            quantize(b, fp8_format(self.b_spec, self.b_tile, power_of_two=self.power_of_two)),
             torch.randn(self.n, generator=generator) if self.bias else None,
         )
 

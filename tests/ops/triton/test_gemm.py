@@ -9,7 +9,7 @@ from tests.ops.triton.cases import SPECS, GemmCase, gemm_cases
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, TiledTensor, fp8_format
 from tilewright.ops.backends.triton import gemm, launch
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
@@ -56,7 +56,7 @@ def test_any_shape(m, n, k, b_tile, a_spec, b_spec, power_of_two, has_bias, out_
 def test_transposed_operand():
     """The input gradient's matmul: the weight's own codes and scales, seen the other way."""
     dy, weight = torch.randn(20, 140), torch.randn(140, 200)
-    a, b = quantize(dy, E5M2, ROW_TILE), quantize(weight, E4M3, BLOCK_TILE).transposed()
+    a, b = quantize(dy, fp8_format(E5M2, ROW_TILE)), quantize(weight, FP8_BLOCK).transposed()
     assert_product(gemm.tile_gemm(a, b, None, torch.float32), a, b, None, torch.float32, "transposed")
 
 
@@ -64,7 +64,7 @@ def test_transposed_operand():
 def test_every_code_is_decoded(spec):
     """A matmul with one is the code's value: all 256, NaN and infinities too."""
     qdata = TiledTensor(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), ROW_TILE, spec)
-    one = quantize(torch.full((1, 1), 1.0), E4M3, ROW_TILE)
+    one = quantize(torch.full((1, 1), 1.0), FP8_ROW)
     got, want = gemm.tile_gemm(qdata, one, None, torch.float32)[:, 0], qdata.dequantize()[:, 0]
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
@@ -72,7 +72,7 @@ def test_every_code_is_decoded(spec):
 def test_nan_stays_in_its_row():
     x = torch.ones(3, 128)
     x[1, 5] = torch.inf
-    a, b = quantize(x, E4M3, ROW_TILE), quantize(torch.ones(4, 128), E4M3, BLOCK_TILE)
+    a, b = quantize(x, FP8_ROW), quantize(torch.ones(4, 128), FP8_BLOCK)
     out = gemm.tile_gemm(a, b, None, torch.bfloat16)
     assert out[1].isnan().all()
     assert torch.equal(out[[0, 2]], torch.full((2, 4), 128.0, dtype=torch.bfloat16))
@@ -81,7 +81,7 @@ def test_nan_stays_in_its_row():
 def test_other_tiles_are_refused():
     x = torch.ones(128, 128)
     with pytest.raises(AssertionError, match="128x1 and 1x128"):
-        gemm.tile_gemm(quantize(x, E4M3, COLUMN_TILE), quantize(x, E4M3, ROW_TILE), None, torch.float32)
+        gemm.tile_gemm(quantize(x, fp8_format(E4M3, COLUMN_TILE)), quantize(x, FP8_ROW), None, torch.float32)
 
 
 def test_the_choice_of_a_configuration_is_made_for_few_numbers_of_rows():

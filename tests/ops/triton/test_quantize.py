@@ -13,6 +13,7 @@ from tilewright.formats import quantize as formats
 from tilewright.formats.encode import NAN_CODE, encode
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3, E5M2
+from tilewright.formats.tiled import FP8_ROW, fp8_format
 from tilewright.ops.backends.triton import fused, launch, quantize
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the in
 def test_any_tile(case, tile, spec, power_of_two, noisy):
     x = case.matrix()
     noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
-    want = formats.quantize(x, spec, tile, power_of_two=power_of_two, noise=noise)
+    want = formats.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two), noise=noise)
     assert_same_bits(quantize.quantize(x, spec, tile, power_of_two, noise), want, str(case))
 
 
@@ -36,8 +37,8 @@ def test_both_ways(case, spec, power_of_two):
 
 def check_both(x, got, spec, power_of_two, name):
     row, column = got
-    assert_same_bits(row, formats.quantize(x, spec, ROW_TILE, power_of_two=power_of_two), f"{name} row")
-    want = formats.quantize(x.T.contiguous(), spec, ROW_TILE, power_of_two=power_of_two)
+    assert_same_bits(row, formats.quantize(x, fp8_format(spec, ROW_TILE, power_of_two=power_of_two)), f"{name} row")
+    want = formats.quantize(x.T.contiguous(), fp8_format(spec, ROW_TILE, power_of_two=power_of_two))
     assert_same_bits(column, want, f"{name} column")
     assert row.qdata.is_contiguous()
     assert column.qdata.is_contiguous()
@@ -47,7 +48,7 @@ def check_both(x, got, spec, power_of_two, name):
 def test_every_value_of_bf16(spec):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(512, 128)
     for tile in (ROW_TILE, COLUMN_TILE):
-        assert_same_bits(quantize.quantize(x, spec, tile), formats.quantize(x, spec, tile), str(tile))
+        assert_same_bits(quantize.quantize(x, spec, tile), formats.quantize(x, fp8_format(spec, tile)), str(tile))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,7 +56,7 @@ def test_every_value_of_bf16(spec):
 def test_nothing(shape, dtype):
     x = torch.empty(shape, dtype=dtype)
     for tile in TILES:
-        got, want = quantize.quantize(x, E4M3, tile), formats.quantize(x, E4M3, tile)
+        got, want = quantize.quantize(x, E4M3, tile), formats.quantize(x, fp8_format(E4M3, tile))
         assert (got.qdata.shape, got.scale_inv.shape) == (want.qdata.shape, want.scale_inv.shape)
     row, column = quantize.quantize_both(x, E4M3)
     assert (row.shape, column.shape) == (shape, shape[::-1])
@@ -64,7 +65,7 @@ def test_nothing(shape, dtype):
 def test_strides():
     """Any strides in; scales of rows lie next to each other, as matrix units want them."""
     x = torch.randn(300, 140).T
-    assert_same_bits(quantize.quantize(x, E4M3, ROW_TILE), formats.quantize(x, E4M3, ROW_TILE))
+    assert_same_bits(quantize.quantize(x, E4M3, ROW_TILE), formats.quantize(x, FP8_ROW))
     assert quantize.quantize(x, E4M3, ROW_TILE).scale_inv.stride() == (1, 140)
     row, column = quantize.quantize_both(x, E4M3)
     assert (row.scale_inv.stride(), column.scale_inv.stride()) == ((1, 140), (1, 300))
@@ -89,7 +90,7 @@ def test_with_the_conversion_instruction(case, spec, power_of_two, tile):
         if tile == "both":
             check_both(x, quantize.quantize_both(x, spec, power_of_two), spec, power_of_two, str(case))
         else:
-            want = formats.quantize(x, spec, tile, power_of_two=power_of_two)
+            want = formats.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two))
             assert_same_bits(quantize.quantize(x, spec, tile, power_of_two), want, str(case))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewright.core.config.recipe import CheckpointInputs, Tier
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_ROW, TiledTensor
 from tilewright.memory.offload.activation_stores import DeviceActivations, DiskActivations, HostActivations, Key
 from tilewright.ops.kernels import Kernels
 
@@ -133,7 +133,7 @@ class ActivationStore:
         tier: Tier = "device" if here else self.tier_of(layer)
         keeper = self._keepers.setdefault(tier, DeviceActivations()) if here else self._keepers[tier]
         if coded:
-            tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
+            tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), FP8_ROW)
             keeper.put((layer, micro), [tiled.qdata.contiguous(), tiled.scale_inv.contiguous()])
         else:
             keeper.put((layer, micro), [_own(x.detach())])

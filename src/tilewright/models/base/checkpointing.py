@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilewright.core.config.recipe import ActivationCheckpoint
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.ops.base.compile import layer_options
 from tilewright.ops.kernels import Kernels
 
@@ -144,7 +143,7 @@ def checkpoint_fp8_input(
     """
     if not torch.is_grad_enabled():
         return function(x, *args)
-    tiled = kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
+    tiled = kernels.quantize(x.detach().reshape(-1, x.shape[-1]), FP8_ROW)
     exact = [x.detach()]  # until the first pass has taken it
 
     def run(edge: Tensor, *args: Any) -> Any:

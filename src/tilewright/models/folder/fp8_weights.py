@@ -26,10 +26,9 @@ from tilewright.formats.fp8_layout import (
     has_nan,
     layout_problems,
     layout_tile,
-    to_fp32_scale,
     to_stored,
 )
-from tilewright.formats.scaling import BLOCK_TILE, Tile
+from tilewright.formats.scaling import BLOCK_TILE, Tile, scale_values
 from tilewright.formats.tiled import TiledTensor
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, open_file, scan_folder, summary
@@ -146,7 +145,7 @@ def read_scale(weight: StoredWeight) -> Tensor:
         CheckpointError: a scale is infinite, NaN or negative.
     """
     with open_file(weight.scale.file) as reader:
-        scale = to_fp32_scale(reader.get_tensor(weight.scale_name))
+        scale = scale_values(reader.get_tensor(weight.scale_name))
     sound = torch.isfinite(scale) & (scale >= 0)
     if not bool(sound.all()):
         raise CheckpointError(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.quadratic_map import scale_shape
-from tilewright.formats.scaling import BLOCK_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.kernels import Kernels
@@ -150,8 +149,8 @@ class RateProbe:
 
         def prepared(width: int, num_tokens: int) -> Callable[[], object]:
             x_ND, upstream_ND = (self._random(num_tokens, width, dtype=torch.bfloat16) for _ in range(2))
-            weight = self.kernels.quantize(self._random(width, width, dtype=torch.bfloat16), E4M3, BLOCK_TILE)
-            (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, E4M3) for t in (x_ND, upstream_ND))
+            weight = self.kernels.quantize(self._random(width, width, dtype=torch.bfloat16), FP8_BLOCK)
+            (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, FP8_ROW) for t in (x_ND, upstream_ND))
             pairs = ((x, weight), (dy, weight.transposed()), (dy_turned, x_turned))
             return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
 

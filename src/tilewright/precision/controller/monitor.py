@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.formats.quant_error import measure
-from tilewright.formats.scaling import BLOCK_TILE
+from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.formats.tiled import TiledTensor, WithCopies, fp8_format
 from tilewright.models.base.eval_mode import eager
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
@@ -144,9 +144,9 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     if kernels is None:
         raise AssertionError("convert gives each Float8Linear its kernels")
     weight_MK = layer.weight.detach()
-    x8, x8_column = kernels.quantize_both(x_NK, E4M3, power_of_two=layer.power_of_two)
-    dy8, dy8_column = kernels.quantize_both(dy_NM, E4M3, power_of_two=layer.power_of_two)
-    weight8 = kernels.quantize(weight_MK, E4M3, BLOCK_TILE, power_of_two=layer.power_of_two)
+    x8, x8_column = kernels.quantize_both(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=layer.power_of_two))
+    dy8, dy8_column = kernels.quantize_both(dy_NM, fp8_format(E4M3, ROW_TILE, power_of_two=layer.power_of_two))
+    weight8 = kernels.quantize(weight_MK, fp8_format(E4M3, BLOCK_TILE, power_of_two=layer.power_of_two))
     tensors = {
         "input": _tensor(x_NK, x8),
         "weight": _weight(weight_MK, weight8, max_rows),

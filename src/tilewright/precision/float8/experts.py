@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only
@@ -57,7 +58,9 @@ class ExpertRunner:
         copies = _copies(x_PK, first)
         gate_PM = grouped_tile_linear(x_PK, counts, [expert.gate_proj for expert in experts], copies)
         up_PM = grouped_tile_linear(x_PK, counts, [expert.up_proj for expert in experts], copies)
-        hidden = QuantizingSwiGLU(first.kernels, first.power_of_two)(gate_PM, up_PM)
+        hidden = QuantizingSwiGLU(first.kernels, fp8_format(E4M3, ROW_TILE, power_of_two=first.power_of_two))(
+            gate_PM, up_PM
+        )
         copies = InputCopies(hidden.row, hidden.column)
         out_PK = grouped_tile_linear(hidden.value, counts, [expert.down_proj for expert in experts], copies)
         parts = out_PK.split([end - start for start, end in _spans(counts)])

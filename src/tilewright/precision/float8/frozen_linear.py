@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3, SPECS
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.base.codes import HoldsCodes
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
@@ -100,7 +100,7 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
 
         def make() -> InputCopies:
             x_NK = x.detach().reshape(-1, x.shape[-1])
-            return InputCopies(kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=self.power_of_two), None)
+            return InputCopies(kernels.quantize(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=self.power_of_two)), None)
 
         return make().row if self.share is None else self.share.copies_of(x, ("frozen", self.power_of_two), make).row
 
@@ -180,7 +180,7 @@ class _FrozenMatmuls(torch.autograd.Function):
         weight = from_stored(qdata_MK, scale_inv)
         if fprop in FP8_FORMATS:
             if rowwise_qdata is None:
-                row = kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=power_of_two)
+                row = kernels.quantize(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=power_of_two))
             else:
                 row = TiledTensor(rowwise_qdata, row_scale, ROW_TILE, E4M3)
             return kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
@@ -203,7 +203,7 @@ class _FrozenMatmuls(torch.autograd.Function):
             with torch.no_grad():
                 if ctx.dgrad in FP8_FORMATS:
                     spec = gradient_spec(ctx.dgrad)
-                    dy = ctx.kernels.quantize(dy_NM, spec, ROW_TILE, power_of_two=ctx.power_of_two)
+                    dy = ctx.kernels.quantize(dy_NM, fp8_format(spec, ROW_TILE, power_of_two=ctx.power_of_two))
                     dx_NK = ctx.kernels.tile_gemm(dy, weight, out_dtype=ctx.x_dtype)
                 else:
                     dtype = SPECS[ctx.dgrad].dtype

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.formats.tiled import OperandFormat, TiledTensor, WithCopies
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 
@@ -23,13 +21,13 @@ class QuantizingNorm:
     """RMSNorm whose result goes to its readers with 8-bit copies."""
 
     kernels: Kernels
-    power_of_two: bool
+    form: OperandFormat
 
     def __call__(self, x: Tensor, weight_D: Tensor, eps: float) -> WithCopies | Tensor:
         """The norm of x [..., D], in x's dtype; without copies inside of a torch.func transform."""
         if in_func_transform():
             return self.kernels.rms_norm(x, weight_D, eps)
-        return _with_copies(*_NormQuantize.apply(x, weight_D, eps, self.kernels, self.power_of_two))
+        return _with_copies(self.form, *_NormQuantize.apply(x, weight_D, eps, self.kernels, self.form))
 
 
 @dataclass(frozen=True)
@@ -37,37 +35,36 @@ class QuantizingSwiGLU:
     """silu(gate) * up, which goes to its reader with 8-bit copies."""
 
     kernels: Kernels
-    power_of_two: bool
+    form: OperandFormat
 
     def __call__(self, gate: Tensor, up: Tensor) -> WithCopies | Tensor:
         """gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func transform."""
         if in_func_transform():
             return self.kernels.swiglu(gate, up)
-        return _with_copies(*_SwigluQuantize.apply(gate, up, self.kernels, self.power_of_two))
+        return _with_copies(self.form, *_SwigluQuantize.apply(gate, up, self.kernels, self.form))
 
 
-def _with_copies(
-    y: Tensor, rowwise_qdata: Tensor, row_scale: Tensor, columnwise_qdata: Tensor, column_scale: Tensor
-) -> WithCopies:
-    row = TiledTensor(rowwise_qdata, row_scale, ROW_TILE, E4M3)
-    return WithCopies(y, row, TiledTensor(columnwise_qdata, column_scale, ROW_TILE, E4M3))
+def _with_copies(form: OperandFormat, y: Tensor, *copies: Tensor | None) -> WithCopies:
+    """The value, and both copies of the parts that `_parts` has taken them into."""
+    row, column = (TiledTensor(*copies[at : at + 2], form.tile, form.element, copies[at + 2]) for at in (0, 3))
+    return WithCopies(y, row, column)
 
 
-def _flat(row: TiledTensor, column: TiledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return row.qdata, row.scale_inv, column.qdata, column.scale_inv
+def _parts(row: TiledTensor, column: TiledTensor) -> tuple[Tensor | None, ...]:
+    return row.qdata, row.scale_inv, row.second, column.qdata, column.scale_inv, column.second
 
 
 class _NormQuantize(torch.autograd.Function):
     """(y, codes and scales of both copies); the gradient is that of RMSNorm, in FP32."""
 
     @staticmethod
-    def forward(ctx, x, weight_D, eps, kernels, power_of_two):
-        y, row, column = kernels.rms_norm_quantize(x, weight_D, eps, E4M3, power_of_two=power_of_two)
+    def forward(ctx, x, weight_D, eps, kernels, form):
+        y, row, column = kernels.rms_norm_quantize(x, weight_D, eps, form)
         ctx.save_for_backward(x, weight_D)
         ctx.eps = eps
-        qdata = _flat(row, column)
-        ctx.mark_non_differentiable(*qdata)
-        return y, *qdata
+        copies = _parts(row, column)
+        ctx.mark_non_differentiable(*(part for part in copies if part is not None))
+        return y, *copies
 
     @staticmethod
     def backward(ctx, dy, *_):
@@ -85,12 +82,12 @@ class _SwigluQuantize(torch.autograd.Function):
     """(y, codes and scales of both copies); the gradient is that of SwiGLU, in FP32."""
 
     @staticmethod
-    def forward(ctx, gate, up, kernels, power_of_two):
-        y, row, column = kernels.swiglu_quantize(gate, up, E4M3, power_of_two=power_of_two)
+    def forward(ctx, gate, up, kernels, form):
+        y, row, column = kernels.swiglu_quantize(gate, up, form)
         ctx.save_for_backward(gate, up)
-        qdata = _flat(row, column)
-        ctx.mark_non_differentiable(*qdata)
-        return y, *qdata
+        copies = _parts(row, column)
+        ctx.mark_non_differentiable(*(part for part in copies if part is not None))
+        return y, *copies
 
     @staticmethod
     def backward(ctx, dy, *_):

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import fp8_format
 from tilewright.precision.float8.experts import ExpertRunner, groupable
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
@@ -36,7 +39,9 @@ def share_inputs(model: nn.Module) -> None:
             maker.quantizing = None
             if all(isinstance(reader, Float8Linear) and _reads_both(reader, readers[0]) for reader in readers):
                 kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
-                maker.quantizing = kind(readers[0].kernels, readers[0].power_of_two)
+                maker.quantizing = kind(
+                    readers[0].kernels, fp8_format(E4M3, ROW_TILE, power_of_two=readers[0].power_of_two)
+                )
 
 
 def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:

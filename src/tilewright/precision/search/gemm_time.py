@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
-from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.policy.gemm_formats import BANDWIDTH, BF16_FLOPS, FP8_FLOPS, GEMM_NAMES
 from tilewright.precision.search.layer_stats import SearchUnit
@@ -103,10 +102,10 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
         return num * median_seconds(run, device)
 
     def tiles(tensor: torch.Tensor):
-        return kernels.quantize(tensor, E4M3, ROW_TILE)
+        return kernels.quantize(tensor, FP8_ROW)
 
-    both_x, both_dy = kernels.quantize_both(x, E4M3), kernels.quantize_both(dy, E4M3)
-    block = kernels.quantize(master, E4M3, BLOCK_TILE)
+    both_x, both_dy = kernels.quantize_both(x, FP8_ROW), kernels.quantize_both(dy, FP8_ROW)
+    block = kernels.quantize(master, FP8_BLOCK)
     bf16 = {
         "fprop": seconds(lambda: kernels.linear(x, weight)),
         "dgrad": seconds(lambda: kernels.linear(dy, weight.T)),
@@ -118,7 +117,7 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
         "wgrad": seconds(lambda: kernels.tile_gemm(both_dy[1], both_x[1], out_dtype=torch.float32)),
     }
     row_x, row_dy = seconds(lambda: tiles(x)), seconds(lambda: tiles(dy))
-    column_x, column_dy = (seconds(lambda t=t: kernels.quantize_both(t, E4M3)) for t in (x, dy))
+    column_x, column_dy = (seconds(lambda t=t: kernels.quantize_both(t, FP8_ROW)) for t in (x, dy))
     return UnitTime(
         bf16,
         fp8,
@@ -126,7 +125,7 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
         max(column_x - row_x, 0.0),
         row_dy,
         max(column_dy - row_dy, 0.0),
-        seconds(lambda: kernels.quantize(master, E4M3, BLOCK_TILE)) / micro_batches,
+        seconds(lambda: kernels.quantize(master, FP8_BLOCK)) / micro_batches,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewright.formats.quant_error import measure as quantization_error
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import WithCopies
+from tilewright.formats.tiled import WithCopies, fp8_format
 from tilewright.precision.float8.linear import Float8Linear
 
 
@@ -97,7 +97,7 @@ class _Facts:
 
 def _underflow(layer: Float8Linear, tensor: Tensor, tile: Tile = ROW_TILE) -> float:
     flat = tensor.reshape(-1, tensor.shape[-1])
-    tiled = layer.kernels.quantize(flat, E4M3, tile, power_of_two=layer.power_of_two)
+    tiled = layer.kernels.quantize(flat, fp8_format(E4M3, tile, power_of_two=layer.power_of_two))
     return quantization_error(flat, tiled).underflow
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.native.dequant_gemm import decoded_matmul, is_fast_bf16, tiled_of
 from tilewright.ops.backends.ref import fp8 as ref
@@ -28,7 +28,7 @@ def quantize(
     """See `ops.quantize`."""
     # By integers: torch.compile does not guard a look-up by tile, and would run another tile's code.
     if not power_of_two or noise is not None or (tile.rows, tile.cols) not in _KINDS:
-        return ref.quantize(x_MK, spec, tile, power_of_two, noise)
+        return ref.quantize(x_MK, fp8_format(spec, tile, power_of_two=power_of_two), noise)
     if _is_turned(x_MK):
         return quantize(x_MK.T, spec, tile.transposed()).transposed()
     return TiledTensor(*_encode(x_MK, tile.rows, tile.cols, spec.name), tile, spec)
@@ -37,7 +37,7 @@ def quantize(
 def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> ref.Both:
     """See `ops.quantize`."""
     if not power_of_two:
-        return ref.quantize_both(x_MK, spec, power_of_two)
+        return ref.quantize_both(x_MK, fp8_format(spec, ROW_TILE, power_of_two=power_of_two))
     if _is_turned(x_MK):
         row, column = quantize_both(x_MK.T, spec)
         return column, row

@@ -1,4 +1,4 @@
-"""The law for 8-bit operands, in plain torch: `formats` decides the bits, FP32 matmuls and sums.
+"""The law for quantised operands, in plain torch: `formats` decides the bits, FP32 matmuls and sums.
 
 Legend: M, N rows  K columns  D features.
 """
@@ -7,26 +7,21 @@ import torch
 from torch import Tensor
 
 from tilewright.formats import quantize as formats
-from tilewright.formats.scaling import ROW_TILE, Tile
-from tilewright.formats.spec import FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.backends.ref import math
 
 Both = tuple[TiledTensor, TiledTensor]
 WithCopies = tuple[Tensor, TiledTensor, TiledTensor]
 
 
-def quantize(
-    x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
-) -> TiledTensor:
+def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> TiledTensor:
     """See `ops.quantize`."""
-    return formats.quantize(x_MK, spec, tile, power_of_two=power_of_two, noise=noise)
+    return formats.quantize(x_MK, form, noise)
 
 
-def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> Both:
+def quantize_both(x_MK: Tensor, form: OperandFormat) -> Both:
     """See `ops.quantize`."""
-    row = formats.quantize(x_MK, spec, ROW_TILE, power_of_two=power_of_two)
-    return row, formats.quantize(x_MK.T, spec, ROW_TILE, power_of_two=power_of_two)
+    return formats.quantize(x_MK, form), formats.quantize(x_MK.T, form)
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -37,15 +32,13 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
     return out_MN.to(out_dtype)
 
 
-def rms_norm_quantize(
-    x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, power_of_two: bool = True
-) -> WithCopies:
+def rms_norm_quantize(x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat) -> WithCopies:
     """See `ops.quantize`."""
     y = math.rms_norm(x, weight_D, eps)
-    return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
+    return y, *quantize_both(y.reshape(-1, y.shape[-1]), form)
 
 
-def swiglu_quantize(gate: Tensor, up: Tensor, spec: FloatSpec, power_of_two: bool = True) -> WithCopies:
+def swiglu_quantize(gate: Tensor, up: Tensor, form: OperandFormat) -> WithCopies:
     """See `ops.quantize`."""
     y = math.swiglu(gate, up)
-    return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
+    return y, *quantize_both(y.reshape(-1, y.shape[-1]), form)

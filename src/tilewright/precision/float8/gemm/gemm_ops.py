@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import E4M3, SPECS
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.kernels import Kernels, kernels_of
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
@@ -173,7 +173,7 @@ def _run_fprop(
         return run.linear(x.to(dtype), weight.to(dtype), narrow_bias).to(out_dtype)
     row = _tiled(rowwise_qdata, row_scale, input_tile(tensorwise))
     if row is None:
-        row = run.quantize(x, E4M3, input_tile(tensorwise), power_of_two=power_of_two)
+        row = run.quantize(x, fp8_format(E4M3, input_tile(tensorwise), power_of_two=power_of_two))
     operand = _weight(run, weight, store, tensorwise, power_of_two)
     return run.tile_gemm(row, operand, bias, out_dtype=out_dtype)
 

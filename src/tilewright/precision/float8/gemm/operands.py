@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2, FloatSpec
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.kernels import Kernels
 
 
@@ -31,7 +31,7 @@ def gradient_spec(name: str) -> FloatSpec:
 
 def quantize_weight(weight_MK: Tensor, kernels: Kernels, *, tensorwise: bool, power_of_two: bool) -> TiledTensor:
     """The weight in E4M3, in blocks of 128x128 or under one scale."""
-    return kernels.quantize(weight_MK, E4M3, weight_tile(tensorwise), power_of_two=power_of_two)
+    return kernels.quantize(weight_MK, fp8_format(E4M3, weight_tile(tensorwise), power_of_two=power_of_two))
 
 
 def quantize_copies(
@@ -45,10 +45,11 @@ def quantize_copies(
     column: bool,
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
     """The row-wise copy [N, K] and the transposed column-wise copy [K, N] of an input or gradient, as asked for."""
+    form = fp8_format(spec, input_tile(tensorwise), power_of_two=power_of_two)
     if tensorwise:
-        whole = kernels.quantize(x_NK, spec, TENSORWISE, power_of_two=power_of_two) if row or column else None
+        whole = kernels.quantize(x_NK, form) if row or column else None
         return whole if row else None, whole.transposed() if whole is not None and column else None
     if column:
-        both = kernels.quantize_both(x_NK, spec, power_of_two=power_of_two)
+        both = kernels.quantize_both(x_NK, form)
         return both[0] if row else None, both[1]
-    return kernels.quantize(x_NK, spec, ROW_TILE, power_of_two=power_of_two) if row else None, None
+    return kernels.quantize(x_NK, form) if row else None, None
