@@ -135,7 +135,7 @@ LARGE = (
 @pytest.mark.parametrize("case", [*gemm_cases(), *(LARGE if CUDA else ())], ids=str)
 def test_tile_gemm(name, case, out_dtype):
     a, b, bias = case.operands(formats.quantize, seed=3)
-    run = run_poisoned(TILE_GEMM, name, out_dtype, kind_of(a))
+    run = run_poisoned(TILE_GEMM, name, out_dtype, kind_of(a, b))
     out = run(to_device(a), to_device(b), None if bias is None else bias.to(DEVICE), out_dtype)
     assert out.shape == (case.m, case.n)
     assert out.dtype == out_dtype
