@@ -27,7 +27,6 @@ from tilewright.ops.base.dispatch import Case
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 from tilewright.precision.policy.policy import Policy, Rule
 
 ROWS, POSITIONS = 2, 32
@@ -91,8 +90,8 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
     layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
     experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
-    qdata = {name for name in tiled if tiled[name].wgrad in FP8_FORMATS and (policy != "fp8_value" or name in experts)}
-    fused = {name for name in qdata if tiled[name].fprop in FP8_FORMATS and not tiled[name].tensorwise}
+    qdata = {name for name in tiled if tiled[name].wgrad.scaled and (policy != "fp8_value" or name in experts)}
+    fused = {name for name in qdata if tiled[name].fprop.scaled and tiled[name].operands.input.in_rows}
     sets = {"tiled": frozenset(tiled), "qdata": frozenset(qdata), "fused": frozenset(fused)}
     storage = Storage(STREAM[policy], PRODUCT[policy], compiled, **sets)
     per_token = layer_bytes(config, layer, mode, storage)

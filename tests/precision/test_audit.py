@@ -58,7 +58,7 @@ def test_rows_say_kernel_format_calls_and_why():
     model = converted(Policy("fp8_tile", (Rule("down", wgrad="bf16"), Rule("last", compute="bf16")), keep="value"))
     audit = Audit(model)
     step(model, 3)
-    model.down.set_gemms(Gemms("fp32", "fp8_tile", "bf16"))
+    model.down.set_gemms(Gemms.of("fp32", "fp8_tile", "bf16"))
     step(model)
     rows = found(audit)
     emulated = fp8_choice(MACHINE).reason

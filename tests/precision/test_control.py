@@ -208,7 +208,7 @@ def test_experts_that_ran_as_one_operation_follow_too():
         assert layer.gemms == Gemms.all("bf16") or layer.gemms == Gemms.all("fp32")
         model.loss(batch).loss_sum.backward()
     formats = control.controller.formats()
-    assert layer.gemms == Gemms(*(formats["model.layers.1.mlp.experts.0.gate_proj", gemm] for gemm in GEMM_NAMES))
+    assert layer.gemms == Gemms.of(*(formats["model.layers.1.mlp.experts.0.gate_proj", gemm] for gemm in GEMM_NAMES))
     model.loss(batch).loss_sum.backward()
 
 

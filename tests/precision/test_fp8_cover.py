@@ -156,7 +156,7 @@ def test_the_audit_counts_what_ran(name):
     for layer, weight in given.items():
         for gemm in ("fprop", "dgrad", "wgrad"):
             row = rows[layer, gemm]
-            assert row.format == getattr(weight.matmuls.gemms, gemm)
+            assert row.format == getattr(weight.matmuls.gemms, gemm).name
             matrices = weight.parameter.shape[0] if weight.parameter.ndim == 3 else 1
             assert 1 <= row.calls <= matrices
     before, resumed = audit.rows(), Audit(model)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.spec import E4M3
+from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
+from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import fp8_format
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, weight_tile
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over
 from tilewright.precision.float8.weight import Float8Weight
@@ -21,8 +21,13 @@ from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 KERNELS = Kernels.default()
 EXACT = Kernels(detect_machine("cpu"), {"tile_gemm": "ref"})
 """Sums in FP32 that are rounded nowhere; matrix units of a CPU round results to BF16."""
-MIXED = Gemms("fp8_tile", "bf16", "fp32")
-GEMMS = [*map(Gemms.all, FP8_FORMATS), Gemms("bf16", "fp8_tile", "bf16"), Gemms("bf16", "bf16", "fp8_hybrid"), MIXED]
+MIXED = Gemms.of("fp8_tile", "bf16", "fp32")
+GEMMS = [
+    *map(Gemms.all, FP8_FORMATS),
+    Gemms.of("bf16", "fp8_tile", "bf16"),
+    Gemms.of("bf16", "bf16", "fp8_hybrid"),
+    MIXED,
+]
 
 
 def set_all(module, gemms, power_of_two=True, output="fp32"):
@@ -65,15 +70,15 @@ def test_conv1d_is_a_tile_linear(features, tokens, gemms, power_of_two):
     x = torch.randn(*tokens, features[0])
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     out, want = conv(ours), layer(theirs)
-    same(out, want, gemms.fprop)
+    same(out, want, gemms.fprop.name)
     up = torch.randn_like(out)
     out.backward(up)
     want.backward(up)
-    same(ours.grad, theirs.grad, gemms.dgrad)
-    same(conv.weight.grad, layer.weight.grad.T, gemms.wgrad)
+    same(ours.grad, theirs.grad, gemms.dgrad.name)
+    same(conv.weight.grad, layer.weight.grad.T, gemms.wgrad.name)
     same(conv.bias.grad, layer.bias.grad, "fp32")
     executed = give_over(conv)["weight"].executed()
-    assert executed == {name: {getattr(gemms, name): 1} for name in ("fprop", "dgrad", "wgrad")}
+    assert executed == {name: {getattr(gemms, name).name: 1} for name in ("fprop", "dgrad", "wgrad")}
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -102,14 +107,14 @@ def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
         layer = twin(stack_EMK[expert], bias[expert], gemms, power_of_two)
         theirs = x.detach()[rows].requires_grad_()
         want = layer(theirs)
-        same(out[rows], want, gemms.fprop)
+        same(out[rows], want, gemms.fprop.name)
         want.backward(up[rows])
-        same(x.grad[rows], theirs.grad, gemms.dgrad)
+        same(x.grad[rows], theirs.grad, gemms.dgrad.name)
         dw = layer.weight.grad.T if transposed else layer.weight.grad
-        same(stack.grad[expert], dw, gemms.wgrad)
+        same(stack.grad[expert], dw, gemms.wgrad.name)
         same(bias.grad[expert], layer.bias.grad, "fp32")
     busy = sum(map(bool, counts))
-    assert weight.executed()["wgrad"] == ({gemms.wgrad: busy} if busy else {})
+    assert weight.executed()["wgrad"] == ({gemms.wgrad.name: busy} if busy else {})
 
 
 def values(x, spec, tile, power_of_two):
@@ -128,8 +133,8 @@ def test_products_are_those_of_the_quantised_operands_in_fp64(mode, power_of_two
     weight.set_gemms(Gemms.all(mode), "fp32", power_of_two=power_of_two)
     out = weight.grouped(x, counts, stack, None)
     out.backward(up)
-    tensorwise, spec = mode == "fp8_tensorwise", gradient_spec(mode)
-    rows, blocks = input_tile(tensorwise), weight_tile(tensorwise)
+    tensorwise, spec = mode == "fp8_tensorwise", E4M3 if mode == "fp8_tile" else E5M2
+    rows, blocks = (TENSORWISE, TENSORWISE) if tensorwise else (ROW_TILE, BLOCK_TILE)
     for expert, (start, count) in enumerate(zip((0, 130, 130), counts, strict=True)):
         if not count:
             continue

@@ -93,11 +93,11 @@ def test_rules_for_single_products():
     def gemms(mode, *rules, kind="linear"):
         return Policy(mode, rules, device_type="cpu").decide("a", kind).gemms
 
-    assert gemms("bf16_mixed", Rule("a", wgrad="fp32")) == Gemms("bf16", "bf16", "fp32")
-    assert gemms("fp8_tile", Rule("a", dgrad="bf16")) == Gemms("fp8_tile", "bf16", "fp8_tile")
-    assert gemms("fp8_tile", Rule("a", dgrad="bf16"), Rule("a", fprop="bf16")) == Gemms("bf16", "bf16", "fp8_tile")
+    assert gemms("bf16_mixed", Rule("a", wgrad="fp32")) == Gemms.of("bf16", "bf16", "fp32")
+    assert gemms("fp8_tile", Rule("a", dgrad="bf16")) == Gemms.of("fp8_tile", "bf16", "fp8_tile")
+    assert gemms("fp8_tile", Rule("a", dgrad="bf16"), Rule("a", fprop="bf16")) == Gemms.of("bf16", "bf16", "fp8_tile")
     assert gemms("fp8_tile", Rule("a", compute="bf16")) is None
-    assert gemms("bf16_mixed", Rule("a", compute="fp8_hybrid", wgrad="bf16")) == Gemms(
+    assert gemms("bf16_mixed", Rule("a", compute="fp8_hybrid", wgrad="bf16")) == Gemms.of(
         "fp8_hybrid", "fp8_hybrid", "bf16"
     )
     assert gemms("fp8_tile", Rule("*", wgrad="bf16"), kind="conv") is None

@@ -186,7 +186,7 @@ def test_a_budget_without_per_cent_is_refused(text):
 
 # ---- policy file ----
 
-CHOICES = st.sampled_from([Gemms(*gemms) for gemms in itertools.product(("bf16", "fp8_tile"), repeat=3)])
+CHOICES = st.sampled_from([Gemms.of(*gemms) for gemms in itertools.product(("bf16", "fp8_tile"), repeat=3)])
 NAMES = [f"model.layers.{i}.{part}" for i in range(3) for part in ("up", "down", "attn.o_proj")]
 NAMES += ["model.layers.0.mlp.experts.*.up", "model.layers.1.mlp.experts.*.up"]
 

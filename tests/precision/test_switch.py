@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
+from tilewright.formats.scaling import TENSORWISE
+from tilewright.formats.tiled import FP8_BLOCK
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
@@ -25,7 +27,7 @@ from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels(detect_machine("cpu"), compile=False)
 FORMATS = ("fp8_tile", "bf16", "fp32")
-EVERY = [Gemms(*names) for names in itertools.product(FORMATS, repeat=3)]
+EVERY = [Gemms.of(*names) for names in itertools.product(FORMATS, repeat=3)]
 
 
 def layers_of(model):
@@ -48,7 +50,7 @@ def gradients(model, x):
     return [out.detach(), *grads]
 
 
-@pytest.mark.parametrize("gemms", [g for g in EVERY if g.any_fp8], ids=str)
+@pytest.mark.parametrize("gemms", [g for g in EVERY if g.any_scaled], ids=str)
 @pytest.mark.parametrize("managed", [False, True])
 def test_a_moved_layer_equals_one_converted_so(gemms, managed):
     """Bit for bit, although the converted one keeps its input in another way."""
@@ -79,7 +81,7 @@ def test_counts_say_what_ran():
     model = one_layer(Gemms.all("fp8_tile"))
     layer, x = model[0], torch.randn(8, 200, requires_grad=True)
     model(x).sum().backward()
-    layer.set_gemms(Gemms("bf16", "fp8_tile", "fp32"))
+    layer.set_gemms(Gemms.of("bf16", "fp8_tile", "fp32"))
     for _ in range(2):
         model(x).sum().backward()
     with torch.no_grad():
@@ -111,11 +113,11 @@ def test_formats_and_counts_are_no_part_of_the_state_and_stay_on_the_host():
 
 def test_a_layer_that_keeps_codes_cannot_move_its_weight_gradient():
     model = one_layer(Gemms.all("fp8_tile"), keep="qdata")
-    model[0].set_gemms(Gemms("bf16", "fp32", "fp8_hybrid"))
+    model[0].set_gemms(Gemms.of("bf16", "fp32", "fp8_hybrid"))
     with pytest.raises(ConfigError, match="Weight gradient of this layer must stay in FP8") as error:
-        model[0].set_gemms(Gemms("fp8_tile", "fp8_tile", "bf16"))
+        model[0].set_gemms(Gemms.of("fp8_tile", "fp8_tile", "bf16"))
     assert 'keep="value"' in str(error.value)
-    assert model[0].gemms == Gemms("bf16", "fp32", "fp8_hybrid")  # as before
+    assert model[0].gemms == Gemms.of("bf16", "fp32", "fp8_hybrid")  # as before
     set_mode(model, Policy("fp8_tile", (Rule(wgrad="bf16"),), device_type="cpu"))  # at conversion it can
     assert model[0].gemms.wgrad == "bf16"
     assert model[0].keep_value
@@ -129,7 +131,7 @@ def test_the_kind_of_scale_is_settled_at_conversion():
     whole = one_layer(Gemms.all("fp8_tensorwise"))
     whole[0].set_gemms(Gemms.all("bf16"))
     whole[0].set_gemms(Gemms.all("fp8_tensorwise"))
-    assert whole[0].tensorwise
+    assert whole[0].operand_formats.weight.tile == TENSORWISE
 
 
 def test_a_strict_layer_refuses_to_be_moved_to_what_is_emulated():
@@ -138,17 +140,17 @@ def test_a_strict_layer_refuses_to_be_moved_to_what_is_emulated():
     layer.configure(Gemms.all("bf16"), power_of_two=True, keep="value", strict=True)
     layer.set_gemms(Gemms.all("fp32"))
     with pytest.raises(HardwareError, match=r"precision\.strict"):
-        layer.set_gemms(Gemms("bf16", "fp8_tile", "bf16"))
+        layer.set_gemms(Gemms.of("bf16", "fp8_tile", "bf16"))
     assert layer.gemms == Gemms.all("fp32")
 
 
 def test_evaluation_gives_moved_layers_their_formats_back():
     model = one_layer(Gemms.all("fp8_tile"))
     layer, formats = model[0], model[0].formats
-    layer.set_gemms(Gemms("bf16", "fp32", "fp8_tile"))
+    layer.set_gemms(Gemms.of("bf16", "fp32", "fp8_tile"))
     with evaluating(model):
         assert not isinstance(model[0], Float8Linear)
-    assert layer.gemms == Gemms("bf16", "fp32", "fp8_tile")
+    assert layer.gemms == Gemms.of("bf16", "fp32", "fp8_tile")
     assert layer.formats is formats
 
 
@@ -178,17 +180,17 @@ def test_shared_copies_go_with_their_last_reader():
 def test_operators_pass_torchs_own_checks():
     """Fake tensors by torch.library.opcheck. Its check of the schema would find that counts are written, which no
     result depends on; so by hand: nothing else is, and the first call is as the second."""
-    gemms = Gemms("fp8_tile", "bf16", "fp32")
+    gemms = Gemms.of("fp8_tile", "bf16", "fp32")
     switch = new_switch(gemms)
     x, weight, bias = torch.randn(70, 200), torch.randn(40, 200), torch.randn(40)
-    store = new_store(weight, tensorwise=False)
+    store = new_store(weight, FP8_BLOCK)
     spec = KERNELS.spec
-    forward = (x, weight, bias, None, None, store, switch.formats, switch.counts, False, True, torch.bfloat16, spec)
+    state = (store, switch.formats, switch.counts, switch.known)
+    forward = (x, weight, bias, None, None, None, *state, torch.bfloat16, spec)
     _check_operator(torch.ops.tilewright.tile_fprop.default, forward, (store, switch.counts))
     for wants in ((True, True), (True, False), (False, True)):
         backward = (
-            torch.randn(70, 40), x, None, None, weight, store, switch.formats, switch.counts,
-            False, True, torch.bfloat16, *wants, spec,
+            torch.randn(70, 40), x, None, None, None, weight, *state, torch.bfloat16, *wants, spec,
         )  # fmt: skip
         _check_operator(torch.ops.tilewright.tile_bprop.default, backward, (store, switch.counts))
 
@@ -268,7 +270,7 @@ def switch_and_compare(eager, compiled, backward):
                 names = [draw.choice(FORMATS) for _ in GEMM_NAMES]
                 names[2] = names[2] if layers[0].keep_value else "fp8_tile"
                 for layer in layers:
-                    layer.set_gemms(Gemms(*names), power_of_two=True)
+                    layer.set_gemms(Gemms.of(*names), power_of_two=True)
             eager.zero_grad()
             compiled.zero_grad()
             assert backward(compiled).item() == pytest.approx(backward(eager).item(), rel=2e-3)

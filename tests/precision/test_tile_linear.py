@@ -19,8 +19,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
+from tilewright.precision.float8.gemm.operands import quantize_copies
 from tilewright.precision.float8.gemm.weight_store import contents
-from tilewright.precision.float8.linear import Float8Linear, input_copies, new_switch
+from tilewright.precision.float8.linear import Float8Linear, new_switch, operands_of
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import Policy, Rule
@@ -31,10 +32,10 @@ SHAPES = [(256, 128, 384), (1, 576, 200), (130, 72, 576), (0, 128, 64), (300, 10
 
 def tile_linear(x, weight, bias, gemms, kernels):
     """x W^T + b without a layer: the three matmuls as a layer calls them."""
-    keep_value, kind = gemms.wgrad not in FP8_FORMATS, (gemms.tensorwise, True)
+    keep_value, form = not gemms.wgrad.scaled, operands_of(gemms).input
     column = not keep_value and weight.requires_grad and torch.is_grad_enabled()
-    copies = input_copies(x, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
-    fixed = StaticConfig(keep_value, *kind, kernels.spec, torch.bfloat16)
+    copies = InputCopies(*quantize_copies(x.detach(), form, kernels, row=gemms.fprop.scaled, column=column))
+    fixed = StaticConfig(keep_value, kernels.spec, torch.bfloat16)
     return matmuls(x, weight, bias, copies, None, new_switch(gemms), fixed)
 
 
@@ -58,12 +59,12 @@ def operands(x, weight, dy, gemms):
 
     column = lambda name, t, spec: pick(name, t.T.contiguous(), spec, ROW_TILE).T  # noqa: E731
     return (
-        pick(gemms.fprop, x, E4M3, ROW_TILE),
-        pick(gemms.fprop, weight, E4M3, BLOCK_TILE),
-        pick(gemms.dgrad, dy, grad_spec(gemms.dgrad), ROW_TILE),
-        pick(gemms.dgrad, weight, E4M3, BLOCK_TILE),
-        column(gemms.wgrad, dy, grad_spec(gemms.wgrad)),
-        column(gemms.wgrad, x, E4M3),
+        pick(gemms.fprop.name, x, E4M3, ROW_TILE),
+        pick(gemms.fprop.name, weight, E4M3, BLOCK_TILE),
+        pick(gemms.dgrad.name, dy, grad_spec(gemms.dgrad.name), ROW_TILE),
+        pick(gemms.dgrad.name, weight, E4M3, BLOCK_TILE),
+        column(gemms.wgrad.name, dy, grad_spec(gemms.wgrad.name)),
+        column(gemms.wgrad.name, x, E4M3),
     )
 
 
@@ -79,11 +80,11 @@ def assert_rounding_only(ours, exact, magnitude, what):
 
 MIXTURES = [
     *(Gemms.all(name) for name in FP8_FORMATS),
-    Gemms("fp8_tile", "bf16", "bf16"),
-    Gemms("bf16", "fp8_tile", "bf16"),
-    Gemms("bf16", "bf16", "fp8_tile"),
-    Gemms("fp8_tile", "fp8_hybrid", "fp8_tile"),
-    Gemms("fp8_tile", "fp32", "fp8_hybrid"),
+    Gemms.of("fp8_tile", "bf16", "bf16"),
+    Gemms.of("bf16", "fp8_tile", "bf16"),
+    Gemms.of("bf16", "bf16", "fp8_tile"),
+    Gemms.of("fp8_tile", "fp8_hybrid", "fp8_tile"),
+    Gemms.of("fp8_tile", "fp32", "fp8_hybrid"),
 ]
 
 
@@ -254,7 +255,7 @@ def test_weights_are_quantised_once_a_step_when_managed(counting):
     assert [seen[2] for seen in kernels.seen].count("128x128") == 3 * 4  # steps times layers
     for layer in weights.layers():
         fresh = quantize(layer.weight.detach(), FP8_BLOCK)
-        kept = contents(layer.weight_store, layer.weight.shape, tensorwise=False)
+        kept = contents(layer.weight_store, layer.weight.shape, FP8_BLOCK)
         assert torch.equal(kept.qdata, fresh.qdata)
         assert torch.equal(kept.scale_inv, fresh.scale_inv)
     weights.close()
@@ -342,7 +343,7 @@ def test_rules_name_single_products():
 
 def test_one_layer_has_one_kind_of_scale():
     with pytest.raises(ConfigError, match="Matmuls of one layer need the same kind of scale"):
-        Gemms("fp8_tile", "fp8_tensorwise", "bf16")
+        Gemms.of("fp8_tile", "fp8_tensorwise", "bf16")
 
 
 def test_a_rule_that_matches_nothing_names_near_ones():

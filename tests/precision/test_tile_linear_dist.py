@@ -58,7 +58,7 @@ def move(model, step):
     layers = [module for module in model.modules() if isinstance(module, Float8Linear) and module.keep_value]
     for number, layer in enumerate(layers if step else ()):
         names = ("fp8_tile", "bf16", "fp32")
-        layer.set_gemms(Gemms(*[names[(step + number + matmul) % 3] for matmul in range(3)]))
+        layer.set_gemms(Gemms.of(*[names[(step + number + matmul) % 3] for matmul in range(3)]))
 
 
 def _rank(rank: int, folder: str, keep: str) -> None:

@@ -119,9 +119,10 @@ class ScaleSpec:
         """The scales of the transposed matrix."""
         return replace(self, tile=self.tile.transposed())
 
-    def in_fp32(self, *, power_of_two: bool) -> "ScaleSpec":
-        """With powers of two or without, where scales are stored in FP32; other ones are what they are."""
-        return replace(self, rule="ceil" if power_of_two else "exact") if self.dtype == torch.float32 else self
+    def relaxed(self, *, power_of_two: bool) -> "ScaleSpec":
+        """Unless `power_of_two`: exact scales in place of the least power of two, where FP32 holds them."""
+        relaxes = not power_of_two and self.dtype == torch.float32 and self.rule == "ceil"
+        return replace(self, rule="exact") if relaxes else self
 
     def scales(self, amax: Tensor, element: FloatSpec) -> tuple[Tensor, Tensor | None]:
         """Scales [GM, GK] as stored, and the tensor's own, FP32 [1, 1], where there is one.

@@ -3,7 +3,7 @@
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,13 +49,22 @@ class OperandFormat:
         return OperandFormat(self.element, self.scale.transposed())
 
     @property
+    def in_rows(self) -> bool:
+        """No scale is shared by two rows, and along a row tiles have a width: matrices can be cut and joined."""
+        return self.tile.rows == 1 and self.tile.cols > 0 and not self.scale.second
+
+    def tensor(self, qdata: Tensor, scale_inv: Tensor, second: Tensor | None = None) -> "TiledTensor":
+        """Codes and scales in this format."""
+        return TiledTensor(qdata, scale_inv, self.tile, self.element, second)
+
+    @property
     def is_fp8(self) -> bool:
         """Codes and scales as our kernels know them: E4M3 or E5M2, a scale per tile in FP32, not "floor"."""
         return self.element in (E4M3, E5M2) and self.scale.dtype == torch.float32 and self.scale.rule != "floor"
 
-    def in_fp32(self, *, power_of_two: bool) -> "OperandFormat":
-        """See `ScaleSpec.in_fp32`."""
-        return OperandFormat(self.element, self.scale.in_fp32(power_of_two=power_of_two))
+    def relaxed(self, *, power_of_two: bool) -> "OperandFormat":
+        """See `ScaleSpec.relaxed`."""
+        return OperandFormat(self.element, self.scale.relaxed(power_of_two=power_of_two))
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
         """`TiledTensor.nbytes` of a matrix of this shape."""
@@ -65,7 +74,7 @@ class OperandFormat:
 
 def fp8_format(element: FloatSpec, tile: Tile, *, power_of_two: bool = True) -> OperandFormat:
     """Codes with a scale per tile in FP32, a power of two or not."""
-    return OperandFormat(element, ScaleSpec(tile).in_fp32(power_of_two=power_of_two))
+    return OperandFormat(element, ScaleSpec(tile).relaxed(power_of_two=power_of_two))
 
 
 FP8_ROW = fp8_format(E4M3, ROW_TILE)
@@ -137,6 +146,16 @@ class TiledTensor:
         value = decode(self.qdata, self.spec) * spread_scale(self.scale, self.tile, self.shape)
         # torch 2.11 loses the gradient of a compiled autograd.Function that ends in a conversion to the dtype it has.
         return value if value.dtype == dtype else value.to(dtype)
+
+    def rows(self, start: int, end: int) -> "TiledTensor":
+        """Rows of a matrix in tiles of one row."""
+        return replace(self, qdata=self.qdata[start:end], scale_inv=self.scale_inv[start:end])
+
+    def columns(self, start: int, end: int) -> "TiledTensor":
+        """Columns of a matrix in tiles along a row, from the beginning of one."""
+        cols = self.tile.cols
+        scale_inv = self.scale_inv[:, start // cols : -(-end // cols)]
+        return replace(self, qdata=self.qdata[:, start:end], scale_inv=scale_inv)
 
     def transposed(self) -> "TiledTensor":
         """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""

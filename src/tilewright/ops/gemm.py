@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.native.scaled_mm_availability import needs_scaled_mm
 from tilewright.ops.backends.ref import fp8 as ref
@@ -26,7 +26,7 @@ UNITS = ("scaled_mm", "triton")
 """Candidates that multiply 8-bit operands as they are, where the machine has a unit for it; the others decode them."""
 
 
-def kind_of(a: TiledTensor, b: TiledTensor) -> str:
+def kind_of(a: TiledTensor | OperandFormat, b: TiledTensor | OperandFormat) -> str:
     """The case's kind for these operands."""
     if not (a.is_fp8 and b.is_fp8):
         return "decoded"

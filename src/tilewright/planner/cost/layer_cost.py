@@ -29,7 +29,6 @@ from tilewright.planner.model.roofline import (
 )
 from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.model.weights import Weights
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 BLOCKED_ATTENTION = 1.05
 """Attention by blocks of query rows takes this many times as long (guess)."""
@@ -66,8 +65,8 @@ class GemmCost:
             if which == "wgrad" and matmul.frozen:
                 continue
             flops = 2.0 * rows * shape.seq_len * matmul.share * matmul.num_weights
-            fmt = getattr(matmul.gemms, which)
-            name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rates.matmul else "bf16"
+            form = matmul.gemms[which]
+            name = form.name if not form.scaled else "fp8" if "fp8" in rates.matmul else "bf16"
             padded = flops * (shape.expert_rows if matmul.share < 1 else 1.0)
             total += rates.matmul_s(name, matmul.num_weights**0.5, padded, compiled=shape.compiled)
         for kind, (calls, flops) in found.others.items():

@@ -30,7 +30,7 @@ from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape,
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.lora.lora import adapted_layers
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy
 
 WORK_GUESS = 0.6
@@ -212,7 +212,7 @@ def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool,
         compiled: whether it is.
         inputs: what a layer that is recomputed keeps of its input.
     """
-    gemms = {role(matmul.fqn): matmul.gemms for matmul in matmuls if matmul.gemms.any_fp8}
+    gemms = {role(matmul.fqn): matmul.gemms for matmul in matmuls if matmul.gemms.any_scaled}
     kept = Storage(BYTES[policy.stream], BYTES[policy.activation], compiled, inputs)
     return _with_codes(kept, gemms, policy.keep)
 
@@ -221,9 +221,10 @@ def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage
     qdata = {
         name
         for name, formats in gemms.items()
-        if formats.wgrad in FP8_FORMATS and (keep == "qdata" or name.startswith("experts."))  # these run as one
+        if formats.wgrad.scaled and (keep == "qdata" or name.startswith("experts."))  # these run as one
     }
-    fused = {name for name in qdata if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
+    rows = {name for name, formats in gemms.items() if formats.operands and formats.operands.input.in_rows}
+    fused = {name for name in qdata & rows if gemms[name].fprop.scaled}
     return replace(kept, tiled=frozenset(gemms), qdata=frozenset(qdata), fused=frozenset(fused))
 
 

@@ -15,7 +15,7 @@ from tilewright.precision.convert import explain
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
 from tilewright.precision.float8.gemm.weight_store import store_bytes
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
@@ -47,9 +47,9 @@ class LinearGemm:
     @property
     def code_bytes(self) -> int:
         """Bytes kept of the quantised weight between passes; 0 without 8-bit GEMMs, and on a GPU (`weight_store`)."""
-        if self.coded or not self.gemms.any_fp8:
+        if self.coded or self.gemms.operands is None:
             return 0
-        return store_bytes((self.num_out, self.num_in), tensorwise=self.gemms.tensorwise)
+        return store_bytes((self.num_out, self.num_in), self.gemms.operands.weight)
 
 
 def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
@@ -96,7 +96,7 @@ def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:
     """Bytes kept of quantised weights, and of what says their formats; nothing where each pass makes them."""
     if not kept:
         return 0
-    return sum(matmul.code_bytes + SWITCH_BYTES for matmul in matmuls if matmul.gemms.any_fp8)
+    return sum(matmul.code_bytes + SWITCH_BYTES for matmul in matmuls if matmul.gemms.any_scaled)
 
 
 def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
@@ -106,15 +106,11 @@ def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine)
     needs = (
         size * (tokens * matmul.share * (matmul.num_in + matmul.num_out) + matmul.num_weights)
         for matmul in matmuls
-        if matmul.gemms.any_fp8
+        if matmul.gemms.any_scaled
     )
     return max(needs, default=0.0)
 
 
 def uncast(matmuls: Iterable[LinearGemm]) -> int:
     """Weights that no pass casts to 16 bits: all three of their matmuls read codes."""
-    return sum(matmul.num_weights for matmul in matmuls if _all_fp8(matmul.gemms))
-
-
-def _all_fp8(gemms: Gemms) -> bool:
-    return all(name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+    return sum(matmul.num_weights for matmul in matmuls if matmul.gemms.all_scaled)

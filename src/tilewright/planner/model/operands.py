@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from tilewright.core.hardware import Machine
 from tilewright.models.decoder.activation_bytes import shared_input
 from tilewright.planner.model.gemms import LinearGemm, fp8_unit
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 READ_BYTES = 2
 """An element of an input or gradient as quantisation reads it; each copy that it writes has one byte."""
@@ -38,7 +37,7 @@ class OperandBytes:
         seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)
         for matmul in matmuls:
             gemms, rows = matmul.gemms, tokens * matmul.share
-            fprop, dgrad, wgrad = (name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+            fprop, dgrad, wgrad = (each.scaled for each in gemms.formats)
             wgrad = wgrad and not matmul.frozen
             x, dy, weight = rows * matmul.num_in, rows * matmul.num_out, matmul.num_weights
             reader = shared_input(matmul.fqn)
@@ -50,7 +49,7 @@ class OperandBytes:
             if not has_unit:
                 forward += DECODE_BYTES * fprop * (x + weight)
                 backward += DECODE_BYTES * (dgrad * (dy + weight) + wgrad * (dy + x))
-            qdata += WEIGHT_BYTES * weight * gemms.any_fp8 * (not matmul.coded)
+            qdata += WEIGHT_BYTES * weight * gemms.any_scaled * (not matmul.coded)
         if kept:
             return cls(forward, backward, qdata)
         return cls(forward + qdata, backward + qdata)

@@ -58,7 +58,7 @@ def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
     choice = fp8_choice(detect_machine(report.policy.device_type))
     problems = []
     for name in FP8_FORMATS:
-        layers = [site.fqn for site, d in decided if d.gemms and name in d.gemms.formats]
+        layers = [site.fqn for site, d in decided if d.gemms and name in d.gemms.names]
         if layers and name not in choice.native:
             problems.append(_fallback(f"{len(layers)} layers in {name}, the first is {layers[0]}", choice.reason))
     for reason, rows in fallbacks(report.rows).items():

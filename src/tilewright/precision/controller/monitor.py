@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.formats.quant_error import measure
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor, WithCopies, fp8_format
+from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.models.base.eval_mode import eager
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, TILES
 from tilewright.precision.snapshot import preserved
 
 _ROWS = 128
@@ -144,9 +142,10 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     if kernels is None:
         raise AssertionError("convert gives each Float8Linear its kernels")
     weight_MK = layer.weight.detach()
-    x8, x8_column = kernels.quantize_both(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=layer.power_of_two))
-    dy8, dy8_column = kernels.quantize_both(dy_NM, fp8_format(E4M3, ROW_TILE, power_of_two=layer.power_of_two))
-    weight8 = kernels.quantize(weight_MK, fp8_format(E4M3, BLOCK_TILE, power_of_two=layer.power_of_two))
+    forms = TILES.relaxed(power_of_two=layer.power_of_two)
+    x8, x8_column = kernels.quantize_both(x_NK, forms.input)
+    dy8, dy8_column = kernels.quantize_both(dy_NM, forms.gradient)
+    weight8 = kernels.quantize(weight_MK, forms.weight)
     tensors = {
         "input": _tensor(x_NK, x8),
         "weight": _weight(weight_MK, weight8, max_rows),
@@ -164,7 +163,7 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
         shadow = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)
         narrow = kernels.tile_gemm(*in_8bit[gemm], out_dtype=torch.bfloat16)
         matmuls[f"{gemm}.fp8_tile"] = compare(narrow, shadow)
-        if getattr(layer.gemms, gemm) not in FP8_FORMATS:
+        if not layer.gemms[gemm].scaled:
             wide = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
             matmuls[f"{gemm}.bf16"] = compare(shadow, wide)
     return LayerStats(tensors, matmuls)

@@ -24,7 +24,7 @@ from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.stats import QuantStats
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.wiring import group_experts
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES, Gemms
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.schedule import FormatSchedule
 from tilewright.precision.snapshot import ModuleSnapshot
 
@@ -121,7 +121,9 @@ class PrecisionController:
     def _set(self, formats: Mapping[tuple[str, str], str]) -> bool:
         changed = False
         for name, layer in named_float8_layers(self.model):
-            gemms = Gemms(*(formats[name, gemm] for gemm in GEMM_NAMES)) if (name, "fprop") in formats else layer.gemms
+            gemms = (
+                Gemms.of(*(formats[name, gemm] for gemm in GEMM_NAMES)) if (name, "fprop") in formats else layer.gemms
+            )
             if gemms != layer.gemms:
                 layer.set_gemms(gemms, power_of_two=layer.power_of_two)
                 changed = True
@@ -278,7 +280,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
             try_='convert(model, Policy("fp8_tile", keep="value")) first',
             where="precision.controller.enabled",
         )
-    fixed = [name for name, layer in layers if layer.gemms.wgrad in FP8_FORMATS and not layer.keep_value]
+    fixed = [name for name, layer in layers if layer.gemms.wgrad.scaled and not layer.keep_value]
     if fixed:
         raise ConfigError(
             "Weight gradients of this model must stay in FP8, which the controller needs to move",
@@ -288,8 +290,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
             where="precision.controller.enabled",
         )
     return [
-        GemmSite(name, gemm, 0 if getattr(layer.gemms, gemm) in FP8_FORMATS else LEVELS.index(getattr(layer.gemms,
-        gemm)),
+        GemmSite(name, gemm, 0 if layer.gemms[gemm].scaled else LEVELS.index(layer.gemms[gemm].name),
              float(layer.weight.numel()))
         for name, layer in layers for gemm in GEMM_NAMES
     ]  # fmt: skip
@@ -301,7 +302,7 @@ def grad_norm(model: nn.Module) -> float:
 
 
 def _eight_bit(layer: Float8Linear) -> list[str]:
-    return [name for name in (getattr(layer.gemms, gemm) for gemm in GEMM_NAMES) if name in FP8_FORMATS]
+    return [each.name for each in layer.gemms.formats if each.scaled]
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -13,14 +13,21 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError, HardwareError, Problem
 from tilewright.core.hardware import fp8_choice
-from tilewright.ops.gemm import UNITS
+from tilewright.ops.gemm import UNITS, kind_of
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.audit_table import AuditRow
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import Given, counters, tile_weights
 from tilewright.precision.mixed.cast import CastLinear
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
+from tilewright.precision.policy.gemm_formats import (
+    FP8_FORMATS,
+    GEMM_FORMATS,
+    GEMM_NAMES,
+    GemmFormat,
+    named_format,
+    of_text,
+)
 from tilewright.precision.policy.report import ModuleRow
 
 Counts = dict[str, dict[str, dict[str, int]]]
@@ -118,7 +125,8 @@ class Audit:
 
 
 def _added(before: dict[str, int], ran: dict[str, int]) -> dict[str, int]:
-    totals = {name: before.get(name, 0) + ran.get(name, 0) for name in GEMM_FORMATS}
+    names = dict.fromkeys((*GEMM_FORMATS, *before, *ran))
+    totals = {name: before.get(name, 0) + ran.get(name, 0) for name in names}
     return {name: calls for name, calls in totals.items() if calls}
 
 
@@ -128,9 +136,10 @@ def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
         if not ran and isinstance(module, Float8Linear):
-            ran = {getattr(module.gemms, gemm): 0}
+            ran = {module.gemms[gemm].name: 0}
         for name, calls in ran.items():
-            kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
+            form = _known(vars(module).get("known"), name)
+            kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, form)
             yield AuditRow(fqn, gemm, name, kernel, calls, fallback)
 
 
@@ -141,31 +150,37 @@ def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]])
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
         if not ran and matmuls.gemms is not None:
-            ran = {getattr(matmuls.gemms, gemm): 0}
+            ran = {matmuls.gemms[gemm].name: 0}
         for name, calls in ran.items() if kernels is not None else ():
-            kernel, fallback = _kernel(kernels, given.parameter, matmuls.output_dtype, gemm, name)
+            form = _known(matmuls.switch.known, name)
+            kernel, fallback = _kernel(kernels, given.parameter, matmuls.output_dtype, gemm, form)
             yield AuditRow(row.fqn, gemm, name, kernel, calls, fallback)
 
 
+def _known(known: str | None, name: str) -> GemmFormat:
+    """The format of a name among those that a layer knows."""
+    every = () if known is None else of_text(known)
+    return next((each for each in every if each.name == name), named_format(name))
+
+
 def _kernel(
-    kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, name: str
+    kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, form: GemmFormat
 ) -> tuple[str, str]:
     """The implementation that a matmul of this format runs on, and why that is a fallback, if it is.
 
     The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
     """
     device = weight.device.type
-    if name not in FP8_FORMATS:
-        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    if form.operands is None:
+        dtype = torch.float32 if form.name == "fp32" else torch.bfloat16
         return _chosen(kernels, ("linear", device, dtype, ""))[0], ""
     dtype = weight.dtype if gemm == "wgrad" else output_dtype or torch.bfloat16
-    kind = "tensorwise" if name == "fp8_tensorwise" else "tiles"
-    kernel, rejected = _chosen(kernels, ("tile_gemm", device, dtype, kind))
+    kernel, rejected = _chosen(kernels, ("tile_gemm", device, dtype, kind_of(*form.operands.of(gemm))))
     choice = fp8_choice(kernels.machine)
-    if name not in choice.native:
+    if form.name in FP8_FORMATS and form.name not in choice.native:
         return kernel, choice.reason
     if kernel not in UNITS:
-        return kernel, f"operands are decoded to 16 bits by {kernel}; {rejected}"
+        return kernel, f"operands are decoded by {kernel}; {rejected}"
     return kernel, ""
 
 
@@ -186,9 +201,9 @@ def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
 def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
     """A frozen weight has no gradient, and its two matmuls are not counted."""
     for gemm in ("fprop", "dgrad"):
-        name = getattr(module, gemm)
-        kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
-        yield AuditRow(row.fqn, gemm, name, kernel, None, fallback)
+        form = getattr(module, gemm)
+        kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, form)
+        yield AuditRow(row.fqn, gemm, form.name, kernel, None, fallback)
 
 
 def _refused(reason: str, rows: list[AuditRow]) -> Problem:

@@ -1,9 +1,9 @@
 """The linear layers of many experts as one operation: rows quantised once for all experts, then a matmul each.
 
-An expert's rows are padded to whole tiles of 128, so that the column-wise copies that weight gradients read hold no
+An expert's rows are padded to whole tiles (of 128), so that the column-wise copies that weight gradients read hold no
 tile of two experts. Read `ExpertRunner` first.
 
-Legend: P rows of all experts, each expert's padded to a multiple of 128  K input features  M output features.
+Legend: P rows of all experts, each expert's padded to whole tiles  K input features  M output features.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor, fp8_format
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
-from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, quantize_copies
-from tilewright.precision.float8.linear import Float8Linear, input_copies
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
-
-ROWS = 128
-"""Rows of a tile of the column-wise copies."""
+from tilewright.precision.float8.gemm.operands import of_parts, parts_of, quantize_copies
+from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.policy.gemm_formats import Gemms
 
 
 def groupable(experts: Sequence[nn.Module]) -> bool:
@@ -38,9 +32,16 @@ def groupable(experts: Sequence[nn.Module]) -> bool:
     return (
         all(isinstance(layer, Float8Linear) and layer.bias is None and not hasattr(layer, "lora_A") for layer in layers)
         and len(settings) == 1
-        and all(name in FP8_FORMATS for gemms, _ in settings for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
-        and not any(gemms.tensorwise for gemms, _ in settings)  # one scale over all experts would be another format
+        and all(gemms.all_scaled and _can_be_joined(gemms) for gemms, _ in settings)
     )
+
+
+def _can_be_joined(gemms: Gemms) -> bool:
+    """Rows of several experts quantised together are what each of them would have alone. (One scale over all would be
+    another format.)"""
+    forms = {each.operands.input for each in gemms.formats if each.operands is not None}
+    forms |= {each.operands.gradient for each in gemms.formats if each.operands is not None}
+    return all(form.in_rows for form in forms) and len({form.tile.cols for form in forms}) == 1
 
 
 class ExpertRunner:
@@ -53,17 +54,16 @@ class ExpertRunner:
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
         """Rows of each expert [n, K] -> its result [n, K]."""
         counts = [len(x) for x in rows]
-        x_PK = torch.cat([F.pad(x, (0, 0, 0, -len(x) % ROWS)) for x in rows])
         first = experts[0].gate_proj
+        width = first.operand_formats.input.tile.cols
+        x_PK = torch.cat([F.pad(x, (0, 0, 0, -len(x) % width)) for x in rows])
         copies = _copies(x_PK, first)
         gate_PM = grouped_tile_linear(x_PK, counts, [expert.gate_proj for expert in experts], copies)
         up_PM = grouped_tile_linear(x_PK, counts, [expert.up_proj for expert in experts], copies)
-        hidden = QuantizingSwiGLU(first.kernels, fp8_format(E4M3, ROW_TILE, power_of_two=first.power_of_two))(
-            gate_PM, up_PM
-        )
+        hidden = QuantizingSwiGLU(first.kernels, first.operand_formats.input)(gate_PM, up_PM)
         copies = InputCopies(hidden.row, hidden.column)
         out_PK = grouped_tile_linear(hidden.value, counts, [expert.down_proj for expert in experts], copies)
-        parts = out_PK.split([end - start for start, end in _spans(counts)])
+        parts = out_PK.split([end - start for start, end in _spans(counts, width)])
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
@@ -84,70 +84,64 @@ def grouped_tile_linear(
     first = layers[0]
     if copies is None:
         copies = _copies(x_PK, first)
-    row, column = copies.row, copies.column
-    if row is None:
-        raise AssertionError("grouped layers have 8-bit matmuls throughout")
-    qdata = (column.qdata, column.scale_inv) if column is not None else (None, None)
+    if copies.row is None:
+        raise AssertionError("grouped layers have matmuls of scaled operands throughout")
+    weights = [layer.weight for layer in layers]
     return _GroupedMatmuls.apply(
-        x_PK, row.qdata, row.scale_inv, *qdata, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
+        x_PK, *parts_of(copies.row), *parts_of(copies.column), tuple(counts), tuple(layers), *weights
     )
 
 
 def _copies(x_PK: Tensor, first: Float8Linear) -> InputCopies:
     if first.kernels is None:
         raise AssertionError("convert gives each Float8Linear its kernels")
-    return input_copies(x_PK, first.kernels, False, first.power_of_two, row=True, column=torch.is_grad_enabled())
+    wanted = {"row": True, "column": torch.is_grad_enabled()}
+    return InputCopies(*quantize_copies(x_PK.detach(), first.operand_formats.input, first.kernels, **wanted))
 
 
-def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last row of each expert, its padding included."""
-    ends = list(accumulate(-(-count // ROWS) * ROWS for count in counts))
+def _spans(counts: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """First and last row of each expert, its padding to tiles of this width included."""
+    ends = list(accumulate(-(-count // width) * width for count in counts))
     return list(zip([0, *ends], ends, strict=False))
-
-
-def _rows_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
-    return TiledTensor(tiled.qdata[start:end], tiled.scale_inv[start:end], tiled.tile, tiled.spec)
-
-
-def _columns_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
-    """Columns of a matrix in row tiles; both ends are whole tiles."""
-    scale_inv = tiled.scale_inv[:, start // ROWS : end // ROWS]
-    return TiledTensor(tiled.qdata[:, start:end], scale_inv, tiled.tile, tiled.spec)
 
 
 class _GroupedMatmuls(torch.autograd.Function):
     """The three matmuls of each expert."""
 
     @staticmethod
-    def forward(ctx, x_PK, rowwise_qdata, row_scale, columnwise_qdata, column_scale, counts, layers, *weights_MK):
-        kernels = layers[0].kernels
-        row = TiledTensor(rowwise_qdata, row_scale, input_tile(tensorwise=False), E4M3)
+    def forward(ctx, x_PK, row_qdata, row_scale, row_second, *rest):
+        *column, counts, layers = rest[:5]
+        weights_MK, first = rest[5:], layers[0]
+        row = of_parts(first.operand_formats.input, (row_qdata, row_scale, row_second))
+        spans = _spans(counts, first.operand_formats.input.tile.cols)
         outs = []
-        for layer, weight_MK, (start, end) in zip(layers, weights_MK, _spans(counts), strict=True):
+        for layer, weight_MK, (start, end) in zip(layers, weights_MK, spans, strict=True):
             weight = layer.quantized_weight(weight_MK)
             layer.note_executed("fprop")
-            outs.append(kernels.tile_gemm(_rows_of(row, start, end), weight, out_dtype=layers[0].output_dtype))
-        ctx.save_for_backward(columnwise_qdata, column_scale, *weights_MK)
-        ctx.counts, ctx.layers, ctx.x_dtype, ctx.gemms = counts, layers, x_PK.dtype, layers[0].gemms
+            outs.append(first.kernels.tile_gemm(row.rows(start, end), weight, out_dtype=first.output_dtype))
+        ctx.save_for_backward(*column, *weights_MK)
+        ctx.spans, ctx.layers, ctx.x_dtype, ctx.gemms = spans, layers, x_PK.dtype, first.gemms
         return torch.cat(outs)
 
     @staticmethod
     def backward(ctx, dy_PM):
-        columnwise_qdata, column_scale, *weights_MK = ctx.saved_tensors
+        column_qdata, column_scale, column_second, *weights_MK = ctx.saved_tensors
         first = ctx.layers[0]
-        kernels, gemms = first.kernels, ctx.gemms
-        x = TiledTensor(columnwise_qdata, column_scale, input_tile(tensorwise=False), E4M3)
-        dgrad_spec, wgrad_spec = gradient_spec(gemms.dgrad), gradient_spec(gemms.wgrad)
-        how = {"tensorwise": False, "power_of_two": first.power_of_two}
-        row, column = quantize_copies(dy_PM, dgrad_spec, kernels, **how, row=True, column=True)
-        if wgrad_spec != dgrad_spec:
-            _, column = quantize_copies(dy_PM, wgrad_spec, kernels, **how, row=False, column=True)
+        kernels = first.kernels
+        x = of_parts(first.operand_formats.input, (column_qdata, column_scale, column_second))
+        for_row, for_column = (
+            form.operands.gradient.relaxed(power_of_two=first.power_of_two)
+            for form in (ctx.gemms.dgrad, ctx.gemms.wgrad)
+        )
+        row, column = quantize_copies(dy_PM, for_row, kernels, row=True, column=True)
+        if for_row != for_column:
+            _, column = quantize_copies(dy_PM, for_column, kernels, row=False, column=True)
         dx_parts, dweights = [], []
-        for index, (start, end) in enumerate(_spans(ctx.counts)):
+        for index, (start, end) in enumerate(ctx.spans):
             weight = ctx.layers[index].quantized_weight(weights_MK[index])
             ctx.layers[index].note_executed("dgrad", "wgrad")
-            dx_parts.append(kernels.tile_gemm(_rows_of(row, start, end), weight.transposed(), out_dtype=ctx.x_dtype))
-            dy, inputs = _columns_of(column, start, end), _columns_of(x, start, end)
+            dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight.transposed(), out_dtype=ctx.x_dtype))
+            dy, inputs = column.columns(start, end), x.columns(start, end)
             dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))
         dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights, of=(dy_PM, *weights_MK))
-        return dx, None, None, None, None, None, None, *dweights
+        return dx, *[None] * 8, *dweights

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3, SPECS
-from tilewright.formats.tiled import TiledTensor, fp8_format
+from tilewright.formats.spec import SPECS
+from tilewright.formats.tiled import FP8_BLOCK, TiledTensor
 from tilewright.ops.base.codes import HoldsCodes
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
-from tilewright.precision.float8.gemm.operands import gradient_spec
+from tilewright.precision.float8.gemm.operands import of_parts, parts_of
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.mixed.cast import Cast, CastLinear
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import FP8_TILE, TILES, GemmFormat, Gemms, Operands, named_format
 
 
 class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
@@ -41,9 +40,9 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
     code_attributes = MappingProxyType({"weight": "weight", "weight_scale_inv": "weight_scale_inv"})
 
     output_dtype: torch.dtype | None = None
-    fprop: str = "fp8_tile"
+    fprop: GemmFormat = FP8_TILE
     """Format of the forward matmul's operands."""
-    dgrad: str = "fp8_tile"
+    dgrad: GemmFormat = FP8_TILE
     """Format of the operands of the input gradient's matmul."""
     power_of_two: bool = True
     """Kind of the inputs' and gradients' scales; the weight's are what they are."""
@@ -55,25 +54,26 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
 
     def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
         """Set 16- or 32-bit matmuls; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""
-        self.fprop = self.dgrad = "fp32" if compute == "tf32" else compute
+        self.fprop = self.dgrad = named_format("fp32" if compute == "tf32" else compute)
         self.output_dtype = SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool) -> None:
         """Set the matmuls' formats; the weight keeps its scales.
 
         Raises:
-            ConfigError: one scale per tensor, which the stored weight does not have.
+            ConfigError: weights in another format than E4M3 with block scales, which the stored one has.
         """
         self.check_gemms(gemms)
-        self.fprop, self.dgrad, self.power_of_two = gemms.fprop, gemms.dgrad, power_of_two
+        self.power_of_two = power_of_two
+        self.fprop, self.dgrad = (each.relaxed(power_of_two=power_of_two) for each in (gemms.fprop, gemms.dgrad))
 
     @staticmethod
     def check_gemms(gemms: Gemms) -> None:
         """Raise where a frozen weight cannot be multiplied so; see `set_gemms`."""
-        if gemms.tensorwise:
+        if gemms.operands is not None and gemms.operands.weight != FP8_BLOCK:
             raise ConfigError(
                 "Frozen FP8 weight without block scales",
-                got="fp8_tensorwise",
+                got=str(gemms),
                 need="fp8_tile, fp8_hybrid, or a format of 16 or 32 bit",
                 try_='precision.mode = "fp8_tile"',
                 where="precision.mode",
@@ -84,25 +84,27 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
 
     def _run(self, x: Tensor) -> Tensor:
         # Inside of a torch.func transform the GEMM quantises what it reads: here tensors may have no memory.
-        row = self._quantized_input(x) if self.fprop in FP8_FORMATS and not in_func_transform() else None
+        row = self._quantized_input(x) if self.fprop.scaled and not in_func_transform() else None
         matmuls = _FrozenMatmuls if torch.compiler.is_compiling() else _EagerFrozenMatmuls
         out_NM = matmuls.apply(
-            x.reshape(-1, x.shape[-1]), None if row is None else row.qdata, None if row is None else row.scale_inv,
-            self.weight, self.weight_scale_inv, self.bias,
-            self.fprop, self.dgrad, self.power_of_two, self.kernels, self.output_dtype or x.dtype,
+            x.reshape(-1, x.shape[-1]), *parts_of(row), self.weight, self.weight_scale_inv, self.bias,
+            self.fprop, self.dgrad, self.kernels, self.output_dtype or x.dtype,
         )  # fmt: skip
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _quantized_input(self, x: Tensor) -> TiledTensor | None:
-        kernels = self.kernels
+        kernels, form = self.kernels, self._forms().input
         if kernels is None:
             raise AssertionError("freeze_in_fp8 gives each layer its kernels")
 
         def make() -> InputCopies:
             x_NK = x.detach().reshape(-1, x.shape[-1])
-            return InputCopies(kernels.quantize(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=self.power_of_two)), None)
+            return InputCopies(kernels.quantize(x_NK, form), None)
 
-        return make().row if self.share is None else self.share.copies_of(x, ("frozen", self.power_of_two), make).row
+        return make().row if self.share is None else self.share.copies_of(x, ("frozen", form), make).row
+
+    def _forms(self) -> Operands:
+        return self.fprop.operands or TILES
 
     def tiled_weight(self) -> TiledTensor:
         """Codes and scales, [M, K]."""
@@ -155,10 +157,9 @@ def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
     del module.weight, module.weight_scale_inv
     plain = module.plain_class
     if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so
-        fp8 = module.fprop in FP8_FORMATS
-        plain = Float8Linear if fp8 else CastLinear
-        if not fp8:
-            module.compute_dtype = SPECS[module.fprop].dtype
+        plain = Float8Linear if module.fprop.scaled else CastLinear
+        if not module.fprop.scaled:
+            module.compute_dtype = module.fprop.dtype
     module.__class__ = plain
     if isinstance(module, Float8Linear) and "fprop" in vars(module):
         module.configure(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
@@ -174,25 +175,23 @@ class _FrozenMatmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_NK, rowwise_qdata, row_scale, qdata_MK, scale_inv, bias_M,
-        fprop, dgrad, power_of_two, kernels, out_dtype,
+        x_NK, row_qdata, row_scale, row_second, qdata_MK, scale_inv, bias_M, fprop, dgrad, kernels, out_dtype,
     ):  # fmt: skip
         weight = from_stored(qdata_MK, scale_inv)
-        if fprop in FP8_FORMATS:
-            if rowwise_qdata is None:
-                row = kernels.quantize(x_NK, fp8_format(E4M3, ROW_TILE, power_of_two=power_of_two))
-            else:
-                row = TiledTensor(rowwise_qdata, row_scale, ROW_TILE, E4M3)
+        if fprop.scaled:
+            row = of_parts(fprop.operands.input, (row_qdata, row_scale, row_second))
+            if row is None:
+                row = kernels.quantize(x_NK, fprop.operands.input)
             return kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
-        dtype = SPECS[fprop].dtype
+        dtype = fprop.dtype
         bias = None if bias_M is None else bias_M.to(dtype)
         return kernels.linear(x_NK.to(dtype), weight.dequantize(dtype), bias).to(out_dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x_NK, _, _, qdata_MK, scale_inv, _, _, dgrad, power_of_two, kernels, _ = inputs
+        x_NK, _, _, _, qdata_MK, scale_inv, _, _, dgrad, kernels, _ = inputs
         ctx.save_for_backward(qdata_MK, scale_inv)
-        ctx.dgrad, ctx.power_of_two, ctx.kernels, ctx.x_dtype = dgrad, power_of_two, kernels, x_NK.dtype
+        ctx.dgrad, ctx.kernels, ctx.x_dtype = dgrad, kernels, x_NK.dtype
 
     @staticmethod
     def backward(ctx, dy_NM):
@@ -201,12 +200,11 @@ class _FrozenMatmuls(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = from_stored(qdata_MK, scale_inv).transposed()
             with torch.no_grad():
-                if ctx.dgrad in FP8_FORMATS:
-                    spec = gradient_spec(ctx.dgrad)
-                    dy = ctx.kernels.quantize(dy_NM, fp8_format(spec, ROW_TILE, power_of_two=ctx.power_of_two))
+                if ctx.dgrad.scaled:
+                    dy = ctx.kernels.quantize(dy_NM, ctx.dgrad.operands.gradient)
                     dx_NK = ctx.kernels.tile_gemm(dy, weight, out_dtype=ctx.x_dtype)
                 else:
-                    dtype = SPECS[ctx.dgrad].dtype
+                    dtype = ctx.dgrad.dtype
                     dx_NK = ctx.kernels.linear(dy_NM.to(dtype), weight.dequantize(dtype)).to(ctx.x_dtype)
         return *first_order_only(dx_NK, of=(dy_NM,)), *[None] * 10
 

@@ -11,6 +11,7 @@ See: DeepSeek-V3 report, section 3.3 (fine-grained quantisation; FP8 copies of i
 Legend: N tokens  K input features  M output features. TiledTensors carry their own shapes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,30 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import Machine, fp8_choice
-from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
-from tilewright.precision.float8.gemm.operands import quantize_copies, quantize_weight
+from tilewright.precision.float8.gemm.operands import quantize_copies
 from tilewright.precision.float8.gemm.weight_store import new_store, stored_weight
 from tilewright.precision.mixed.cast import Cast
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
+from tilewright.precision.policy.gemm_formats import (
+    FORMATS,
+    FP8_FORMATS,
+    GEMM_NAMES,
+    TILES,
+    GemmFormat,
+    Gemms,
+    Operands,
+    of_text,
+    to_text,
+)
+
+
+def operands_of(gemms: Gemms, *, power_of_two: bool = True) -> Operands:
+    """What a layer with these formats quantises to; without one, what it may be moved to at run time."""
+    return (gemms.operands or TILES).relaxed(power_of_two=power_of_two)
 
 
 class Float8Linear(Cast, nn.Linear):
@@ -43,14 +58,17 @@ class Float8Linear(Cast, nn.Linear):
     formats: Tensor
     """int64 [3] on the host; see `gemm_ops.RuntimeFormats`. No buffer: it does not move with the model."""
     counts: Tensor
-    """int64 [3, formats] on the host: what has run."""
+    """int64 [3, known] on the host: what has run."""
+    known: str
+    """The formats that these two count in, as text."""
     keep_value: bool = False
     """Backward keeps the input itself, not its column-wise codes: the weight's gradient may have any format."""
     row_copy: bool = True
     """The input is quantised row-wise ahead of the forward matmul; else there, should it need that."""
-    tensorwise: bool = False
-    """8-bit operands have one scale, not one a tile."""
+    operand_formats: Operands = operands_of(Gemms.all("bf16"))
+    """What is quantised is quantised to this, but gradients, which differ between matmuls. Set by `configure`."""
     power_of_two: bool = True
+    """Kind of scale, where scales are FP32."""
     strict: bool = False
     """`set_gemms` refuses a format that this machine only emulates."""
     kernels: Kernels | None = None
@@ -71,17 +89,19 @@ class Float8Linear(Cast, nn.Linear):
             keep: "qdata" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
             strict: see `strict`.
         """
-        settings = (gemms.tensorwise, power_of_two)
-        changed = settings != (self.tensorwise, self.power_of_two)
-        self.tensorwise, self.power_of_two = settings
-        if changed:
-            self.keep_weight(self.keeps_weight)  # a store belongs to one kind of scale
-        self.keep_value = keep == "value" or gemms.wgrad not in FP8_FORMATS
-        self.row_copy = keep == "value" or gemms.fprop in FP8_FORMATS
+        before, self.operand_formats = self.operand_formats, operands_of(gemms, power_of_two=power_of_two)
+        self.power_of_two = power_of_two
+        if before.weight != self.operand_formats.weight:
+            self.keep_weight(self.keeps_weight)  # a store belongs to one format
+        self.keep_value = keep == "value" or not gemms.wgrad.scaled
+        self.row_copy = keep == "value" or gemms.fprop.scaled
         self.strict = strict
+        switch = new_switch(gemms, power_of_two=power_of_two)
         if "formats" not in vars(self):
-            switch = new_switch(gemms)
             self.formats, self.counts = switch.formats, switch.counts
+        elif len(self.counts[0]) < len(switch.counts[0]):  # a format that no recipe names: counted from here
+            self.counts = switch.counts
+        self.known = switch.known
         self._write(gemms)
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:
@@ -92,11 +112,11 @@ class Float8Linear(Cast, nn.Linear):
             power_of_two: kind of scale; None, or the same as before: it is settled at conversion.
 
         Raises:
-            ConfigError: the weight's gradient cannot leave 8 bits, because backward keeps 8-bit codes; or another
-                kind of scale.
+            ConfigError: the weight's gradient cannot leave 8 bits, because backward keeps 8-bit codes; another kind
+                of scale; or a format that neither a recipe names nor `configure` was given.
             HardwareError: the policy is strict, and this machine only emulates the format.
         """
-        if not self.keep_value and gemms.wgrad not in FP8_FORMATS:
+        if not self.keep_value and not gemms.wgrad.scaled:
             raise ConfigError(
                 "Weight gradient of this layer must stay in FP8 during a run",
                 got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
@@ -105,8 +125,15 @@ class Float8Linear(Cast, nn.Linear):
                 where="precision",
             )
         powers = self.power_of_two if power_of_two is None else power_of_two
-        if powers != self.power_of_two or (gemms.any_fp8 and gemms.tensorwise != self.tensorwise):
-            kind = "one scale per tensor" if self.tensorwise else "tiles"
+        wanted = operands_of(gemms, power_of_two=self.power_of_two)
+        copies = (self.operand_formats.input, self.operand_formats.weight)
+        known = {each.name for each in of_text(self.known)}
+        if (
+            powers != self.power_of_two
+            or not known.issuperset(gemms.names)
+            or (gemms.any_scaled and (wanted.input, wanted.weight) != copies)
+        ):
+            kind = "inputs in {}, weights in {}".format(*copies)
             raise ConfigError(
                 "Scale kind cannot change after conversion",
                 got=f"{gemms}, power_of_two {powers}",
@@ -120,19 +147,22 @@ class Float8Linear(Cast, nn.Linear):
 
     def _write(self, gemms: Gemms) -> None:
         self.gemms = gemms
-        self.formats.copy_(_indices(gemms))
+        self.formats.copy_(_indices(gemms, self.known))
+
+    @property
+    def switch(self) -> RuntimeFormats:
+        """What the matmuls read and count."""
+        return RuntimeFormats(self.known, self.formats, self.counts)
 
     def executed(self) -> dict[str, dict[str, int]]:
         """Matmul -> format -> calls since `reset_executed`, for formats that ran."""
-        return {
-            name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
-            for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
-        }
+        return RuntimeFormats(self.known, self.formats, self.counts).executed()
 
     def note_executed(self, *names: str) -> None:
         """Count a call of these matmuls, which ran elsewhere (see `experts`) in their present formats."""
         for name in names:
-            self.counts[GEMM_NAMES.index(name), GEMM_FORMATS.index(getattr(self.gemms, name))] += 1
+            gemm = GEMM_NAMES.index(name)
+            self.counts[gemm, self.formats[gemm]] += 1
 
     def reset_executed(self) -> None:
         """Count from zero."""
@@ -144,7 +174,7 @@ class Float8Linear(Cast, nn.Linear):
         They are checked against the weight in each use (`weight_store`). A copy of the layer starts without.
         """
         self.keeps_weight = keep
-        self.weight_store = new_store(self.weight, tensorwise=self.tensorwise) if keep else None
+        self.weight_store = new_store(self.weight, self.operand_formats.weight) if keep else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which are other models and quantise their weights in each pass."""
@@ -168,19 +198,18 @@ class Float8Linear(Cast, nn.Linear):
         transformed = in_func_transform()
         keep_value = self.keep_value or transformed
         column = not keep_value and self.weight.requires_grad and torch.is_grad_enabled()
-        kind = (self.tensorwise, self.power_of_two)
+        form = self.operand_formats.input
 
         def make() -> InputCopies:
-            return input_copies(x_NK, kernels, *kind, row=self.row_copy, column=column)
+            return InputCopies(*quantize_copies(x_NK.detach(), form, kernels, row=self.row_copy, column=column))
 
         if transformed:
             copies = InputCopies(None, None)
         elif copies is None:
-            key = (*kind, self.row_copy, column)
+            key = (form, self.row_copy, column)
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
-        switch = RuntimeFormats(self.formats, self.counts)
-        fixed = StaticConfig(keep_value, *kind, kernels.spec, self.output_dtype)
-        out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
+        fixed = StaticConfig(keep_value, kernels.spec, self.output_dtype)
+        out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, self.switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _kernels(self) -> Kernels:
@@ -193,32 +222,40 @@ class Float8Linear(Cast, nn.Linear):
 
         Where the layer keeps FP8 data, these, checked: the next call may write to them.
         """
-        how = {"tensorwise": self.tensorwise, "power_of_two": self.power_of_two}
         weight_MK, kernels = (self.weight if weight_MK is None else weight_MK).detach(), self._kernels()
         if self.weight_store is None:
-            return quantize_weight(weight_MK, kernels, **how)
-        return stored_weight(self.weight_store, weight_MK, kernels, **how)
+            return kernels.quantize(weight_MK, self.operand_formats.weight)
+        return stored_weight(self.weight_store, weight_MK, kernels, self.operand_formats.weight)
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the formats."""
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
-def new_switch(gemms: Gemms) -> RuntimeFormats:
+def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
     """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
+    known = _known(gemms.formats, power_of_two)
     with torch.inference_mode(False):
-        return RuntimeFormats(
-            _indices(gemms), torch.zeros(len(GEMM_NAMES), len(GEMM_FORMATS), dtype=torch.int64, device="cpu")
-        )
+        formats = _indices(gemms, known)
+        counts = torch.zeros(len(GEMM_NAMES), len(of_text(known)), dtype=torch.int64, device="cpu")
+        return RuntimeFormats(known, formats, counts)
 
 
-def _indices(gemms: Gemms) -> Tensor:
-    return torch.tensor([GEMM_FORMATS.index(name) for name in gemms.formats], dtype=torch.int64, device="cpu")
+@functools.lru_cache(maxsize=256)
+def _known(formats: tuple[GemmFormat, ...], power_of_two: bool) -> str:
+    """The formats that recipes name and these, in the order that counts have."""
+    every = (each.relaxed(power_of_two=power_of_two) for each in (*FORMATS, *formats) if each in FORMATS or each.scaled)
+    return to_text(tuple(dict.fromkeys(every)))
+
+
+def _indices(gemms: Gemms, known: str) -> Tensor:
+    names = [each.name for each in of_text(known)]
+    return torch.tensor([names.index(name) for name in gemms.names], dtype=torch.int64, device="cpu")
 
 
 def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
     choice = fp8_choice(machine)
-    lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
+    lost = [each.name for each in gemms.formats if each.scaled and each.name not in choice.native]
     if lost:
         raise HardwareError(
             f"Matmul in {lost[0]} would be emulated, and precision.strict is set",
@@ -227,11 +264,3 @@ def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
             try_="precision.strict = false, or another format",
             where="precision",
         )
-
-
-def input_copies(
-    x_NK: Tensor, kernels: Kernels, tensorwise: bool, power_of_two: bool, *, row: bool, column: bool
-) -> InputCopies:
-    """8-bit copies of an input [N, K], as asked for: `row` for fprop, `column` for wgrad."""
-    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
-    return InputCopies(*quantize_copies(x_NK.detach(), E4M3, kernels, **how, row=row, column=column))

@@ -9,6 +9,7 @@ Legend: N tokens  K input features  M output features  E experts  P rows of all 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -16,16 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
-from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies
-from tilewright.precision.float8.linear import input_copies, new_switch
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
-
-ROWS = 128
-"""Rows of a tile of the column-wise copies."""
+from tilewright.precision.float8.gemm.operands import quantize_copies
+from tilewright.precision.float8.linear import new_switch, operands_of
+from tilewright.precision.policy.gemm_formats import Gemms
 
 
 class Float8Weight:
@@ -37,7 +35,8 @@ class Float8Weight:
         self.output_dtype = torch.float32
         self.gemms: Gemms | None = None
         """Formats of the three matmuls where 8-bit operands are among them or they differ; else None."""
-        self.power_of_two = True
+        self.operand_formats = operands_of(Gemms.all("bf16"))
+        """See `Float8Linear.operand_formats`."""
         self.kernels: Kernels | None = None
         self.switch = new_switch(Gemms.all("bf16"))
 
@@ -53,20 +52,21 @@ class Float8Weight:
 
     def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
         """Set the format of each matmul; see `Float8Linear.configure`."""
-        self.gemms, self.power_of_two, self.output_dtype = gemms, power_of_two, SPECS[output].dtype
-        self.switch.formats.copy_(new_switch(gemms).formats)
+        self.gemms, self.output_dtype = gemms, SPECS[output].dtype
+        self.operand_formats = operands_of(gemms, power_of_two=power_of_two)
+        switch = new_switch(gemms, power_of_two=power_of_two)
+        self.switch.formats.copy_(switch.formats)
+        more = len(switch.counts[0]) > len(self.switch.counts[0])  # a format that no recipe names
+        self.switch = replace(self.switch, known=switch.known, counts=switch.counts if more else self.switch.counts)
 
     @property
     def counts(self) -> Tensor:
-        """int64 [3, formats] on the host: matmuls that ran, of stacked weights one for each expert."""
+        """int64 [3, known] on the host: matmuls that ran, of stacked weights one for each expert."""
         return self.switch.counts
 
     def executed(self) -> dict[str, dict[str, int]]:
         """Matmul -> format -> calls so far, for formats that ran."""
-        return {
-            name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
-            for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
-        }
+        return self.switch.executed()
 
     # ---- one matrix ----
 
@@ -85,21 +85,22 @@ class Float8Weight:
             return machines_linear(x_NK.to(dtype), weight_MK.to(dtype), bias).to(self.output_dtype)
         if copies is None:
             copies = self._copies(x_NK, weight_MK.requires_grad)
-        kind = self.gemms.tensorwise, self.power_of_two
-        fixed = StaticConfig(self._keeps_value, *kind, self._kernels.spec, self.output_dtype)
+        fixed = StaticConfig(self._keeps_value, self._kernels.spec, self.output_dtype)
         return matmuls(x_NK, weight_MK, bias_M, copies, None, self.switch, fixed)
 
     def _copies(self, x_NK: Tensor, wants_dw: bool) -> InputCopies:
         if self.gemms is None:
             raise AssertionError("copies are for 8-bit matmuls")
         column = wants_dw and not self._keeps_value and torch.is_grad_enabled()
-        row = self.gemms.fprop in FP8_FORMATS
-        return input_copies(x_NK, self._kernels, self.gemms.tensorwise, self.power_of_two, row=row, column=column)
+        row = self.gemms.fprop.scaled
+        return InputCopies(
+            *quantize_copies(x_NK.detach(), self.operand_formats.input, self._kernels, row=row, column=column)
+        )
 
     @property
     def _keeps_value(self) -> bool:
         """Backward keeps the input itself: the weight's gradient has no 8-bit operands."""
-        return self.gemms is not None and self.gemms.wgrad not in FP8_FORMATS
+        return self.gemms is not None and not self.gemms.wgrad.scaled
 
     @property
     def _kernels(self) -> Kernels:
@@ -135,33 +136,21 @@ class Float8Weight:
         return torch.cat(outs) if outs else x_PK.new_zeros((0, stack_EMK.shape[1]), dtype=self.output_dtype)
 
     def _grouped_copies(self, x_PK: Tensor, counts: Sequence[int], wants_dw: bool) -> list[InputCopies | None]:
-        """8-bit copies of each expert's rows, all quantised at once.
+        """Copies of each expert's rows, all quantised at once.
 
-        Each expert's rows begin at a multiple of 128 there, so that no tile of a column-wise copy holds two experts'.
-        With one scale per tensor each expert has its own, and quantises for itself.
+        Each expert's rows begin at a whole tile there, so that no tile of a column-wise copy holds two experts'. With
+        a scale per tensor each expert has its own, and quantises for itself.
         """
-        if self.gemms is None or self.gemms.tensorwise or not self.gemms.any_fp8:
+        if self.gemms is None or not self.gemms.any_scaled or not self.operand_formats.input.in_rows:
             return [None] * len(counts)
-        parts = [F.pad(part, (0, 0, 0, -len(part) % ROWS)) for part in x_PK.split(list(counts))]
+        width = self.operand_formats.input.tile.cols
+        parts = [F.pad(part, (0, 0, 0, -len(part) % width)) for part in x_PK.split(list(counts))]
         starts = [0, *accumulate(len(part) for part in parts)]
         both = self._copies(torch.cat(parts), wants_dw)
         return [
-            InputCopies(_rows(both.row, start, count), _columns(both.column, start, count))
+            InputCopies(
+                None if both.row is None else both.row.rows(start, start + count),
+                None if both.column is None else both.column.columns(start, start + count),
+            )
             for start, count in zip(starts, counts, strict=False)
         ]
-
-
-def _rows(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | None:
-    """Rows of a matrix in row tiles."""
-    if tiled is None:
-        return None
-    rows = slice(start, start + count)
-    return TiledTensor(tiled.qdata[rows], tiled.scale_inv[rows], tiled.tile, tiled.spec)
-
-
-def _columns(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | None:
-    """Columns of a matrix in row tiles, from the beginning of one."""
-    if tiled is None:
-        return None
-    scale_inv = tiled.scale_inv[:, start // ROWS : -(-(start + count) // ROWS)]
-    return TiledTensor(tiled.qdata[:, start : start + count], scale_inv, tiled.tile, tiled.spec)

@@ -5,9 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.formats.scaling import ROW_TILE
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import fp8_format
 from tilewright.precision.float8.experts import ExpertRunner, groupable
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
@@ -39,9 +36,7 @@ def share_inputs(model: nn.Module) -> None:
             maker.quantizing = None
             if all(isinstance(reader, Float8Linear) and _reads_both(reader, readers[0]) for reader in readers):
                 kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
-                maker.quantizing = kind(
-                    readers[0].kernels, fp8_format(E4M3, ROW_TILE, power_of_two=readers[0].power_of_two)
-                )
+                maker.quantizing = kind(readers[0].kernels, readers[0].operand_formats.input)
 
 
 def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
@@ -54,12 +49,12 @@ def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
-    """True for a layer that takes both copies in tiles of E4M3, with the same kind of scales as the first.
+    """True for a layer that takes both copies, by rows, in the format of the first.
 
     A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.
     """
     both = reader.row_copy and not reader.keep_value
-    return both and not reader.tensorwise and reader.power_of_two == first.power_of_two
+    return both and reader.operand_formats.input.in_rows and reader.operand_formats.input == first.operand_formats.input
 
 
 def group_experts(model: nn.Module) -> None:

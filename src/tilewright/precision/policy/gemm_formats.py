@@ -1,66 +1,181 @@
-"""The three matmuls of a linear layer and the format of each, in plain words and without torch.
+"""The three matmuls of a linear layer and the format of each.
 
 fprop: y = x W^T, summed over features. dgrad: dx = dy W, summed over outputs. wgrad: dW = dy^T x, summed over tokens.
-Decisions come from `policy`; `linear` carries them out.
+Decisions come from `policy`; `linear` carries them out. A format is an object: who has one that is not in `FORMATS`
+hands it to a layer, and needs no entry here; an entry gives it a name in recipes.
 """
 
-from dataclasses import dataclass, replace
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
 
 from tilewright.core.errors import ConfigError
+from tilewright.formats.scaling import TENSORWISE, ScaleSpec, Tile
+from tilewright.formats.spec import E4M3, E5M2, SPECS, FloatSpec
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, OperandFormat, fp8_format
 
-FP8_FORMATS = ("fp8_tile", "fp8_hybrid", "fp8_tensorwise")
-GEMM_FORMATS = (*FP8_FORMATS, "bf16", "fp32")
-"""fp8_tile: E4M3 in 1x128 tiles (weights 128x128). fp8_hybrid: the same with gradients in E5M2. fp8_tensorwise: one
-scale per tensor, gradients in E5M2. bf16, fp32: operands in that format."""
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
+class Operands:
+    """What the operands of a layer's matmuls are quantised to.
+
+    Args:
+        input: of the layer, along its features, and transposed along its tokens.
+        weight: both ways from one copy: square tiles, where kernels are to multiply it as it is.
+        gradient: of the layer's output, likewise both ways from its values.
+    """
+
+    input: OperandFormat
+    weight: OperandFormat
+    gradient: OperandFormat
+
+    def of(self, gemm: str) -> tuple[OperandFormat, OperandFormat]:
+        """Both operands of a matmul, as `ops.gemm` multiplies them."""
+        return {
+            "fprop": (self.input, self.weight),
+            "dgrad": (self.gradient, self.weight.transposed()),
+            "wgrad": (self.gradient, self.input),
+        }[gemm]
+
+    def relaxed(self, *, power_of_two: bool) -> "Operands":
+        """See `ScaleSpec.relaxed`."""
+        forms = (self.input, self.weight, self.gradient)
+        return Operands(*(form.relaxed(power_of_two=power_of_two) for form in forms))
+
+
+@dataclass(frozen=True)
+class GemmFormat:
+    """What a matmul's operands are in.
+
+    Args:
+        name: in rules, reports, the audit and checkpoints. Without `operands` one of `formats.spec.SPECS`.
+        operands: what they are quantised to; None: values of 16 or 32 bits.
+        reason: the part of a mode's line of explanation that says what it is.
+    """
+
+    name: str
+    operands: Operands | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def scaled(self) -> bool:
+        """Operands are codes with scales."""
+        return self.operands is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of operands that are not scaled."""
+        return SPECS[self.name].dtype
+
+    def relaxed(self, *, power_of_two: bool) -> "GemmFormat":
+        """See `ScaleSpec.relaxed`."""
+        operands = None if self.operands is None else self.operands.relaxed(power_of_two=power_of_two)
+        return replace(self, operands=operands)
+
+
+_WIDE = "FP32 accumulation and master weights"
+TILES = Operands(FP8_ROW, FP8_BLOCK, FP8_ROW)
+FP8_TILE = GemmFormat("fp8_tile", TILES, f"E4M3 in 1x128 tiles, weights 128x128, {_WIDE}")
+FP8_HYBRID = GemmFormat(
+    "fp8_hybrid",
+    Operands(FP8_ROW, FP8_BLOCK, fp8_format(E5M2, FP8_ROW.tile)),
+    f"E4M3, gradients E5M2, in 1x128 tiles, weights 128x128, {_WIDE}",
+)
+_WHOLE = fp8_format(E4M3, TENSORWISE)
+FP8_TENSORWISE = GemmFormat(
+    "fp8_tensorwise",
+    Operands(_WHOLE, _WHOLE, fp8_format(E5M2, TENSORWISE)),
+    f"E4M3, gradients E5M2, one scale per tensor, {_WIDE}",
+)
+FORMATS = (FP8_TILE, FP8_HYBRID, FP8_TENSORWISE, GemmFormat("bf16"), GemmFormat("fp32"))
+"""Formats that recipes name."""
+FP8_FORMATS = tuple(each.name for each in FORMATS if each.scaled)
+GEMM_FORMATS = tuple(each.name for each in FORMATS)
+
+
+def named_format(name: str) -> GemmFormat:
+    """The format of a name in rules, or of 16 or 32 bits."""
+    return next((each for each in FORMATS if each.name == name), GemmFormat(name))
+
+
+@dataclass(frozen=True)
 class Gemms:
-    """Formats of the operands of a linear layer's matmuls, each one of `GEMM_FORMATS`.
+    """Formats of the operands of a linear layer's matmuls.
+
+    Raises:
+        ConfigError: two of them quantise the input or the weight to different formats, of which a layer has one copy.
 
     Example:
-        >>> str(Gemms.all("fp8_tile")), str(Gemms("fp8_tile", "bf16", "bf16"))
+        >>> str(Gemms.all("fp8_tile")), str(Gemms.of("fp8_tile", "bf16", "bf16"))
         ('fp8_tile', 'fp8_tile/bf16/bf16')
     """
 
-    fprop: str
-    dgrad: str
-    wgrad: str
+    fprop: GemmFormat
+    dgrad: GemmFormat
+    wgrad: GemmFormat
 
     @classmethod
-    def all(cls, name: str) -> "Gemms":
+    def of(cls, fprop: str, dgrad: str, wgrad: str) -> "Gemms":
+        """By their names in rules."""
+        return cls(*map(named_format, (fprop, dgrad, wgrad)))
+
+    @classmethod
+    def all(cls, form: str | GemmFormat) -> "Gemms":
         """One format for all three."""
-        return cls(name, name, name)
+        each = named_format(form) if isinstance(form, str) else form
+        return cls(each, each, each)
 
     def __str__(self) -> str:
-        return self.fprop if self.uniform else "/".join(self.formats)
+        return self.fprop.name if self.uniform else "/".join(self.names)
 
     def __post_init__(self) -> None:
-        scalings = {name == "fp8_tensorwise" for name in (self.fprop, self.dgrad, self.wgrad) if name in FP8_FORMATS}
-        if len(scalings) > 1:
+        copies = {(each.operands.input, each.operands.weight) for each in self.formats if each.operands is not None}
+        if len(copies) > 1:
             raise ConfigError(
                 "Matmuls of one layer need the same kind of scale",
-                got=f"fprop {self.fprop}, dgrad {self.dgrad}, wgrad {self.wgrad}",
+                got=", ".join(f"{gemm} {name}" for gemm, name in zip(GEMM_NAMES, self.names, strict=True)),
                 need="tiles in all of them, or fp8_tensorwise in all of them",
                 try_='"fp8_tile", or "bf16" for the odd one',
                 where="precision.rules",
             )
 
     @property
-    def formats(self) -> tuple[str, str, str]:
+    def formats(self) -> tuple[GemmFormat, GemmFormat, GemmFormat]:
         """Of each matmul, in the order of `GEMM_NAMES`."""
         return self.fprop, self.dgrad, self.wgrad
 
     @property
-    def tensorwise(self) -> bool:
-        """True where 8-bit operands have one scale for the whole tensor."""
-        return "fp8_tensorwise" in self.formats
+    def names(self) -> tuple[str, str, str]:
+        """Of the formats."""
+        return self.fprop.name, self.dgrad.name, self.wgrad.name
+
+    def __getitem__(self, gemm: str) -> GemmFormat:
+        """The format of a matmul, by its name."""
+        return self.formats[GEMM_NAMES.index(gemm)]
 
     @property
-    def any_fp8(self) -> bool:
-        """True where at least one matmul has 8-bit operands."""
-        return any(name in FP8_FORMATS for name in self.formats)
+    def operands(self) -> Operands | None:
+        """Of the first matmul that is scaled; input and weight are those of all that are."""
+        return next((each.operands for each in self.formats if each.scaled), None)
+
+    @property
+    def any_scaled(self) -> bool:
+        """True where at least one matmul has operands with scales."""
+        return self.operands is not None
+
+    @property
+    def all_scaled(self) -> bool:
+        """True where all of them have."""
+        return all(each.scaled for each in self.formats)
 
     @property
     def uniform(self) -> bool:
@@ -68,8 +183,35 @@ class Gemms:
         return self.fprop == self.dgrad == self.wgrad
 
     def changed(self, changes: dict[str, str]) -> "Gemms":
-        """With some formats replaced, by product name."""
-        return replace(self, **changes)
+        """With some formats replaced, by names of matmuls and formats."""
+        return replace(self, **{gemm: named_format(name) for gemm, name in changes.items()})
+
+
+def to_text(formats: Sequence[GemmFormat]) -> str:
+    """Formats as text, for operators of torch, which take no Python objects. See `of_text`."""
+    return json.dumps([asdict(each) for each in formats], default=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@functools.lru_cache(maxsize=256)
+def of_text(text: str) -> tuple[GemmFormat, ...]:
+    """The formats of `to_text`.
+
+    Example:
+        >>> of_text(to_text(FORMATS)) == FORMATS
+        True
+    """
+    return tuple(GemmFormat(row["name"], _operands(row["operands"]), row["reason"]) for row in json.loads(text))
+
+
+def _operands(found: dict[str, Any] | None) -> Operands | None:
+    return None if found is None else Operands(*(_operand(found[name]) for name in ("input", "weight", "gradient")))
+
+
+def _operand(found: dict[str, Any]) -> OperandFormat:
+    element, scale = dict(found["element"]), dict(found["scale"])
+    for part in (element, scale):
+        part["dtype"] = getattr(torch, part["dtype"])
+    return OperandFormat(FloatSpec(**element), ScaleSpec(**scale | {"tile": Tile(**scale["tile"])}))
 
 
 BF16_FLOPS, FP8_FLOPS, BANDWIDTH = 790e12, 1500e12, 4.3e12

@@ -1,6 +1,6 @@
 """Which number format each part of a model computes in, and why: a mode, then exceptions to it.
 
-Decisions only, in plain words and without torch; `convert` carries them out. A policy is a value: it can be compared,
+Decisions only; `convert` carries them out. A policy is a value: it can be compared,
 stored and printed. Later rules win over earlier ones, rules win over `fp32_ops`, and both win over the mode.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain, named_format
 from tilewright.precision.policy.rules import (
     ALWAYS_FP32,
     FP8_KINDS,
@@ -226,7 +226,7 @@ class Policy:
             if rule.sets_formats and rule.matches(fqn, kinds):
                 decision = _follow(rule, index, decision, kind, self.stream if kind == "embedding" else self.matmul)
         if kind == "head":
-            name = decision.gemms.fprop if decision.gemms else decision.operands
+            name = decision.gemms.fprop.name if decision.gemms else decision.operands
             wide = {"tf32": "fp32"} | dict.fromkeys(FP8_FORMATS, "bf16")
             decision = replace(decision, output=wide.get(name, name))
         if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
@@ -248,7 +248,7 @@ class Policy:
                 f"{gain:.2f}x as fast as in BF16, and fp8_min_gain is {self.fp8_min_gain:g}"
             )
             return FormatDecision("bf16", self.storage, "bf16", reason)
-        gemms, reason = Gemms.all(self.mode), f"{self.mode}: {_FP8_REASONS[self.mode]}"
+        gemms, reason = Gemms.all(self.mode), f"{self.mode}: {named_format(self.mode).reason}"
         if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.bf16_grad_layers):
             gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
             reason += "; gradients in BF16: attention output projections are sensitive (precision.bf16_grad_layers)"
@@ -266,12 +266,6 @@ class Policy:
             "pure_fp16": "pure_fp16: FP16 parameters and activations; gradients need loss scaling",
         }[self.mode]
 
-
-_FP8_REASONS = {
-    "fp8_tile": "E4M3 in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
-    "fp8_hybrid": "E4M3, gradients E5M2, in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
-    "fp8_tensorwise": "E4M3, gradients E5M2, one scale per tensor, FP32 accumulation and master weights",
-}
 
 _EMBEDDING = {
     "fp32": "a look-up multiplies nothing: FP32 rows start an FP32 residual stream",
@@ -295,7 +289,7 @@ def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: 
     gemms = Gemms.all(rule.compute) if rule.compute in FP8_FORMATS else None if rule.compute else decision.gemms
     if rule.gemms:
         gemms = (gemms or _all_gemms(rule.compute or decision.compute, rule)).changed(rule.gemms)
-        gemms = None if gemms.uniform and not gemms.any_fp8 else gemms
+        gemms = None if gemms.uniform and not gemms.any_scaled else gemms
     compute = str(gemms) if gemms else (rule.gemms.get("fprop") or rule.compute or decision.compute)
     return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms, matmul="")
 

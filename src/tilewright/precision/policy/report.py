@@ -5,11 +5,11 @@ Made by `convert`; read by people, by `precision.json` and by the report.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright.core.units import format_share
-from tilewright.precision.policy.gemm_formats import Gemms
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.shares import shares, shares_text
 
@@ -43,7 +43,7 @@ class ModuleRow:
     @property
     def formats(self) -> tuple[str, ...]:
         """Of the three matmuls, or of all of them alike."""
-        return self.gemms.formats if self.gemms else (self.compute,)
+        return self.gemms.names if self.gemms else (self.compute,)
 
 
 class Table(tuple[ModuleRow, ...]):
@@ -54,7 +54,8 @@ class Table(tuple[ModuleRow, ...]):
 
     def to_json(self) -> list[dict[str, Any]]:
         """The rows as plain dicts, for precision.json."""
-        return [asdict(row) for row in self]
+        gemms = (row.gemms and dict(zip(GEMM_NAMES, row.gemms.names, strict=True)) for row in self)
+        return [asdict(replace(row, gemms=None)) | {"gemms": names} for row, names in zip(self, gemms, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from tilewright.formats.quant_error import measure as quantization_error
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, Tile
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import WithCopies, fp8_format
+from tilewright.formats.tiled import OperandFormat, WithCopies
 from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.policy.gemm_formats import TILES
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,22 @@ class _Facts:
             self.rows[name] = x.numel() // x.shape[-1]
             self.reads[name] = self._num_inputs
             lost = self.underflow.setdefault(name, {})
-            lost["x"] = _underflow(layer, x.detach())
-            lost["weight"] = _underflow(layer, layer.weight.detach(), BLOCK_TILE)
+            lost["x"] = _underflow(layer, x.detach(), TILES.input)
+            lost["weight"] = _underflow(layer, layer.weight.detach(), TILES.weight)
 
         return hook
 
     def _after(self, name: str):
         def hook(layer: Float8Linear, args, out: Tensor) -> None:
             if out.requires_grad:
-                out.register_hook(lambda dy: self.underflow[name].update(dy=_underflow(layer, dy)))
+                out.register_hook(lambda dy: self.underflow[name].update(dy=_underflow(layer, dy, TILES.gradient)))
 
         return hook
 
 
-def _underflow(layer: Float8Linear, tensor: Tensor, tile: Tile = ROW_TILE) -> float:
+def _underflow(layer: Float8Linear, tensor: Tensor, form: OperandFormat) -> float:
     flat = tensor.reshape(-1, tensor.shape[-1])
-    tiled = layer.kernels.quantize(flat, fp8_format(E4M3, tile, power_of_two=layer.power_of_two))
+    tiled = layer.kernels.quantize(flat, form.relaxed(power_of_two=layer.power_of_two))
     return quantization_error(flat, tiled).underflow
 
 

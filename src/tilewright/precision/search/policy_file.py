@@ -104,8 +104,8 @@ def fold(formats: Mapping[str, Gemms], kept: Sequence[Rule] = ()) -> list[Rule]:
 
 def _rule(match: str, gemms: Gemms) -> Rule:
     if gemms.uniform:
-        return Rule(match, compute=gemms.fprop)
-    return Rule(match, fprop=gemms.fprop, dgrad=gemms.dgrad, wgrad=gemms.wgrad)
+        return Rule(match, compute=gemms.fprop.name)
+    return Rule(match, **dict(zip(GEMM_NAMES, gemms.names, strict=True)))
 
 
 def _decided(name: str, rules: Sequence[Rule]) -> Gemms:

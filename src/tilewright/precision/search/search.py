@@ -92,7 +92,7 @@ class SearchSpace:
     def formats(self, fp8: frozenset[Product]) -> dict[str, Gemms]:
         """Formats of each unit."""
         return {
-            unit.name: Gemms(*("fp8_tile" if (unit.name, gemm) in fp8 else "bf16" for gemm in GEMM_NAMES))
+            unit.name: Gemms.of(*("fp8_tile" if (unit.name, gemm) in fp8 else "bf16" for gemm in GEMM_NAMES))
             for unit in self.units
         }
 

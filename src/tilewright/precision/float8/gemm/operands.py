@@ -1,52 +1,37 @@
-"""The 8-bit operands of a linear layer's matmuls: which tiles, which spec, which copies.
+"""Which copies of an input or gradient a linear layer's matmuls have, in the formats of its `Operands`.
 
 Shared by the layers that make them ahead (`linear`, `experts`, `frozen_linear`) and by the matmuls that make what is
 missing (`gemm_ops`).
 
-Legend: N tokens  K input features  M output features.
+Legend: N tokens  K features.
 """
 
 from torch import Tensor
 
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile
-from tilewright.formats.spec import E4M3, E5M2, FloatSpec
-from tilewright.formats.tiled import TiledTensor, fp8_format
+from tilewright.formats.scaling import TENSORWISE
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.kernels import Kernels
 
-
-def weight_tile(tensorwise: bool) -> Tile:
-    """Which elements of a weight share a scale."""
-    return TENSORWISE if tensorwise else BLOCK_TILE
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Codes, scales and second scale of a TiledTensor, as operators of torch and autograd take them."""
 
 
-def input_tile(tensorwise: bool) -> Tile:
-    """Which elements of an input or gradient, or of its transposed copy, share a scale."""
-    return TENSORWISE if tensorwise else ROW_TILE
+def parts_of(tiled: TiledTensor | None) -> Parts:
+    """Of no TiledTensor, three times None."""
+    return (None, None, None) if tiled is None else (tiled.qdata, tiled.scale_inv, tiled.second)
 
 
-def gradient_spec(name: str) -> FloatSpec:
-    """Format of the output gradient in a matmul of 8-bit operands."""
-    return E4M3 if name == "fp8_tile" else E5M2
-
-
-def quantize_weight(weight_MK: Tensor, kernels: Kernels, *, tensorwise: bool, power_of_two: bool) -> TiledTensor:
-    """The weight in E4M3, in blocks of 128x128 or under one scale."""
-    return kernels.quantize(weight_MK, fp8_format(E4M3, weight_tile(tensorwise), power_of_two=power_of_two))
+def of_parts(form: OperandFormat, parts: Parts) -> TiledTensor | None:
+    """What `parts_of` took apart."""
+    qdata, scale_inv, second = parts
+    return None if qdata is None or scale_inv is None else form.tensor(qdata, scale_inv, second)
 
 
 def quantize_copies(
-    x_NK: Tensor,
-    spec: FloatSpec,
-    kernels: Kernels,
-    *,
-    tensorwise: bool,
-    power_of_two: bool,
-    row: bool,
-    column: bool,
+    x_NK: Tensor, form: OperandFormat, kernels: Kernels, *, row: bool, column: bool
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
     """The row-wise copy [N, K] and the transposed column-wise copy [K, N] of an input or gradient, as asked for."""
-    form = fp8_format(spec, input_tile(tensorwise), power_of_two=power_of_two)
-    if tensorwise:
+    if form.tile == TENSORWISE:  # one copy is both
         whole = kernels.quantize(x_NK, form) if row or column else None
         return whole if row else None, whole.transposed() if whole is not None and column else None
     if column:

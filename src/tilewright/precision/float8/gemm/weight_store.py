@@ -9,7 +9,7 @@ Only on a CPU: on a GPU a check reads 4 bytes per element where quantising reads
 hashes would wait for the device. There a weight is quantised in each pass.
 
 One byte tensor holds all of it, so that a copy of the store is a whole store. Its layout, each part padded to 64 bytes:
-the hash and a flag that it is valid (8 bytes each), scale_inv (FP32), FP8 data.
+the hash and a flag that it is valid (8 bytes each), the second scale (4 bytes), scale_inv, FP8 data.
 
 Legend: M output features  K input features.
 """
@@ -19,27 +19,23 @@ import math
 import torch
 from torch import Tensor
 
-from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.base.fingerprint import fingerprint
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.operands import quantize_weight, weight_tile
 
 _ALIGN = 64
 
 
-def new_store(weight_MK: Tensor, *, tensorwise: bool) -> Tensor | None:
+def new_store(weight_MK: Tensor, form: OperandFormat) -> Tensor | None:
     """An empty store for a weight [M, K]: uint8, about M * K bytes; None where weights are quantised in each pass."""
     if weight_MK.device.type != "cpu":
         return None
     # Of inference_mode's own tensors autograd could save none.
     with torch.inference_mode(False):
-        return torch.zeros(store_bytes(weight_MK.shape, tensorwise=tensorwise), dtype=torch.uint8, device="cpu")
+        return torch.zeros(store_bytes(weight_MK.shape, form), dtype=torch.uint8, device="cpu")
 
 
-def stored_weight(
-    store: Tensor, weight_MK: Tensor, kernels: Kernels, *, tensorwise: bool, power_of_two: bool
-) -> TiledTensor:
+def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: OperandFormat) -> TiledTensor:
     """The FP8 data of a weight as it is now: those in the store where they belong to it, else new ones, which go there.
 
     Args:
@@ -47,41 +43,41 @@ def stored_weight(
         weight_MK: [M, K], any float dtype. One that has no place in the store (another size, not contiguous) is
             quantised without it.
         kernels: implementations.
-        tensorwise: one scale, not one per 128x128 block. A store belongs to one kind of scale for good.
-        power_of_two: scales are powers of two; likewise.
+        form: of the data. A store belongs to one for good.
 
     Returns:
-        [M, K] in E4M3. The data are the store's own memory, which the next call may write to.
+        [M, K] in `form`. The data are the store's own memory, which the next call may write to.
     """
-    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
-    if store.numel() != store_bytes(weight_MK.shape, tensorwise=tensorwise) or not weight_MK.is_contiguous():
-        return quantize_weight(weight_MK, kernels, **how)
+    if store.numel() != store_bytes(weight_MK.shape, form) or not weight_MK.is_contiguous():
+        return kernels.quantize(weight_MK, form)
     store = store.data  # a cache is no value of autograd's: writing to it must not look like a change of one
     print_ = fingerprint(weight_MK)
     header = store[:16].view(torch.int64)
-    tiled = contents(store, weight_MK.shape, tensorwise=tensorwise)
+    tiled = contents(store, weight_MK.shape, form)
     if header.tolist() != [print_, 1]:
         header[1] = 0
-        fresh = quantize_weight(weight_MK, kernels, **how)
+        fresh = kernels.quantize(weight_MK, form)
         tiled.qdata.copy_(fresh.qdata)
         tiled.scale_inv.copy_(fresh.scale_inv)
+        if tiled.second is not None and fresh.second is not None:
+            tiled.second.copy_(fresh.second)
         header[0], header[1] = print_, 1
     return tiled
 
 
-def contents(store: Tensor, shape: tuple[int, ...], *, tensorwise: bool) -> TiledTensor:
+def contents(store: Tensor, shape: tuple[int, ...], form: OperandFormat) -> TiledTensor:
     """The FP8 data [M, K] and scales in a store, unchecked."""
-    tile = weight_tile(tensorwise)
-    grid = tile.grid((shape[0], shape[1]))
-    scale_inv = store[_ALIGN : _ALIGN + 4 * math.prod(grid)].view(torch.float32).view(grid)
+    grid, dtype = form.tile.grid((shape[0], shape[1])), form.scale.dtype
+    scale_inv = store[_ALIGN : _ALIGN + dtype.itemsize * math.prod(grid)].view(dtype).view(grid)
     start = store.numel() - _padded(math.prod(shape))
-    return TiledTensor(store[start : start + math.prod(shape)].view(shape), scale_inv, tile, E4M3)
+    second = store[16:20].view(torch.float32).view(1, 1) if form.scale.second else None
+    return form.tensor(store[start : start + math.prod(shape)].view(shape), scale_inv, second)
 
 
-def store_bytes(shape: tuple[int, ...], *, tensorwise: bool) -> int:
+def store_bytes(shape: tuple[int, ...], form: OperandFormat) -> int:
     """Bytes of a store for a weight of this shape."""
-    grid = weight_tile(tensorwise).grid((shape[0], shape[1]))
-    return _ALIGN + _padded(4 * math.prod(grid)) + _padded(math.prod(shape))
+    grid = form.tile.grid((shape[0], shape[1]))
+    return _ALIGN + _padded(form.scale.dtype.itemsize * math.prod(grid)) + _padded(math.prod(shape))
 
 
 def _padded(num_bytes: int) -> int:
