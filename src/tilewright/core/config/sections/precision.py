@@ -6,11 +6,11 @@ from pydantic import Field
 
 from tilewright.core.config.section import Count, Section
 
-Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
-ComputeFormat = Literal[
-    "", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "int8", "int4", "int4_a8"
-]
-GemmFormat = Literal["", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "bf16", "fp32"]
+ScaledFormat = Literal["fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
+"""Names of formats whose operands have scales, as `precision.policy.gemm_formats` defines them."""
+Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", ScaledFormat]
+ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", ScaledFormat, "int8", "int4", "int4_a8"]
+GemmFormatName = Literal["", ScaledFormat, "bf16", "fp32"]
 
 
 class PrecisionRule(Section):
@@ -22,11 +22,11 @@ class PrecisionRule(Section):
     """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule. int8, int4 and
     int4_a8 are for quantisation-aware training: weights (an embedding's too) are rounded to integers and back, inputs
     to INT8 per token with int8 and int4_a8, and the matmul runs in the mode's format."""
-    fprop: GemmFormat = ""
+    fprop: GemmFormatName = ""
     """Format of a linear layer's forward matmul alone. Empty: as `compute` says."""
-    dgrad: GemmFormat = ""
+    dgrad: GemmFormatName = ""
     """Format of the matmul that gives a linear layer's input gradient."""
-    wgrad: GemmFormat = ""
+    wgrad: GemmFormatName = ""
     """Format of the matmul that gives a linear layer's weight gradient."""
     kind: Literal["", "linear", "head", "router"] = ""
     """What the matched modules are, where their structure does not tell. Empty: as found."""
