@@ -12,7 +12,7 @@ from tilewright import IntegerQuantizer
 from tilewright.core.errors import ConfigError
 from tilewright.formats.integer import IntSpec, quantize_integer
 from tilewright.formats.scaling import TENSORWISE, Tile
-from tilewright.precision.integer.fake_quantize import lsq_step
+from tilewright.precision.quantizers.integers import lsq_step
 
 TILES = {"tensor": TENSORWISE, "token": Tile(1, 0), "channel": Tile(1, 0), "group": Tile(1, 32)}
 

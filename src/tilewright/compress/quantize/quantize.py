@@ -27,7 +27,7 @@ from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.scaling import Tile
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.routers import find_routers
-from tilewright.precision.integer.fake_quantize import IntegerQuantizer
+from tilewright.precision.quantizers.integers import IntegerQuantizer
 
 FOLD_TOLERANCE = 1e-6
 """Relative change of the loss that folding powers of two into a norm may make: they change no rounding of FP32."""

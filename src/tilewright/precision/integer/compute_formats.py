@@ -26,7 +26,7 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import Tile
-from tilewright.precision.integer.fake_quantize import round_to_integers
+from tilewright.precision.quantizers.integers import round_to_integers
 
 _TOKEN = Tile(1, 0)
 

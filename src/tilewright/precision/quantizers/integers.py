@@ -23,7 +23,7 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import TENSORWISE, Tile, spread_scale
-from tilewright.precision.mixed.fake_quantizer import FakeQuantizer, as_matrix, check_scale, check_static
+from tilewright.precision.quantizers.base import FakeQuantizer, as_matrix, check_scale, check_static
 
 IntegerGranularity = Literal["tensor", "token", "channel", "group"]
 FIXED = ("tensor", "channel", "group")
