@@ -1,4 +1,10 @@
-"""What quantisers of all formats share: a matrix of any tensor, fixed scales and their grid, and what is refused.
+"""What quantisers of all formats share: values rounded and decoded at once, with a gradient, for study and for
+quantisation-aware training; fixed, found and calibrated scales; and what is refused.
+
+The result is bit for bit that of `formats`; what is computed afterwards stays in the input's dtype, so nothing gets
+faster or smaller. Quantisers are modules, so they stand anywhere in a model, also as a parametrisation of a weight.
+
+See: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013 (straight-through estimator).
 
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """
@@ -10,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
+from tilewright.formats.scaling import Tile, spread_scale
 
 
 class FakeQuantizer(nn.Module):
@@ -19,18 +26,64 @@ class FakeQuantizer(nn.Module):
         granularity: what shares a scale.
         scale: a fixed one, or None.
         calibrate_batches: number of first inputs that fix a scale.
+        clip_gradient: gradient zero where a value was clipped.
     """
 
     scale: Tensor | None
+    seen: Tensor | None
+    """Largest of each extreme so far, while a scale is calibrated."""
 
-    def __init__(self, granularity: str, scale: Any, calibrate_batches: int) -> None:
+    def __init__(self, granularity: str, scale: Any, calibrate_batches: int, clip_gradient: bool) -> None:
         super().__init__()
         self.granularity: Any = granularity
-        self.calibrate_batches = calibrate_batches
+        self.calibrate_batches, self.clip_gradient = calibrate_batches, clip_gradient
         self._batches_left = 0 if scale is not None else calibrate_batches
+        self.register_buffer("seen", None, persistent=False)
 
-    def _fixed_grid(self, values: Tensor, grid: tuple[int, int]) -> Tensor:
+    @property
+    def tile(self) -> Tile:
+        """Which elements of the input's matrix share a scale."""
+        raise NotImplementedError
+
+    def _extremes(self, x_MK: Tensor) -> Tensor:
+        """What a scale follows from, [extremes, GM, GK]; of several inputs, the largest of each."""
+        raise NotImplementedError
+
+    def _set_scale(self, extremes: Tensor) -> None:
+        """Fix the scale that follows from them."""
+        raise NotImplementedError
+
+    def _round(self, x_MK: Tensor, extremes: Tensor | None, clip: bool) -> Tensor:
+        """x rounded, with the scale of its own extremes or (None) the fixed one."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        x_MK = as_matrix(x, self.granularity)
+        if self.scale is not None:
+            return self._round(x_MK, None, self.clip_gradient).view(x.shape)
+        extremes = self._extremes(x_MK.detach())
+        if self._batches_left:
+            self.seen = extremes if self.seen is None else torch.maximum(self.seen, extremes)
+            self._batches_left -= 1
+            if not self._batches_left:
+                self._set_scale(self.seen)
+        return self._round(x_MK, extremes, False).view(x.shape)
+
+    def reset(self) -> None:
+        """Forget the scale and calibrate again."""
+        self.scale, self.seen, self._batches_left = None, None, self.calibrate_batches
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A scale that was found comes with the checkpoint, and ends the calibration."""
+        stored = state_dict.get(prefix + "scale")
+        if stored is not None and not isinstance(self.scale, nn.Parameter):
+            self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _fixed_grid(self, values: Tensor, x_MK: Tensor) -> Tensor:
         """Fixed scales or zero points as [GM, GK]."""
+        grid = self.tile.grid((x_MK.shape[0], x_MK.shape[1]))
         if values.numel() not in (1, grid[0] * grid[1]):
             raise ConfigError(
                 "Static scale does not fit the tensor",
@@ -46,6 +99,36 @@ class FakeQuantizer(nn.Module):
         if self.scale is not None:
             return "fixed scale"
         return f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
+
+
+class RoundedThrough(torch.autograd.Function):
+    """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the range.
+
+    `rounding(x, scale, zero_point)` gives the values, `limits(scale, zero_point)` the range of each tile.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_MK, scale, zero_point, rounding, limits, tile, clip):
+        inside = None
+        if clip:
+            shape = (x_MK.shape[0], x_MK.shape[1])
+            low, high = (spread_scale(limit, tile, shape) for limit in limits(scale, zero_point))
+            inside = (x_MK >= low) & (x_MK <= high)
+        return rounding(x_MK, scale, zero_point), inside
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.clip = output[1] is not None
+        if ctx.clip:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_MK, _):
+        grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
+        return grad, *[None] * 6
 
 
 def as_matrix(x: Tensor, granularity: str) -> Tensor:

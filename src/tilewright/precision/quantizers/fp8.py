@@ -1,10 +1,4 @@
-"""`FP8Quantizer`: values rounded to FP8 and back, with a gradient, for study and for quantisation-aware training.
-
-The result is bit for bit what the 8-bit matmuls of `linear` see; what is computed afterwards stays in the input's
-dtype, so nothing gets faster or smaller. A module, so it stands anywhere in a model, also as a parametrisation of a
-weight.
-
-See: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013 (straight-through estimator).
+"""`FP8Quantizer`: values rounded to FP8 and back, with a gradient: bit for bit what the 8-bit matmuls of `linear` see.
 
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """
@@ -16,10 +10,10 @@ from torch import Tensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.quantize import encode_with
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, spread_scale, tile_amax
+from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, tile_amax
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.precision.quantizers.base import FakeQuantizer, as_matrix, check_scale, check_static
+from tilewright.precision.quantizers.base import FakeQuantizer, RoundedThrough, check_scale, check_static
 
 Granularity = Literal["tensor", "token", "channel", "tile", "block"]
 _TILES: dict[str, Tile] = {
@@ -76,76 +70,41 @@ class FP8Quantizer(FakeQuantizer):
         clip_gradient: bool = True,
     ):
         _check(scale, zero_point, spec, granularity, calibrate_batches)
-        super().__init__(granularity, scale, calibrate_batches)
+        super().__init__(granularity, scale, calibrate_batches, clip_gradient)
         self.spec: FloatSpec = FP8_SPECS[spec]
         self.power_of_two = power_of_two
-        self.clip_gradient = clip_gradient
-        self.scale: Tensor | None
-        self.amax: Tensor | None
         self.register_buffer("scale", None if scale is None else torch.as_tensor(scale, dtype=torch.float32))
-        self.register_buffer("amax", None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
-        x_MK = as_matrix(x, self.granularity)
-        tile, fixed = _TILES[self.granularity], self.scale is not None
-        if self.scale is not None:
-            grid = tile.grid((x_MK.shape[0], x_MK.shape[1]))
-            scale_inv = self._fixed_grid(self.scale, grid)
-        else:
-            amax = tile_amax(x_MK.detach(), tile)
-            scale_inv = scale_inv_of(amax, self.spec, power_of_two=self.power_of_two)
-            if self._batches_left:
-                self._observe(amax)
-        powers = self.power_of_two and not fixed
-        return _Rounded.apply(x_MK, scale_inv, tile, self.spec, powers, fixed and self.clip_gradient)[0].view(x.shape)
+    @property
+    def tile(self) -> Tile:
+        """Which elements of the input's matrix share a scale."""
+        return _TILES[self.granularity]
 
-    def reset(self) -> None:
-        """Forget the scale and calibrate again."""
-        self.scale, self.amax, self._batches_left = None, None, self.calibrate_batches
+    def _extremes(self, x_MK: Tensor) -> Tensor:
+        return tile_amax(x_MK, self.tile)[None]
 
-    def _observe(self, amax: Tensor) -> None:
-        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        self._batches_left -= 1
-        if not self._batches_left:
-            self.scale = scale_inv_of(self.amax, self.spec, power_of_two=self.power_of_two)
+    def _scale_of(self, extremes: Tensor) -> Tensor:
+        return scale_inv_of(extremes[0], self.spec, power_of_two=self.power_of_two)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A scale that was found comes with the checkpoint, and ends the calibration."""
-        stored = state_dict.get(prefix + "scale")
-        if stored is not None:
-            self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _set_scale(self, extremes: Tensor) -> None:
+        self.scale = self._scale_of(extremes)
+
+    def _round(self, x_MK: Tensor, extremes: Tensor | None, clip: bool) -> Tensor:
+        tile, spec, powers = self.tile, self.spec, self.power_of_two and extremes is not None
+        scale = self._scale_of(extremes) if extremes is not None else self._fixed_grid(self.scale, x_MK)
+
+        def rounding(x_MK, scale, _):
+            qdata = encode_with(x_MK, scale, spec, tile, powers)
+            return TiledTensor(qdata, scale, tile, spec).dequantize(x_MK.dtype)
+
+        def limits(scale, _):
+            return -scale * spec.max, scale * spec.max
+
+        return RoundedThrough.apply(x_MK, scale, None, rounding, limits, tile, clip)[0]
 
     def extra_repr(self) -> str:
         """The settings."""
         return f"{self.spec.name}, a scale a {self.granularity}, {self._source()}"
-
-
-class _Rounded(torch.autograd.Function):
-    """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the format."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x_MK, scale_inv, tile, spec, power_of_two, clip):
-        inside = None
-        if clip:
-            inside = x_MK.abs() <= spread_scale(scale_inv * spec.max, tile, (x_MK.shape[0], x_MK.shape[1]))
-        tiled = TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two), scale_inv, tile, spec)
-        return tiled.dequantize(x_MK.dtype), inside
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.clip = output[1] is not None
-        if ctx.clip:
-            ctx.mark_non_differentiable(output[1])
-            ctx.save_for_backward(output[1])
-
-    @staticmethod
-    def backward(ctx, grad_MK, _):
-        grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
-        return grad, None, None, None, None, None
 
 
 def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_batches: int) -> None:

@@ -1,7 +1,5 @@
-"""`IntegerQuantizer`: values rounded to INT8 or INT4 and back, with a gradient: quantisation-aware training.
-
-The interface is that of `FP8Quantizer`, with zero points and a step that can be learned. The values are bit for bit
-those of `formats.integer`; what is computed afterwards stays in the input's dtype.
+"""`IntegerQuantizer`: values rounded to INT8 or INT4 and back, with a gradient: the interface of `FP8Quantizer`, with
+zero points and a step that can be learned. The values are bit for bit those of `formats.integer`.
 
 See: Esser et al., "Learned Step Size Quantization", 2020 (gradient of the step, its scale and initial value).
 
@@ -23,7 +21,7 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import TENSORWISE, Tile, spread_scale
-from tilewright.precision.quantizers.base import FakeQuantizer, as_matrix, check_scale, check_static
+from tilewright.precision.quantizers.base import FakeQuantizer, RoundedThrough, as_matrix, check_scale, check_static
 
 IntegerGranularity = Literal["tensor", "token", "channel", "group"]
 FIXED = ("tensor", "channel", "group")
@@ -76,22 +74,18 @@ class IntegerQuantizer(FakeQuantizer):
         clip_gradient: bool = True,
     ):
         _check(scale, zero_point, bits, granularity, group, calibrate_batches, learned)
-        super().__init__(granularity, scale, calibrate_batches)
+        super().__init__(granularity, scale, calibrate_batches, clip_gradient)
         self.spec = IntSpec(bits, narrow=symmetric and bits == 8)
-        self.symmetric, self.learned, self.clip_gradient = symmetric, learned, clip_gradient
+        self.symmetric, self.learned = symmetric, learned
         self.group = group
         value = None if scale is None else torch.as_tensor(scale, dtype=torch.float32).detach().clone()
         self.zero_point: Tensor | None
-        self.low: Tensor | None
-        self.high: Tensor | None
         if learned and value is not None:
             self.scale = nn.Parameter(value)
         else:
             self.register_buffer("scale", value)
         point = torch.as_tensor(zero_point, dtype=torch.int8)
         self.register_buffer("zero_point", point.clone() if bool(point.any()) else None)
-        self.register_buffer("low", None, persistent=False)
-        self.register_buffer("high", None, persistent=False)
 
     @property
     def tile(self) -> Tile:
@@ -100,28 +94,32 @@ class IntegerQuantizer(FakeQuantizer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
-        x_MK = as_matrix(x, self.granularity)
-        if self.learned:
-            return self._learned(x_MK).view(x.shape)
-        if self.scale is not None:
-            scale, zero_point = self._fixed(self.scale, x_MK), self.zero_point
-            zero_point = None if zero_point is None else self._fixed(zero_point, x_MK)
-        else:
-            low, high = tile_range(x_MK.detach(), self.tile)
-            scale, zero_point = scale_of_range(low, high, self.spec, symmetric=self.symmetric)
-            if self._batches_left:
-                self._observe(low, high)
-        clip = self.scale is not None and self.clip_gradient
-        return round_to_integers(x_MK, scale, zero_point, self.tile, self.spec, clip=clip).view(x.shape)
+        return self._learned(as_matrix(x, self.granularity)).view(x.shape) if self.learned else super().forward(x)
+
+    def _extremes(self, x_MK: Tensor) -> Tensor:
+        low, high = tile_range(x_MK, self.tile)
+        return torch.stack([-low, high])
+
+    def _scale_of(self, extremes: Tensor) -> tuple[Tensor, Tensor | None]:
+        return scale_of_range(-extremes[0], extremes[1], self.spec, symmetric=self.symmetric)
+
+    def _set_scale(self, extremes: Tensor) -> None:
+        self.scale, self.zero_point = self._scale_of(extremes)
+
+    def _fixed(self, x_MK: Tensor) -> tuple[Tensor, Tensor | None]:
+        scale = self.scale if self.scale is None or not self.learned else _positive(self.scale.detach())
+        point = None if self.zero_point is None else self._fixed_grid(self.zero_point, x_MK)
+        return self._fixed_grid(scale, x_MK), point
+
+    def _round(self, x_MK: Tensor, extremes: Tensor | None, clip: bool) -> Tensor:
+        scale, zero_point = self._fixed(x_MK) if extremes is None else self._scale_of(extremes)
+        return round_to_integers(x_MK, scale, zero_point, self.tile, self.spec, clip=clip)
 
     def quantize(self, x: Tensor) -> IntegerTensor:
         """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
         x_MK = as_matrix(x.detach(), self.granularity)
-        if self.scale is None:
-            scale, zero_point = scale_of_range(*tile_range(x_MK, self.tile), self.spec, symmetric=self.symmetric)
-        else:
-            scale = self._fixed(_positive(self.scale.detach()), x_MK).contiguous()
-            zero_point = None if self.zero_point is None else self._fixed(self.zero_point, x_MK).contiguous()
+        found = self._scale_of(self._extremes(x_MK)) if self.scale is None else self._fixed(x_MK)
+        scale, zero_point = (None if each is None else each.contiguous() for each in found)
         codes = encode_integer(x_MK, scale, zero_point, self.tile, self.spec)
         return IntegerTensor(codes, scale, zero_point, self.tile, self.spec)
 
@@ -129,15 +127,8 @@ class IntegerQuantizer(FakeQuantizer):
         """Forget a range that was observed and calibrate again."""
         if self.learned:
             raise ValueError("a learned scale has nothing to calibrate")
-        self.scale, self.zero_point, self.low, self.high = None, None, None, None
-        self._batches_left = self.calibrate_batches
-
-    def _observe(self, low: Tensor, high: Tensor) -> None:
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
-        self._batches_left -= 1
-        if not self._batches_left:
-            self.scale, self.zero_point = scale_of_range(self.low, self.high, self.spec, symmetric=self.symmetric)
+        super().reset()
+        self.zero_point = None
 
     def _learned(self, x_MK: Tensor) -> Tensor:
         """LSQ: autograd of s * round(clamp(x / s)) with rounding passed through; the step's gradient is scaled down."""
@@ -146,17 +137,13 @@ class IntegerQuantizer(FakeQuantizer):
         count = max(x_MK.numel() / max(self.scale.numel(), 1), 1)
         factor = (count * self.spec.highest) ** -0.5
         step = _positive(self.scale)
-        step = spread_scale(self._fixed(step.detach() + factor * (step - step.detach()), x_MK), self.tile, shape)
+        step = spread_scale(self._fixed_grid(step.detach() + factor * (step - step.detach()), x_MK), self.tile, shape)
         steps = (x_MK.to(torch.float32) / step).clamp(self.spec.lowest, self.spec.highest)
         return ((steps + (steps.round() - steps).detach()) * step).to(x_MK.dtype)
 
-    def _fixed(self, values: Tensor, x_MK: Tensor) -> Tensor:
-        return self._fixed_grid(values, self.tile.grid((x_MK.shape[0], x_MK.shape[1])))
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A scale and zero point that were found come with the checkpoint, and end the calibration."""
-        if not self.learned and (stored := state_dict.get(prefix + "scale")) is not None:
-            self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
+        """A zero point that was found comes with the scale."""
+        if not self.learned and state_dict.get(prefix + "scale") is not None:
             point = state_dict.get(prefix + "zero_point")
             self.zero_point = None if point is None else torch.empty_like(point)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -192,35 +179,16 @@ def round_to_integers(
         scale: FP32, one for each tile; `zero_point` int8 beside it, or None.
         clip: gradient zero where a value lies outside of the grid.
     """
-    return _Rounded.apply(x_MK, scale, zero_point, tile, spec, clip)[0]
 
-
-class _Rounded(torch.autograd.Function):
-    """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the range."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x_MK, scale, zero_point, tile, spec, clip):
-        shape, inside = (x_MK.shape[0], x_MK.shape[1]), None
-        if clip:
-            point = 0 if zero_point is None else zero_point.float()
-            low, high = ((end - point) * scale for end in (spec.lowest, spec.highest))
-            inside = (x_MK >= spread_scale(low, tile, shape)) & (x_MK <= spread_scale(high, tile, shape))
+    def rounding(x_MK, scale, zero_point):
         codes = encode_integer(x_MK, scale, zero_point, tile, spec)
-        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype), inside
+        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.clip = output[1] is not None
-        if ctx.clip:
-            ctx.mark_non_differentiable(output[1])
-            ctx.save_for_backward(output[1])
+    def limits(scale, zero_point):
+        point = 0 if zero_point is None else zero_point.float()
+        return tuple((end - point) * scale for end in (spec.lowest, spec.highest))
 
-    @staticmethod
-    def backward(ctx, grad_MK, _):
-        grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
-        return grad, None, None, None, None, None
+    return RoundedThrough.apply(x_MK, scale, zero_point, rounding, limits, tile, clip)[0]
 
 
 def _positive(scale: Tensor) -> Tensor:
