@@ -141,6 +141,15 @@ def test_it_moves_to_16_bits_and_back_at_run_time(form):
         assert torch.equal(twin(x), before)
 
 
+def test_a_layer_can_be_made_for_one_after_the_other():
+    layer = layer_in(Gemms.all("fp8_tile"))
+    x = torch.randn(9, 200)
+    for form in (*NEW, Gemms.all("bf16").fprop, *reversed(NEW)):
+        layer.configure(Gemms.all(form), power_of_two=True)
+        assert torch.equal(layer(x), layer_in(Gemms.all(form))(x)), form
+    assert layer.executed()["fprop"] == {NEW[0].name: 1, "bf16": 1}  # counted as long as it knows them
+
+
 def test_a_layer_that_was_not_made_for_it_refuses_it():
     layer = layer_in(Gemms.all("fp8_tile"), keep="value")
     for form in NEW:

@@ -180,7 +180,8 @@ def _kernel(
     if form.name in FP8_FORMATS and form.name not in choice.native:
         return kernel, choice.reason
     if kernel not in UNITS:
-        return kernel, f"operands are decoded by {kernel}; {rejected}"
+        how = "decoded to 16 bits" if form.name in FP8_FORMATS else "decoded"
+        return kernel, f"operands are {how} by {kernel}; {rejected}"
     return kernel, ""
 
 

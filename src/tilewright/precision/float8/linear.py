@@ -97,11 +97,9 @@ class Float8Linear(Cast, nn.Linear):
         self.row_copy = keep == "value" or gemms.fprop.scaled
         self.strict = strict
         switch = new_switch(gemms, power_of_two=power_of_two)
-        if "formats" not in vars(self):
-            self.formats, self.counts = switch.formats, switch.counts
-        elif len(self.counts[0]) < len(switch.counts[0]):  # a format that no recipe names: counted from here
-            self.counts = switch.counts
-        self.known = switch.known
+        if "formats" in vars(self):
+            switch = switch.after(self.switch)
+        self.known, self.formats, self.counts = switch.known, switch.formats, switch.counts
         self._write(gemms)
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:

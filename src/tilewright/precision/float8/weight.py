@@ -9,7 +9,6 @@ Legend: N tokens  K input features  M output features  E experts  P rows of all 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -54,10 +53,7 @@ class Float8Weight:
         """Set the format of each matmul; see `Float8Linear.configure`."""
         self.gemms, self.output_dtype = gemms, SPECS[output].dtype
         self.operand_formats = operands_of(gemms, power_of_two=power_of_two)
-        switch = new_switch(gemms, power_of_two=power_of_two)
-        self.switch.formats.copy_(switch.formats)
-        more = len(switch.counts[0]) > len(self.switch.counts[0])  # a format that no recipe names
-        self.switch = replace(self.switch, known=switch.known, counts=switch.counts if more else self.switch.counts)
+        self.switch = new_switch(gemms, power_of_two=power_of_two).after(self.switch)
 
     @property
     def counts(self) -> Tensor:

@@ -15,7 +15,7 @@ Legend: N tokens  K input features  M output features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,16 @@ class RuntimeFormats:
     known: str
     formats: Tensor
     counts: Tensor
+
+    def after(self, before: "RuntimeFormats") -> "RuntimeFormats":
+        """These formats with the counts of `before`: in its own tensors, where both know the same formats."""
+        names, had = ([each.name for each in of_text(known)] for known in (self.known, before.known))
+        if names == had:
+            before.formats.copy_(self.formats)
+            return replace(before, known=self.known)
+        for name in set(names).intersection(had):
+            self.counts[:, names.index(name)] = before.counts[:, had.index(name)]
+        return self
 
     def executed(self) -> dict[str, dict[str, int]]:
         """Matmul -> format -> calls so far, for formats that ran."""
