@@ -27,9 +27,9 @@ from torch import Tensor
 from benchmarks.common import Deadline, write_result
 from benchmarks.device_time import CudaClock, device_ms
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
+from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, TiledTensor
 from tilewright.ops.base.dispatch import Case, Op
 from tilewright.ops.gemm import TILE_GEMM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
@@ -115,13 +115,13 @@ def quantize_part(tiny: bool, deadline: Deadline) -> None:
         elements, scales = rows * cols, rows * cols / 128 * 4
         # Op, its call, and the bytes that must move: 2 an element read or written in BF16, 1 a code, 4 a scale.
         cases: dict[str, tuple[Op, Callable[[Callable[..., Any]], object], float]] = {
-            "rows": (QUANTIZE, lambda run, x=x: run(x, E4M3, ROW_TILE), 3 * elements + scales),
-            "blocks": (QUANTIZE, lambda run, x=x: run(x, E4M3, BLOCK_TILE), 3 * elements),
-            "both": (QUANTIZE_BOTH, lambda run, x=x: run(x, E4M3), 4 * elements + 2 * scales),
+            "rows": (QUANTIZE, lambda run, x=x: run(x, FP8_ROW), 3 * elements + scales),
+            "blocks": (QUANTIZE, lambda run, x=x: run(x, FP8_BLOCK), 3 * elements),
+            "both": (QUANTIZE_BOTH, lambda run, x=x: run(x, FP8_ROW), 4 * elements + 2 * scales),
             "norm": (
-                RMS_NORM_QUANTIZE, lambda run, x=x, w=weight: run(x, w, 1e-5, E4M3), 8 * elements + 2 * scales,
+                RMS_NORM_QUANTIZE, lambda run, x=x, w=weight: run(x, w, 1e-5, FP8_ROW), 8 * elements + 2 * scales,
             ),
-            "swiglu": (SWIGLU_QUANTIZE, lambda run, x=x, up=up: run(x, up, E4M3), 8 * elements + 2 * scales),
+            "swiglu": (SWIGLU_QUANTIZE, lambda run, x=x, up=up: run(x, up, FP8_ROW), 8 * elements + 2 * scales),
         }  # fmt: skip
         for name, (op, call, moved) in cases.items():
             if deadline.passed(f"quantize, {name} {rows}x{cols}", results):
@@ -195,12 +195,10 @@ def layer(matmuls: Products, tiny: bool) -> dict[str, Any]:
     case: dict[str, Any] = {"bf16": bf16, "bf16_cast": cast}
     case["bf16_tflops"] = matmuls.floor()["flops"] / bf16["median"] / 1e9
     both, blocks_of = (next(iter(runnable(op, tiny)[0].values())) for op in (QUANTIZE_BOTH, QUANTIZE))
-    blocks, turned = blocks_of(weight, E4M3, BLOCK_TILE), backward_weight(blocks_of, weight)
-    (x_row, x_column), (dy_row, dy_column) = both(x, E4M3), both(dy, E4M3)
-    case["quantize"] = milliseconds(lambda: (both(x, E4M3), both(dy, E4M3)))
-    case["quantize_weight"] = milliseconds(
-        lambda: (blocks_of(weight, E4M3, BLOCK_TILE), backward_weight(blocks_of, weight))
-    )
+    blocks, turned = blocks_of(weight, FP8_BLOCK), backward_weight(blocks_of, weight)
+    (x_row, x_column), (dy_row, dy_column) = both(x, FP8_ROW), both(dy, FP8_ROW)
+    case["quantize"] = milliseconds(lambda: (both(x, FP8_ROW), both(dy, FP8_ROW)))
+    case["quantize_weight"] = milliseconds(lambda: (blocks_of(weight, FP8_BLOCK), backward_weight(blocks_of, weight)))
     runs, case["not_run"] = runnable(TILE_GEMM, tiny, "tiles")
     calls = {
         "fprop": lambda run: run(x_row, blocks, None, torch.bfloat16),
@@ -227,7 +225,7 @@ def layer(matmuls: Products, tiny: bool) -> dict[str, Any]:
 
 def backward_weight(blocks_of: Callable[..., TiledTensor], weight_NK: Tensor) -> TiledTensor:
     """The weight as a layer's backward pass makes it: quantised again, and its transpose row by row."""
-    blocks = blocks_of(weight_NK, E4M3, BLOCK_TILE)
+    blocks = blocks_of(weight_NK, FP8_BLOCK)
     return TiledTensor(blocks.qdata.T.contiguous(), blocks.scale_inv.T, BLOCK_TILE, E4M3)
 
 

@@ -49,8 +49,9 @@ def test_quantize(name, power_of_two):
             return  # scales by torch's division, as above
         x = case.matrix()
         noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
-        want = formats.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two), noise=noise)
-        got = run(x.to(DEVICE), spec, tile, power_of_two, None if noise is None else noise.to(DEVICE))
+        form = fp8_format(spec, tile, power_of_two=power_of_two)
+        want = formats.quantize(x, form, noise=noise)
+        got = run(x.to(DEVICE), form, None if noise is None else noise.to(DEVICE))
         assert_same_bits(got, want, f"{case} {tile} {spec.name}")
 
     check()
@@ -66,7 +67,9 @@ def test_quantize_both(name, power_of_two):
     @given(matrix_cases(MOST), st.sampled_from(SPECS))
     def check(case, spec):
         x = case.matrix()
-        check_both(x, run(x.to(DEVICE), spec, power_of_two), spec, power_of_two, str(case))
+        check_both(
+            x, run(x.to(DEVICE), fp8_format(spec, ROW_TILE, power_of_two=power_of_two)), spec, power_of_two, str(case)
+        )
 
     check()
 
@@ -83,7 +86,9 @@ def test_every_value_of_bf16(spec):
     run = run_poisoned(QUANTIZE, "triton", torch.bfloat16)
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(512, 128)
     for tile in TILES:
-        assert_same_bits(run(x.to(DEVICE), spec, tile), formats.quantize(x, fp8_format(spec, tile)), str(tile))
+        assert_same_bits(
+            run(x.to(DEVICE), fp8_format(spec, tile)), formats.quantize(x, fp8_format(spec, tile)), str(tile)
+        )
 
 
 def test_large():
@@ -95,7 +100,7 @@ def test_large():
         pytest.skip("needs 24 GiB of device memory")
     rows, cols = 2**16 + 3, 2**15 + 128
     x = torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE)
-    row, column = run(x, E4M3)
+    row, column = run(x, FP8_ROW)
     tail = x[-300:].cpu()
     assert torch.equal(row.qdata[-300:].cpu(), formats.quantize(tail, FP8_ROW).qdata)
     start = rows // 128 * 128  # the last, ragged tile of tokens
@@ -165,10 +170,10 @@ def test_fused(op, dtype):
         x = MatrixCase(case.rows, case.cols, "normal", dtype, case.seed).matrix()
         other = MatrixCase(case.rows, case.cols, "normal", dtype, case.seed + 1).matrix()
         if op is RMS_NORM_QUANTIZE:
-            y, *copies = run(x.to(DEVICE), other[0].float().to(DEVICE), 1e-5, spec)
+            y, *copies = run(x.to(DEVICE), other[0].float().to(DEVICE), 1e-5, fp8_format(spec, ROW_TILE))
             want = ref.rms_norm(x.double(), other[0].double(), 1e-5)
         else:
-            y, *copies = run(x.to(DEVICE), other.to(DEVICE), spec)
+            y, *copies = run(x.to(DEVICE), other.to(DEVICE), fp8_format(spec, ROW_TILE))
             want = ref.swiglu(x.double(), other.double())
         info = torch.finfo(dtype)
         error = (y.cpu().double() - want).abs() - want.abs() * (0.51 * info.eps + 2.0**-19) - info.tiny * info.eps

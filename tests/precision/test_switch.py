@@ -37,7 +37,7 @@ def layers_of(model):
 def one_layer(gemms, keep="value"):
     torch.manual_seed(0)
     layer = nn.Linear(200, 72)
-    rule = Rule(fprop=gemms.fprop, dgrad=gemms.dgrad, wgrad=gemms.wgrad)
+    rule = Rule(**dict(zip(GEMM_NAMES, gemms.names, strict=True)))
     model = nn.Sequential(layer)
     convert(model, Policy("fp8_tile", (rule,), keep=keep), kernels=KERNELS)
     return model
@@ -119,7 +119,7 @@ def test_a_layer_that_keeps_codes_cannot_move_its_weight_gradient():
     assert 'keep="value"' in str(error.value)
     assert model[0].gemms == Gemms.of("bf16", "fp32", "fp8_hybrid")  # as before
     set_mode(model, Policy("fp8_tile", (Rule(wgrad="bf16"),), device_type="cpu"))  # at conversion it can
-    assert model[0].gemms.wgrad == "bf16"
+    assert model[0].gemms.wgrad.name == "bf16"
     assert model[0].keep_value
 
 
