@@ -232,9 +232,11 @@ def test_ranks_on_this_machine_share_its_memory(capsys):
 
 
 def test_a_rank_that_does_not_fit_is_an_error(capsys):
-    code = command_line(["plan", "zero_cpu", "--parallel.dp_shard", "4", "--plan.device_memory", "64MiB"])
+    small = ["plan", "zero_cpu", "--parallel.dp_shard", "4", "--plan.device_memory", "64MiB"]
+    assert command_line(small) == 3
+    assert "64.00 MiB on the device of each of 4 ranks" in capsys.readouterr().err
+    assert command_line([*small, "--memory.plan", ""]) == 3  # as it stands
     shown = capsys.readouterr()
-    assert code == 3
     assert "of 64.00 MiB on the device of each of 4 ranks" in shown.err
     assert "0-3" in shown.out
     for part in ("got", "need", "try"):
