@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.data.build.corpora import build, prose, settings
+from tests.data.build.scores.texts import all_three, story, write_scored_corpus
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
 from tilewright.data.build.executors.local import LocalExecutor
@@ -84,6 +86,28 @@ def test_ranks(tmp_path, monkeypatch):
     assert not errors, errors
     check(tmp_path / "out", "3.txt")
     assert not list((tmp_path / "out").rglob("*.part-*"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_reference_of_scores_that_kills_its_reader_is_set_aside(processes, tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    folder = write_scored_corpus(tmp_path / "scores")
+    good = Path(all_three(folder)["quality"]["good"])
+    (good / "deadly.txt").write_text(story(900))
+    monkeypatch.setenv("PYTHONPATH", deadly(tmp_path / "site", "deadly.txt"))
+    time.sleep(2.5)  # contents of files that are older are remembered: what kills is to read them, not to hash them
+    sections = {"quality": all_three(folder)["quality"]}
+    with LocalExecutor(processes, apart=True) as executor:
+        content = build(settings(folder / "in", **sections), tmp_path / "out", executor)
+        again = build(settings(folder / "in", **sections), tmp_path / "out", executor)
+    assert content["summary"]["docs"] > 0
+    assert again["fingerprint"] == content["fingerprint"]
+    assert again["units"]["made"] == 0
+    (good / "deadly.txt").unlink()
+    monkeypatch.delenv("PYTHONPATH")
+    without = build(settings(folder / "in", **sections), tmp_path / "other")
+    assert without["fingerprint"] == content["fingerprint"]
 
 
 @pytest.mark.dist

@@ -3,9 +3,10 @@
 The order and the inputs of the stages are in `plan`; what a stage does is in `stages`.
 """
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from uuid import uuid4
 
 import numpy as np
 
+from tilewright.core.atomic_io import write_whole
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.inputs import Listing, list_inputs
+from tilewright.data.build.inputs import Item, Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
 from tilewright.data.build.stages.copies.exact import DROP, doc_of
 from tilewright.data.build.stages.scores.references import list_references
@@ -24,6 +26,8 @@ from tilewright.data.sources.documents import Source
 
 WORK = "work"
 """Folder of the units below the folder of a build."""
+
+_KILLERS = "killers.json"
 
 
 class Context:
@@ -54,6 +58,25 @@ class Context:
     def references(self) -> dict[str, Listing]:
         """What scores are learned from, by setting; all of it is there."""
         return list_references(self.build, self.listing.domains(), self.contents)
+
+    @property
+    def readable_references(self) -> dict[str, Listing]:
+        """The same without the files that killed the process which read them; what identifies them is as it was."""
+        bad = self.killers()
+        return {
+            name: replace(found, shards=[[item for item in shard if item.key not in bad] for shard in found.shards])
+            for name, found in self.references.items()
+        }
+
+    def killers(self) -> dict[str, str]:
+        """Content of the references that killed their readers -> their names."""
+        path = self.out / WORK / _KILLERS
+        return json.loads(path.read_bytes()) if path.exists() else {}
+
+    def set_aside(self, items: Sequence[Item]) -> None:
+        """Read these references no more."""
+        found = self.killers() | {item.key: item.name for item in items}
+        write_whole(self.out / WORK / _KILLERS, json.dumps(found, indent=1, sort_keys=True))
 
     @property
     def num_shards(self) -> int:
@@ -121,6 +144,13 @@ class BuildStage:
     count: Callable[[Context], int]
     reads: Callable[[Context, int], object]
     run: Callable[[Context, int, Path], Mapping[str, Any]]
+    references: tuple[str, ...] = ()
+    """Settings that name files which a unit reads beside the records."""
+
+    def files(self, context: Context) -> list[Item]:
+        """The files of these settings."""
+        listings = [context.references[name] for name in self.references if name in context.references]
+        return [item for listing in listings for shard in listing.shards for item in shard]
 
     def fingerprint(self, context: Context, index: int) -> str:
         return fingerprint_of([self.name, self.version, self.reads(context, index)])

@@ -40,7 +40,8 @@ class LocalExecutor(PooledExecutor):
         Raises:
             HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
         """
-        if (self._processes > 1 and len(todo) > 1) or (self._apart and stage.name == READ and todo):
+        reads = self._apart and bool(todo) and (stage.name == READ or bool(stage.files(context)))
+        if reads or (self._processes > 1 and len(todo) > 1):
             super().run(context, stage, todo, advance)
             if self._processes == 1:
                 self.close()

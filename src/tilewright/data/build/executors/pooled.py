@@ -1,7 +1,7 @@
 """Units in worker processes that may be killed, for memory above all, and what becomes of the units of those.
 
 A unit whose process was killed is tried alone, after all others. If it is killed again, the files that do it are found
-one by one and set aside where the stage reads files; of any other stage that is an error.
+one by one and set aside where the stage reads files, references of scores too; of any other stage that is an error.
 """
 
 import os
@@ -17,6 +17,7 @@ from tilewright.core.log import get_logger
 from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.executors.base import Done, Unit
 from tilewright.data.build.executors.workers import make_unit, try_item
+from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.read import STAGE as READ
 from tilewright.data.build.stages.read import read_shard
 
@@ -69,26 +70,49 @@ class PooledExecutor(ABC):
             return
         if self._submit(context, stage, [unit], advance, 1):
             self.close()
-            if stage.name != READ:
+            if stage.name == READ:
+                self._set_aside(context, unit)
+                advance(1)
+                return
+            bad = self._killers(context, stage.files(context))
+            context.set_aside(bad)
+            if not bad or self._submit(context, stage, [unit], advance, 1):
                 raise _killed(context, stage, unit[0])
-            self._set_aside(context, unit)
-            advance(1)
 
     def _set_aside(self, context: Context, unit: Unit) -> None:
         """Make a unit of the first stage without the files that kill the process that reads them."""
         items = context.listing.shards[unit[0]]
-        setting, bad = context.build.model_dump_json(), []
-        for item in items:
-            try:
-                with env.one_thread(), self.pool_of(1) as alone:
-                    alone.submit(try_item, setting, item).result()
-            except self.killed:
-                log.warning("%s is set aside: the process that read it was killed", item.name)
-                bad.append(item)
+        bad = self._killers(context, items)
         if bad == items:
             self._can_start()
         good = [item for item in items if item not in bad]
         context.units.make(READ, *unit, lambda folder: read_shard(good, context.build, folder, killed=bad))
+
+    def _killers(self, context: Context, items: Sequence[Item]) -> list[Item]:
+        """Those of some files that kill the process which reads them: two in a row, the second of which read nothing
+        else."""
+        bad: list[Item] = []
+        left = list(items)
+        while left:
+            item = self._first_killer(context, left)
+            if item is None:
+                break
+            del left[: left.index(item) + 1]
+            if self._first_killer(context, [item]) is not None:
+                log.warning("%s is set aside: the process that read it was killed", item.name)
+                bad.append(item)
+        return bad
+
+    def _first_killer(self, context: Context, items: Sequence[Item]) -> Item | None:
+        """The first of some files at which a process that reads one after the other is killed."""
+        setting = context.build.model_dump_json()
+        with env.one_thread(), self.pool_of(1) as alone:
+            for item in items:
+                try:
+                    alone.submit(try_item, setting, item).result()
+                except self.killed:
+                    return item
+        return None
 
     def _can_start(self) -> None:
         """Check that a process that reads nothing stays alive: one that does not is no fault of a file.

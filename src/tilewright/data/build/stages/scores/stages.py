@@ -78,21 +78,21 @@ def _corpus(c: Context, reference: str, stage: str) -> list[object]:
 
 
 def _quality_model(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    return models.make_quality(c.build, c.references, folder)
+    return models.make_quality(c.build, c.readable_references, folder)
 
 
 def _noise_models(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     def halves() -> tuple[list[Piece], list[Piece]]:
         return _halves(c, _before_noise(c), c.build.noise.domains, c.build.noise.reference_bytes)
 
-    return models.make_noise(c.build, c.references, halves, folder)
+    return models.make_noise(c.build, c.readable_references, halves, folder)
 
 
 def _sample_model(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     def halves() -> tuple[list[Piece], list[Piece]]:
         return _halves(c, "unique", c.build.sample.domains, c.build.sample.reference_bytes)
 
-    return models.make_reference(c.build, c.references, halves, folder)
+    return models.make_reference(c.build, c.readable_references, halves, folder)
 
 
 def _scores(
@@ -141,6 +141,7 @@ QUALITY_AND_NOISE = (
             *(c.build.quality.example_bytes, c.build.quality.allow_weak),
         ],
         _quality_model,
+        ("quality.good", "quality.bad"),
     ),
     _scores("quality", "scoring quality", lambda c: "rules", models.quality_scorer, "quality_model"),
     BuildStage(
@@ -164,6 +165,7 @@ QUALITY_AND_NOISE = (
             c.build.noise.domains if c.build.noise.clean == CORPUS else (),
         ],
         _noise_models,
+        ("noise.clean", "noise.noisy"),
     ),
     BuildStage(
         *("noise_threshold", "measuring the noise filter", 2, _units("noise", _one)),
@@ -197,6 +199,7 @@ SAMPLE = (
             c.build.sample.domains if c.build.sample.reference == CORPUS else (),
         ],
         _sample_model,
+        ("sample.reference",),
     ),
     _scores("sample", "measuring bits per byte", lambda c: "unique", models.bits_scorer, "sample_model"),
     BuildStage(
