@@ -8,7 +8,7 @@ rows    rows of 512, of 2048 and of 512 tokens again, within 80 % of what 2048 t
 budget  what the run may use is cut by 30 % before the third step
 memory  in each step after the first an allocation, drawn at random over the whole step, finds no memory
 
-python -m benchmarks.re-plan
+python -m benchmarks.regroup
 """
 
 import argparse
@@ -144,7 +144,7 @@ def main() -> None:
     over = max(cut["peak_mib"][3:]) / cut["allowed_mib"] - 1  # the step after the one that measured first
     results["claim_holds"] = all(results[case]["bit_equal"] for case in LENGTHS) and over <= 0.05
     results["over_the_cut_budget"] = round(over, 4)
-    write_result("replan", CLAIM, results)
+    write_result("regroup", CLAIM, results)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,21 @@ class Mixer(StepHook):
         self.steps, self.losses = state["steps"], state["losses"]
 
 
+class Fresh(StepHook):
+    """A hook that a run has only from some checkpoint on."""
+
+    name = "fresh"
+
+    def __init__(self, setup, parts):
+        pass
+
+    def state_dict(self):
+        return {"steps": 0}
+
+    def load_state_dict(self, state):
+        raise AssertionError("there is none")
+
+
 KILLED = """
 import sys
 from functools import partial
@@ -116,6 +131,17 @@ class Sometimes(StepHook):
     def after_step(self, step, result):
         assert self.heard[-1] == step.number
         self.next_step = min((n for n in self.wanted if n > step.number), default=float("inf"))
+
+
+def test_state_without_its_hook_and_a_hook_without_state_are_told(data, tmp_path):
+    short = QUIET | {"train__steps": 4}
+    train(tiny(data, tmp_path, **short), hooks=[Mixer])
+    train(tiny(data, tmp_path, **short | {"train__steps": 6}))
+    train(tiny(data, tmp_path, **short | {"train__steps": 8}), hooks=[Fresh])
+    told = [row["message"] for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "recipe_change"]
+    assert "the checkpoint's state of `mixer` is not used: this run has none" in told
+    assert "`fresh` starts afresh: the checkpoint has no state of it" in told
+    assert not [text for text in told if "`stream`" in text or "`clip`" in text or "`counters`" in text]
 
 
 def test_a_hook_is_called_when_it_asks_and_where_a_line_is_due(data, tmp_path):

@@ -137,10 +137,15 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         recorder.event(found.step, "recipe_change", str(change))
     started = time.perf_counter()
     parts.optimizer.init_states()
-    parts.state().restore(found.checkpoint)
+    state = parts.state()
+    kept = state.restore(found.checkpoint)["parts"]
     parts.modes.enter(found.step - 1)
     parts.modes.refresh()  # tensors were read into the weights without anyone's notice
     load_s = time.perf_counter() - started
+    for name in sorted(kept.keys() - state.parts.keys()):
+        recorder.event(found.step, "recipe_change", f"the checkpoint's state of `{name}` is not used: this run has none")
+    for name in sorted(state.parts.keys() - kept.keys()):
+        recorder.event(found.step, "recipe_change", f"`{name}` starts afresh: the checkpoint has no state of it")
     # The checkpoint says what is mixed, not run.toml: a run that was killed before its next checkpoint has written the
     # new weights there.
     if (first := parts.stream.mix_with(parts.setup.recipe.data.weights)) is not None:
