@@ -143,7 +143,8 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
     parts.modes.refresh()  # tensors were read into the weights without anyone's notice
     load_s = time.perf_counter() - started
     for name in sorted(kept.keys() - state.parts.keys()):
-        recorder.event(found.step, "recipe_change", f"the checkpoint's state of `{name}` is not used: this run has none")
+        text = f"the checkpoint's state of `{name}` is not used: this run has none"
+        recorder.event(found.step, "recipe_change", text)
     for name in sorted(state.parts.keys() - kept.keys()):
         recorder.event(found.step, "recipe_change", f"`{name}` starts afresh: the checkpoint has no state of it")
     # The checkpoint says what is mixed, not run.toml: a run that was killed before its next checkpoint has written the
