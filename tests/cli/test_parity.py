@@ -95,14 +95,17 @@ def test_a_rank_that_hangs_is_named_and_all_end(phase, tmp_path, monkeypatch):
     (tmp_path / "early" / "sitecustomize.py").write_text(sleeper)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "early"), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
-    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", parallel__timeout_minutes=0.2)
+    given, before = (
+        settings(tmp_path, tmp_path / "runs", precision__mode="fp32", parallel__timeout_minutes=0.2),
+        _children(),
+    )
     arguments = [f"--{name}={value}" for name, value in given.items()]
     result = CliRunner().invoke(cli, ["doctor", "--parallel", "dp_shard=2", "default", *arguments])
     assert time.monotonic() - float((tmp_path / "mark").read_text()) < 60
     assert isinstance(result.exception, TilewrightError), result.output
     assert words in str(result.exception)
     assert "checkpoint" not in str(result.exception), "there is none to continue from"
-    assert not _children(), "a process is left"
+    assert _children() <= before, "a process is left"
 
 
 STAND_IN = """
@@ -126,13 +129,14 @@ def test_one_process_that_fails_ends_those_that_do_not(first, tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(parity, "__name__", "stand_in")
     monkeypatch.setattr(parity, "GRACE_S", 0.2)
+    before = _children()  # compilers of torch that tests before this one have started
     with pytest.raises(HardwareError, match="Rank 1 hangs"):
         parity._run_side([{"RANK": str(rank)} for rank in range(3)], first=first)
-    assert not _children()
+    assert _children() <= before
 
 
 def _children():
-    return [child for child in psutil.Process().children() if "-m" in child.cmdline()]
+    return {child.pid for child in psutil.Process().children() if "-m" in child.cmdline()}
 
 
 @pytest.mark.slow

@@ -281,7 +281,10 @@ def test_staging_copy_counts_where_training_goes_on():
     quiet = plan_of(make_recipe(checkpoint={"interval": 0, "interval_minutes": 0}))
     busy = plan_of(make_recipe(checkpoint={"interval": 100}, train={"steps": 400}))
     copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
-    assert busy.phase_bytes("checkpoint") == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate")) + copy
+    assert (
+        busy.phase_bytes("checkpoint")
+        == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate") if p in busy.phases) + copy
+    )
     assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update")  # the last one is written without a copy
 
 

@@ -268,9 +268,9 @@ def test_what_does_nothing_is_not_called():
 def test_from_python(data, tmp_path, monkeypatch):
     """`tilewright.train(..., hooks=...)`."""
     given_ = []
-    monkeypatch.setattr(api, "run_training", lambda loaded, hooks: given_.append(hooks))
+    monkeypatch.setattr(api, "run_training", lambda loaded, hooks, executor: given_.append((hooks, executor)))
     api.train("default", {"train.steps": "1"}, hooks=[Mixer])
-    assert given_ == [[Mixer]]
+    assert given_ == [([Mixer], None)]
 
 
 def on_a_rank(rank, data, runs, mesh):

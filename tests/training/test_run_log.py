@@ -127,8 +127,8 @@ def test_an_evaluation_line_names_the_unit_of_each_domain(tmp_path):
     progress = types.SimpleNamespace(note=lines.append, close=lambda: None)
     recorder = MetricsLogger(RunLog(tmp_path), progress, [], steps=9, memory_limit=1, scaled=False)
     text, images = DomainLoss(2.0, math.exp(2.0), 10, 30), DomainLoss(1.0, math.e, 10)
-    recorder.evaluation(3, {"code": text, "docs": text}, 0.1, {"books": text})
-    recorder.evaluation(6, {"code": text, "images": images}, 0.1, {})
+    recorder.evaluation(3, {"eval": {"code": text, "docs": text}, "eval_other": {"books": text}}, 0.1)
+    recorder.evaluation(6, {"eval": {"code": text, "images": images}, "eval_other": {}}, 0.1)
     recorder.close()
     assert "| bits per byte by domain: code 0.962, docs 0.962 |" in lines[0]
     assert lines[0].endswith("| not trained on, bits per byte by domain: books 0.962")

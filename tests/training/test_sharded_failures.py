@@ -224,13 +224,13 @@ def _saves_on_and_on(rank, folder, shard):
     world = joined(shard)
     state, _ = sharded_state(world, seed=0)
     state.optimizer.init_states()
-    store = CheckpointStore(folder, world=world)
+    store, meta = CheckpointStore(folder, world=world), state.meta()
     for step in range(1, 10_000):
-        store.save(step, state.tensors(), state.meta())
+        store.save(step, state.tensors(), meta)
         store.wait()
         (record,) = store.finished()
         if record.error is not None:
-            later = store.save(step + 1, state.tensors(), state.meta())
+            later = store.save(step + 1, state.tensors(), meta)
             return record.error, store.finished()[0].error, later
     raise AssertionError("nobody died")
 

@@ -54,7 +54,7 @@ def gpu(refuses=False):
         patch.setattr(torch.cuda, "cudart", Runtime)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(pinned, "_forget_error", lambda device: None)
-        patch.setattr(staging, "local_part", lambda tensor: tensor.as_subclass(OnGpu))
+        patch.setattr(staging, "local", lambda tensor: tensor.as_subclass(OnGpu))
         yield registered
 
 

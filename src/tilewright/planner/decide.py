@@ -157,7 +157,7 @@ def decide(
     stands = planner.as_it_stands(site.budget(recipe, disk=on_disk(recipe)))
     if how == "fastest" or recipe.memory.plan == "" or stands.keeps_margin:
         return Decision(stands)
-    if stands.state == "not known":
+    if stands.shape.unknown:  # what is known of it may be too much already
         return Decision(stands, note=stands.shape.unknown)
     if recipe.memory.layers_per_group > 1:
         return Decision(stands, note="layers come in groups (memory.layers_per_group)")

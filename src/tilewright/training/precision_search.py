@@ -80,7 +80,7 @@ class SearchResult:
             switches = [switch for switch in self.sensitivity.switches if switch.unit == unit.name]
             matmuls = {
                 s.gemm: {
-                    "format": getattr(formats[unit.name], s.gemm),
+                    "format": getattr(formats[unit.name], s.gemm).name,
                     "predicted_loss_change": costs[s.unit, s.gemm],
                     "loss_change": list(s.loss_change),
                     "gradient": [asdict(change) for change in s.gradients],

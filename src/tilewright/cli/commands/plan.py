@@ -80,7 +80,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
 
     request = PlanRequest(**options)
     loaded, site = asked_for(loaded, request, quiet=as_json)
-    found = plan_for(loaded, site, request)
+    found = plan_for(loaded, site, request, as_it_stands=as_json)  # a program reads why not
     if why:
         lines = _why(loaded, site, found, why)
         print_json({"why": lines}) if as_json else echo("\n".join(lines))

@@ -170,9 +170,15 @@ def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
         _size(options.device_memory, "--device-memory", machine.device_memory_bytes, owner)
 
 
-def plan_for(loaded: Loaded, site: Site, request: PlanRequest) -> Plan:
+def plan_for(loaded: Loaded, site: Site, request: PlanRequest, *, as_it_stands: bool = False) -> Plan:
     """The plan that was asked for: what `train` does, the fastest one, or that of the deepest model. A recipe of which
     nothing is decided is priced whether it fits or not.
+
+    Args:
+        loaded: the recipe.
+        site: where it would run.
+        request: what was asked for.
+        as_it_stands: where nothing that `train` may decide fits, the recipe as it stands, which does not.
 
     Raises:
         FitError: nothing fits.
@@ -185,7 +191,7 @@ def plan_for(loaded: Loaded, site: Site, request: PlanRequest) -> Plan:
         return found.plan
     priced = changed(loaded.recipe, {"plan.enforce": False})
     run = plan_run(replace(loaded, recipe=priced), site)
-    if run.priced.state == "does not fit" and loaded.recipe.memory.plan == AUTO and not run.note:
+    if not as_it_stands and run.priced.state == "does not fit" and loaded.recipe.memory.plan == AUTO and not run.note:
         raise nothing_fits(loaded, site)
     return run.priced
 
