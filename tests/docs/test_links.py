@@ -70,5 +70,5 @@ def test_files_that_pages_name_are_there(page):
 
 
 def test_pages_for_developers_name_files():
-    for name in ("add-an-op", "add-a-format", "add-a-command"):
+    for name in ("add-an-op", "add-a-model", "add-a-format", "add-a-command"):
         assert len(named((ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8"))) >= 4, name
