@@ -138,18 +138,6 @@ TEXT_SUFFIXES = """
 """
 """Of files that are read as text."""
 
-INSTEAD_OF_ROW_OF_PREFERENCES, ROW_OF_CHAT = "row of preferences", "row without chosen and rejected"
-"""Reasons for which rows of one format are refused in the other."""
-_TALKS = {"messages", "conversations", "conversation"}
-_TASKS = ({"prompt", "completion"}, {"prompt", "response"}, {"instruction", "output"}, {"instruction", "response"})
-_FOUND = {"text": "text is learned as it is", "chat": "rows of conversations", "preferences": "rows of preferences"}
-TEXT_SUFFIXES = """
-    .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
-    .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
-    .zig .nim .log .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
-"""
-"""Of files that are read as text."""
-
 VALIDATION = "data.holdout = 0.02   (hold out a part of what is trained on)"
 INSTEAD_OF_OTHER = 'data.eval_source = ""   (evaluate what is held out of the training data, nothing else)'
 
