@@ -175,10 +175,13 @@ def test_any_format_rounds_within_its_step(shape, element, scale, spread, seed):
     assert scale.rule == "floor" or scale.second or not clipped.any()
 
 
+@pytest.mark.parametrize("largest", [(60, 20), (3, 4)], ids=["elsewhere", "beside_it"])
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @each_element
-def test_what_is_not_finite_stays_visible(spec, scale):
-    x = torch.randn(64, 128)
+def test_what_is_not_finite_stays_visible(spec, scale, largest):
+    """Also where the largest value of the matrix, which a second scale follows, shares a tile with a NaN."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    x[largest] = 9.0
     x[3, 5], x[40, 100], x[41, 7] = math.nan, math.inf, -math.inf
     got = quantize(x, OperandFormat(spec, scale)).dequantize()
     assert got.isnan()[~x.isfinite()].all()

@@ -34,11 +34,8 @@ def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> 
         [[3.0, 0.0, -0.0]]
     """
     element, tile = form.element, form.tile
-    amax = tile_amax(x_MK, tile)
-    if not element.has_nan:
-        unsound = tile_amax((~torch.isfinite(x_MK)).to(torch.float32), tile)
-        amax = torch.where(unsound > 0, torch.nan, amax)
-    scale_inv, second = form.scale.scales(amax, element)
+    unsound = None if element.has_nan else tile_amax((~torch.isfinite(x_MK)).to(torch.float32), tile) > 0
+    scale_inv, second = form.scale.scales(tile_amax(x_MK, tile), element, unsound)
     if scale_inv.dtype == torch.float32:
         qdata = encode_with(x_MK, scale_inv, element, tile, form.scale.rule != "exact", noise)
         return TiledTensor(qdata, scale_inv, tile, element)

@@ -124,32 +124,41 @@ class ScaleSpec:
         relaxes = not power_of_two and self.dtype == torch.float32 and self.rule == "ceil"
         return replace(self, rule="exact") if relaxes else self
 
-    def scales(self, amax: Tensor, element: FloatSpec) -> tuple[Tensor, Tensor | None]:
+    def scales(self, amax: Tensor, element: FloatSpec, unsound: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Scales [GM, GK] as stored, and the tensor's own, FP32 [1, 1], where there is one.
 
         Args:
-            amax: FP32 [GM, GK], of each tile; NaN makes the scale NaN.
+            amax: FP32 [GM, GK], largest finite magnitude of each tile.
             element: what the scaled values are rounded to.
+            unsound: bool [GM, GK], tiles whose scale is NaN, since their codes have none. What is finite in them counts
+                in the tensor's own scale, so that other tiles keep their values.
         """
+        info = torch.finfo(self.dtype) if not self.is_e8m0 else None
+        second = None
         if self.dtype == torch.float32:
             scale = scale_inv_of(amax, element, power_of_two=self.rule == "ceil", floor=self.rule == "floor")
-            return (scale if element.has_nan else torch.where(amax.isnan(), torch.nan, scale)), None
-        known, info = amax.nan_to_num(0.0), torch.finfo(self.dtype)
-        if self.rule != "exact":
-            exponent = _exponent(known, element, floor=self.rule == "floor")
-            if self.is_e8m0:
-                return torch.where(amax.isnan(), E8M0_NAN, encode_e8m0(exponent)).to(torch.uint8).view(self.dtype), None
+        elif self.rule != "exact":
+            exponent = _exponent(amax, element, floor=self.rule == "floor")
+            if info is None:
+                codes = encode_e8m0(exponent)
+                codes = codes if unsound is None else torch.where(unsound, E8M0_NAN, codes).to(torch.uint8)
+                return codes.view(self.dtype), None
             least, most = (math.frexp(value)[1] - 1 for value in (info.smallest_normal, info.max))
             scale = power_of_two_of(exponent.clamp(least, most))
-            return _stored(torch.where(amax.isnan(), torch.nan, scale), self.dtype), None
-        second, exact = None, amax / torch.full_like(amax, element.max)
-        if self.second:
-            most = known.amax().view(1, 1) if known.numel() else known.new_zeros((1, 1))
-            second = (most / torch.full_like(most, element.max * info.max)).clamp(min=_LEAST_SECOND)
-            second = torch.where(most > 0, second, 1.0)
-            exact = exact / second
-        # Not zero, which nothing can be divided by. (NVIDIA's kernel makes such a tile zero, torchao takes 2^-6.)
-        return _stored(exact.clamp(info.smallest_normal * info.eps, info.max), self.dtype), second
+        else:
+            assert info is not None  # E8M0 has no exact scales
+            scale = amax / torch.full_like(amax, element.max)
+            if self.second:
+                second = self._second(amax, element)
+                scale = scale / second
+            # Not zero, which nothing can be divided by. (NVIDIA's kernel makes such a tile zero, torchao takes 2^-6.)
+            scale = scale.clamp(info.smallest_normal * info.eps, info.max)
+        return _stored(scale if unsound is None else torch.where(unsound, torch.nan, scale), self.dtype), second
+
+    def _second(self, amax: Tensor, element: FloatSpec) -> Tensor:
+        most = amax.amax().view(1, 1) if amax.numel() else amax.new_zeros((1, 1))
+        second = (most / torch.full_like(most, element.max * torch.finfo(self.dtype).max)).clamp(min=_LEAST_SECOND)
+        return torch.where(most > 0, second, 1.0)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
