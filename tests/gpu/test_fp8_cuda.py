@@ -40,7 +40,7 @@ def skip_division(name, power_of_two):
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "fp32"])
 def test_quantize(name, power_of_two):
     skip_division(name, power_of_two)
-    run = run_poisoned(QUANTIZE, name, torch.bfloat16)
+    run = run_poisoned(QUANTIZE, name, torch.bfloat16, "fp8")
 
     @MANY
     @given(matrix_cases(MOST), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans())
@@ -61,7 +61,7 @@ def test_quantize(name, power_of_two):
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "fp32"])
 def test_quantize_both(name, power_of_two):
     skip_division(name, power_of_two)
-    run = run_poisoned(QUANTIZE_BOTH, name, torch.bfloat16)
+    run = run_poisoned(QUANTIZE_BOTH, name, torch.bfloat16, "tiles" if power_of_two else "fp8")
 
     @MANY
     @given(matrix_cases(MOST), st.sampled_from(SPECS))
@@ -83,7 +83,7 @@ def check_both(x, got, spec, power_of_two, name):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_value_of_bf16(spec):
-    run = run_poisoned(QUANTIZE, "triton", torch.bfloat16)
+    run = run_poisoned(QUANTIZE, "triton", torch.bfloat16, "tiles")
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(512, 128)
     for tile in TILES:
         assert_same_bits(
@@ -95,7 +95,7 @@ def test_large():
     """Offsets beyond 2^31."""
     if not CUDA:
         pytest.skip("16 GiB of values: on a GPU only")
-    run = run_poisoned(QUANTIZE_BOTH, "triton", torch.bfloat16)
+    run = run_poisoned(QUANTIZE_BOTH, "triton", torch.bfloat16, "tiles")
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of device memory")
     rows, cols = 2**16 + 3, 2**15 + 128
@@ -162,7 +162,7 @@ def test_input_gradient_reads_the_weight_transposed(name):
 @pytest.mark.parametrize("op", [RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused(op, dtype):
-    run = run_poisoned(op, "triton", dtype)
+    run = run_poisoned(op, "triton", dtype, "tiles")
 
     @MANY
     @given(matrix_cases(MOST), st.sampled_from(SPECS))

@@ -19,16 +19,16 @@ from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.norm import native as rms_norm
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, quantize_kind
 
 SPECS = [E4M3, E5M2]
 TILES = [ROW_TILE, COLUMN_TILE, BLOCK_TILE]
 MACHINE = detect_machine("cpu")
 
 
-def here(op):
-    """Candidates of an operation that run on this machine's CPU."""
-    return [c for c in op.candidates if c.why_not(MACHINE, Case("cpu", torch.bfloat16)) is None]
+def here(op, kind="tiles"):
+    """Candidates of an operation that run this kind of call on this machine's CPU."""
+    return [c for c in op.candidates if c.why_not(MACHINE, Case("cpu", torch.bfloat16, kind)) is None]
 
 
 def assert_same(got, want, what=""):
@@ -57,7 +57,7 @@ def reference_both(x, spec, power_of_two=True):
 def test_bits_of_any_matrix(rows, cols, seed, spec, tile, dtype, layout):
     x = awkward_matrix(rows, cols, dtype, seed, layout)
     want, want_both = formats.quantize(x, fp8_format(spec, tile)), reference_both(x, spec)
-    for candidate in here(QUANTIZE):
+    for candidate in here(QUANTIZE, quantize_kind(fp8_format(spec, tile))):
         assert_same(candidate.run(x, fp8_format(spec, tile)), want, candidate.name)
     for candidate in here(QUANTIZE_BOTH):
         for got, expected in zip(candidate.run(x, fp8_format(spec, ROW_TILE)), want_both, strict=True):
@@ -108,7 +108,7 @@ def test_scales_that_bf16_cannot_take_are_seen(scale):
     assert not fp8.is_exact(tiled.transposed())
 
 
-@pytest.mark.parametrize("candidate", here(QUANTIZE), ids=lambda c: c.name)
+@pytest.mark.parametrize("candidate", here(QUANTIZE, "fp8"), ids=lambda c: c.name)
 def test_other_scales_and_noise(candidate):
     x = torch.randn(70, 200, dtype=torch.bfloat16)
     for tile in (ROW_TILE, TENSORWISE):

@@ -1,8 +1,9 @@
 """Tables of kinds: modules that differ only by numbers as one row, and the kernels that a run uses. Without torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
+from tilewright.core.config.sections.precision import ScaledFormat
 from tilewright.core.units import collapse_names, format_share, pattern_of
 
 Row = Mapping[str, Any]
@@ -19,7 +20,9 @@ _OPERATION = {
     "attention": "attention",
     "cross_entropy": "cross_entropy",
 }
-_OF_8_BIT = ("linear", "quantize", "quantize_both", "tile_gemm", "rms_norm_quantize", "swiglu_quantize")
+_OF_SCALED = ("quantize", "quantize_both", "tile_gemm", "rms_norm_quantize", "swiglu_quantize")
+_KINDS = dict.fromkeys(("fp8_tile", "fp8_hybrid"), ("tiles", "fp8")) | {"fp8_tensorwise": ("tensorwise", "fp8")}
+"""Kinds of call of these operations by the format of a matmul, those of other scales than powers of two included."""
 
 
 def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
@@ -55,14 +58,14 @@ def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str)
     formats = {name for row in modules for key in ("compute", "output") for name in str(row.get(key)).split("/")}
     dtypes = {_DTYPES[name] for name in formats | {moments} if name in _DTYPES}
     operations = {_OPERATION.get(str(row["op"]), "linear") for row in modules} | {"adam"}
-    in_8_bit = {name for name in formats if name.startswith("fp8")}
+    scaled = formats & set(get_args(ScaledFormat))
     operations |= {"low_bit_adam"} if moments == "8bit" else set()
-    operations |= set(_OF_8_BIT) if in_8_bit else set()
-    kinds = {"tensorwise" if name == "fp8_tensorwise" else "tiles" for name in in_8_bit}
+    operations |= {*_OF_SCALED, "linear"} if scaled else set()
+    kinds = {kind for name in scaled for kind in _KINDS.get(name, ("other", "decoded"))}
 
     def is_used(row: Row) -> bool:
         _, dtype, *kind = str(row["case"]).split()
-        return row["op"] in operations and dtype in dtypes and (row["op"] != "tile_gemm" or set(kind) <= kinds)
+        return row["op"] in operations and dtype in dtypes and (row["op"] not in _OF_SCALED or set(kind) <= kinds)
 
     return [row for row in kernels if is_used(row)]
 

@@ -33,7 +33,7 @@ from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, quantize_kind
 
 OPS = (
     *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
@@ -208,11 +208,12 @@ class Kernels:
 
     def quantize(self, x_MK: Tensor, form: OperandFormat, *, noise: Tensor | None = None) -> TiledTensor:
         """See `ops.quantize`."""
-        return self._find("quantize", x_MK.device.type, x_MK.dtype)(x_MK, form, noise)
+        kind = quantize_kind(form, noise)
+        return self._find("quantize", x_MK.device.type, x_MK.dtype, kind)(x_MK, form, noise)
 
     def quantize_both(self, x_MK: Tensor, form: OperandFormat) -> tuple[TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        return self._find("quantize_both", x_MK.device.type, x_MK.dtype)(x_MK, form)
+        return self._find("quantize_both", x_MK.device.type, x_MK.dtype, quantize_kind(form))(x_MK, form)
 
     def tile_gemm(
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
@@ -224,11 +225,12 @@ class Kernels:
         self, x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        return self._find("rms_norm_quantize", x.device.type, x.dtype)(x, weight_D, eps, form)
+        return self._find("rms_norm_quantize", x.device.type, x.dtype, quantize_kind(form))(x, weight_D, eps, form)
 
     def swiglu_quantize(self, gate: Tensor, up: Tensor, form: OperandFormat) -> tuple[Tensor, TiledTensor, TiledTensor]:
         """See `ops.quantize`."""
-        return self._find("swiglu_quantize", gate.device.type, gate.dtype)(gate, up, form)
+        run = self._find("swiglu_quantize", gate.device.type, gate.dtype, quantize_kind(form))
+        return run(gate, up, form)
 
     def explain(self) -> list[dict[str, object]]:
         """One row an operation and case: op, case, chosen (None: nothing can run it), rejected

@@ -3,8 +3,9 @@
 quantize(x_MK, form, noise=None) -> TiledTensor [M, K], in the `OperandFormat` form.
 quantize_both(x_MK, form) -> (row, column), from one read of x: `row` is x in form, and `column` is x transposed in
 form, along the tokens, a TiledTensor [K, M]; on CPU its codes may be a transposed view.
-`formats.quantize` is the definition: codes and scales of every candidate are equal to its, bit for bit. Kernels know
-E4M3 and E5M2 with FP32 scales (of `quantize_both` in 1x128); every candidate has the definition itself for the rest.
+`formats.quantize` is the definition: codes and scales of every candidate are equal to its, bit for bit. Its kind says
+what a kernel has to know (`quantize_kind`): "tiles" (E4M3 or E5M2 with power-of-two scales in FP32 per 1x128, 128x1 or
+128x128, rounded to nearest), "fp8" (E4M3 or E5M2 with any other scales in FP32, or with noise) or "other".
 x is FP32, BF16 or FP16. The case's dtype is x's.
 
 rms_norm_quantize(x, weight_D, eps, form) -> (y, row, column)
@@ -14,18 +15,38 @@ shape [..., D]; row and column are `quantize_both` of y as [tokens, D]. The copi
 case's dtype is x's (gate's).
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.ref import fp8 as ref
 from tilewright.ops.backends.ref import math
 from tilewright.ops.backends.triton.availability import needs_triton
-from tilewright.ops.base.dispatch import Candidate, Op, always
+from tilewright.ops.base.dispatch import Candidate, Knows, Op, always
 from tilewright.ops.norm import native as rms_norm
+
+KINDS = ("tiles", "fp8", "other")
+_TRITON = Knows(("tiles", "fp8"), "E4M3 and E5M2 with scales in FP32")
+_CPU = Knows(
+    ("tiles",),
+    "E4M3 and E5M2 with power-of-two scales in FP32 per 1x128, 128x1 or 128x128, rounded to nearest",
+)
+
+
+def quantize_kind(form: OperandFormat, noise: Tensor | None = None) -> str:
+    """The case's kind. (By integers: torch.compile does not guard a look-up by tile.)"""
+    if not form.is_fp8:
+        return "other"
+    known = (form.tile.rows, form.tile.cols) in ((1, 128), (128, 1), (128, 128))
+    return "tiles" if known and noise is None and form.scale.rule == "ceil" else "fp8"
 
 
 def _in_rows(form: OperandFormat) -> bool:
-    """Whether kernels make both copies at once. (By integers: torch.compile does not guard a look-up by tile.)"""
-    return form.is_fp8 and (form.tile.rows, form.tile.cols) == (1, 128)
+    """Whether kernels make both copies at once."""
+    return (form.tile.rows, form.tile.cols) == (1, 128)
 
 
 def _powers(form: OperandFormat) -> bool:
@@ -33,14 +54,14 @@ def _powers(form: OperandFormat) -> bool:
 
 
 def _triton(x_MK, form, noise=None) -> TiledTensor:
-    if not form.is_fp8:
-        return ref.quantize(x_MK, form, noise)
+    _TRITON.check(quantize_kind(form, noise))
     from tilewright.ops.backends.triton import quantize  # it imports triton
 
     return quantize.quantize(x_MK, form.element, form.tile, _powers(form), noise)
 
 
 def _triton_both(x_MK, form) -> tuple[TiledTensor, TiledTensor]:
+    _TRITON.check(quantize_kind(form))
     if not _in_rows(form):
         return _triton(x_MK, form), _triton(x_MK.T, form)
     from tilewright.ops.backends.triton import quantize  # it imports triton
@@ -49,43 +70,34 @@ def _triton_both(x_MK, form) -> tuple[TiledTensor, TiledTensor]:
 
 
 def _cpu(x_MK, form, noise=None) -> TiledTensor:
-    if not form.is_fp8:
-        return ref.quantize(x_MK, form, noise)
+    _CPU.check(quantize_kind(form, noise))
     from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
-    return fp8.quantize(x_MK, form.element, form.tile, _powers(form), noise)
+    return fp8.quantize(x_MK, form.element, form.tile)
 
 
 def _cpu_both(x_MK, form) -> tuple[TiledTensor, TiledTensor]:
+    _CPU.check(quantize_kind(form))
     if not _in_rows(form):
         return _cpu(x_MK, form), _cpu(x_MK.T, form)
     from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
-    return fp8.quantize_both(x_MK, form.element, _powers(form))
+    return fp8.quantize_both(x_MK, form.element)
 
 
-QUANTIZE = Op(
-    "quantize",
-    (
-        Candidate("triton", _triton, needs_triton),
-        Candidate("cpu", _cpu, FP8.why_not),
-        Candidate("ref", ref.quantize, always),
-    ),
-)
-QUANTIZE_BOTH = Op(
-    "quantize_both",
-    (
-        Candidate("triton", _triton_both, needs_triton),
-        Candidate("cpu", _cpu_both, FP8.why_not),
-        Candidate("ref", ref.quantize_both, always),
-    ),
-    setting="quantize",
-)
+def _op(name: str, triton: Callable[..., Any], cpu: Callable[..., Any], law: Callable[..., Any]) -> Op:
+    candidates = (
+        Candidate("triton", triton, _TRITON.why_not(needs_triton)),
+        Candidate("cpu", cpu, _CPU.why_not(FP8.why_not)),
+        Candidate("ref", law, always),
+    )
+    return Op(name, candidates, KINDS, setting="quantize")
 
 
 def _triton_norm(x, weight_D, eps, form):
     if not _in_rows(form):
-        return ref.rms_norm_quantize(x, weight_D, eps, form)
+        return _copies(rms_norm(x, weight_D, eps), form, _triton_both)
+    _TRITON.check(quantize_kind(form))
     from tilewright.ops.backends.triton import fused  # it imports triton
 
     return fused.rms_norm_quantize(x, weight_D, eps, form.element, _powers(form))
@@ -93,7 +105,8 @@ def _triton_norm(x, weight_D, eps, form):
 
 def _triton_swiglu(gate, up, form):
     if not _in_rows(form):
-        return ref.swiglu_quantize(gate, up, form)
+        return _copies(math.swiglu(gate, up), form, _triton_both)
+    _TRITON.check(quantize_kind(form))
     from tilewright.ops.backends.triton import fused  # it imports triton
 
     return fused.swiglu_quantize(gate, up, form.element, _powers(form))
@@ -101,32 +114,18 @@ def _triton_swiglu(gate, up, form):
 
 def _cpu_norm(x, weight_D, eps, form):
     """Not fused: on a CPU the norm is compiled with its neighbours, and its result is read from the cache."""
-    return _cpu_copies(rms_norm(x, weight_D, eps), form)
+    return _copies(rms_norm(x, weight_D, eps), form, _cpu_both)
 
 
 def _cpu_swiglu(gate, up, form):
-    return _cpu_copies(math.swiglu(gate, up), form)
+    return _copies(math.swiglu(gate, up), form, _cpu_both)
 
 
-def _cpu_copies(y, form):
-    return y, *_cpu_both(y.reshape(-1, y.shape[-1]), form)
+def _copies(y, form, both):
+    return y, *both(y.reshape(-1, y.shape[-1]), form)
 
 
-RMS_NORM_QUANTIZE = Op(
-    "rms_norm_quantize",
-    (
-        Candidate("triton", _triton_norm, needs_triton),
-        Candidate("cpu", _cpu_norm, FP8.why_not),
-        Candidate("ref", ref.rms_norm_quantize, always),
-    ),
-    setting="quantize",
-)
-SWIGLU_QUANTIZE = Op(
-    "swiglu_quantize",
-    (
-        Candidate("triton", _triton_swiglu, needs_triton),
-        Candidate("cpu", _cpu_swiglu, FP8.why_not),
-        Candidate("ref", ref.swiglu_quantize, always),
-    ),
-    setting="quantize",
-)
+QUANTIZE = _op("quantize", _triton, _cpu, ref.quantize)
+QUANTIZE_BOTH = _op("quantize_both", _triton_both, _cpu_both, ref.quantize_both)
+RMS_NORM_QUANTIZE = _op("rms_norm_quantize", _triton_norm, _cpu_norm, ref.rms_norm_quantize)
+SWIGLU_QUANTIZE = _op("swiglu_quantize", _triton_swiglu, _cpu_swiglu, ref.swiglu_quantize)

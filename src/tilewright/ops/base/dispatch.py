@@ -39,6 +39,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Knows:
+    """Kinds of call that a candidate has code for, where those are not all of its operation's.
+
+    Args:
+        kinds: of `Op.kinds`.
+        what: the same in words.
+    """
+
+    kinds: tuple[str, ...]
+    what: str
+
+    def why_not(self, rest: Callable[[Machine, Case], str | None]) -> Callable[[Machine, Case], str | None]:
+        """The candidate's `why_not`, of which `rest` is about the machine."""
+        return lambda machine, case: rest(machine, case) if case.kind in self.kinds else f"knows {self.what}"
+
+    def check(self, kind: str) -> None:
+        """For its `run`: an AssertionError in any other kind, where it would have to compute by another's code."""
+        if kind not in self.kinds:
+            raise AssertionError(f"called for {kind!r}, and knows {self.what}")
+
+
+@dataclass(frozen=True)
 class Op:
     """An operation and its implementations, best first; the last one is the reference and always runs.
 

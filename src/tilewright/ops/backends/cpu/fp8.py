@@ -1,7 +1,6 @@
 """8-bit tiles on CPUs by a library in C++: the bits of `formats`, at the speed of memory.
 
-What it takes: scales that are powers of two, rounding to nearest, tiles of 1x128, 128x1 or 128x128. Other scales, noise
-and other tiles go to the reference, from here: which of the two runs depends on a call's arguments, not on the machine.
+What it quantises to: scales that are powers of two, rounding to nearest, tiles of 1x128, 128x1 or 128x128.
 
 A matrix whose columns are contiguous is encoded as its transpose, and the result turned: no copy. The operators are
 registered with torch when this module is imported, which a candidate does at its first use.
@@ -12,32 +11,24 @@ from torch import Tensor
 
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
-from tilewright.formats.tiled import TiledTensor, fp8_format
+from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.native.dequant_gemm import decoded_matmul, is_fast_bf16, tiled_of
-from tilewright.ops.backends.ref import fp8 as ref
 
 _KINDS = {(1, 128): 0, (128, 1): 1, (128, 128): 2}
 """Rows and columns of a tile -> what the library calls it."""
 _BOTH = 3
 
 
-def quantize(
-    x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
-) -> TiledTensor:
+def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
     """See `ops.quantize`."""
-    # By integers: torch.compile does not guard a look-up by tile, and would run another tile's code.
-    if not power_of_two or noise is not None or (tile.rows, tile.cols) not in _KINDS:
-        return ref.quantize(x_MK, fp8_format(spec, tile, power_of_two=power_of_two), noise)
     if _is_turned(x_MK):
         return quantize(x_MK.T, spec, tile.transposed()).transposed()
     return TiledTensor(*_encode(x_MK, tile.rows, tile.cols, spec.name), tile, spec)
 
 
-def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> ref.Both:
+def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTensor]:
     """See `ops.quantize`."""
-    if not power_of_two:
-        return ref.quantize_both(x_MK, fp8_format(spec, ROW_TILE, power_of_two=power_of_two))
     if _is_turned(x_MK):
         row, column = quantize_both(x_MK.T, spec)
         return column, row

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile
-from tilewright.formats.spec import E5M2, FP8_SPECS
+from tilewright.formats.spec import FP8_SPECS
 from tilewright.formats.tiled import TiledTensor
 
 _PAIRS = ((ROW_TILE, BLOCK_TILE), (ROW_TILE, ROW_TILE), (TENSORWISE, TENSORWISE))
@@ -44,7 +44,7 @@ class Arguments:
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm`. Two E5M2 operands, which cuBLAS does not multiply, go to the Triton kernel."""
+    """See `ops.gemm`. cuBLAS does not multiply two E5M2 operands."""
     tiles = [a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols]
     return _scaled_mm(a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, tiles, a.spec.name, b.spec.name, out_dtype)
 
@@ -62,10 +62,6 @@ def _scaled_mm(
         raise AssertionError(
             f"no matmul of tiles {a_tiled.tile} and {b_tiled.tile}; tile_gemm's contract has the pairs"
         )
-    if a_tiled.spec == E5M2 and b_tiled.spec == E5M2:
-        from tilewright.ops.backends.triton import gemm  # it imports triton
-
-        return gemm.tile_gemm(a_tiled, b_tiled, bias, out_dtype)
     return multiply(a_tiled, b_tiled, bias, out_dtype)
 
 
