@@ -11,6 +11,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core.config import schema
+from tilewright.core.config.section import EVERY
 from tilewright.core.config.sections.precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +234,11 @@ PROOFS: dict[str, Probe | str] = {
     "plan.enforce": Probe("false", "error", {"plan.device_memory": "1MB"}),
 }
 
+NO_NUMBERS = ("path", "shown", "evals", "saves", "checkpoints", "files", "siblings", "samples")
+"""What a setting changes that leaves all steps as they are."""
+SHOWN_ELSEWHERE = ("train.micro_batch_size", "precision.controller.enabled")
+"""Settings whose proof shows something else beside the numbers."""
+
 RULES = {
     "match": ('match = "*o_proj", compute = "fp16"', 'match = "*k_proj", compute = "fp16"'),
     "op": ('op = "linear", compute = "fp16"', 'op = "head", compute = "fp16"'),
@@ -278,6 +284,12 @@ def test_the_setting_changes_what_it_is_for(name, shared, tmp_path, monkeypatch)
     changed = run(given | {name: proof.value}, shared, tmp_path / "with", monkeypatch)
     assert proof.sees in without or proof.sees in changed
     assert without.get(proof.sees) != changed.get(proof.sees), f"{name} = {proof.value} changes nothing in {proof.sees}"
+    if schema.changes_numbers(name):
+        assert name in SHOWN_ELSEWHERE or proof.sees not in NO_NUMBERS, (
+            f"{name} is said to change numbers, and its proof shows none"
+        )
+    elif without["error"] is None and changed["error"] is None:
+        assert _same_weights(without, changed), f"{name} is said to change no number of a step, and the weights differ"
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -290,6 +302,21 @@ def test_each_field_of_a_rule_changes_what_a_step_computes(name, shared, tmp_pat
     assert [found["error"] for found in runs] == [None, None]
     assert runs[0]["precision"] != runs[1]["precision"]
     assert runs[0]["weights"] != runs[1]["weights"]
+
+
+def _same_weights(one, other):
+    """Of two runs; where a probe keeps no checkpoint of the last step, of those that both kept."""
+    return one["checkpoints"][-1:] != other["checkpoints"][-1:] or one["weights"] == other["weights"]
+
+
+@pytest.mark.parametrize("section", schema.sections())
+def test_each_setting_says_whether_it_changes_numbers(section):
+    """Once, where it is declared. A resumed run, and steps found for minutes, go by it."""
+    model = schema.sections()[section]
+    own = {item.path.rpartition(".")[2] for item in schema.fields() if item.path.rpartition(".")[0] == section}
+    keeps, changes = list(model.keeps_numbers), list(model.changes_numbers)
+    said = keeps + (sorted(own - set(keeps)) if changes == list(EVERY) else changes)
+    assert sorted(said) == sorted(own), "each setting of a section is in one of its two lists, once"
 
 
 def test_every_setting_has_a_proof():

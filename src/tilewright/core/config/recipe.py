@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
-from tilewright.core.config.section import Count, Section
+from tilewright.core.config.section import EVERY, Count, Section
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.units import parse_bytes
@@ -36,6 +36,9 @@ TileGemmBackend = Literal["auto", "scaled_mm", "triton", "cpu", "dequant", "ref"
 
 
 class RunSection(Section):
+    changes_numbers = ("seed", "device", "threads")
+    keeps_numbers = ("name", "dir")
+
     name: str = ""
     """Name of the run folder inside `dir`. Empty: the recipe's file name."""
     dir: str = "runs"
@@ -49,6 +52,9 @@ class RunSection(Section):
 
 
 class DataSection(Section):
+    changes_numbers = EVERY
+    keeps_numbers = ("cache_dir", "prefetch")
+
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
@@ -94,6 +100,8 @@ class DataSection(Section):
 
 
 class OptimSection(Section):
+    changes_numbers = EVERY
+
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon`: matrices of hidden layers are updated by their momentum, orthogonalised; embeddings, output head, routers
     and vectors by AdamW. It keeps one state per weight of a matrix where AdamW keeps two."""
@@ -139,6 +147,8 @@ class OptimSection(Section):
 class LoraSection(Section):
     """Adapters on frozen linear layers, instead of training the whole model. See `tilewright.precision.lora.lora`."""
 
+    changes_numbers = EVERY
+
     rank: Count = Field(default=0, ge=0)
     """Width of the adapters. 0: none, the whole model is trained."""
     alpha: float = Field(default=32.0, gt=0)
@@ -158,6 +168,10 @@ class LoraSection(Section):
 
 
 class TrainSection(Section):
+    changes_numbers = ("steps", "global_batch_size", "micro_batch_size", "activation_checkpoint", "checkpoint_inputs")
+    changes_numbers += ("compile", "dpo_beta")
+    keeps_numbers = ("minutes", "log_interval", "eval_interval", "eval_batches", "eval_part_batches", "sample_tokens")
+
     steps: Count = Field(default=400, ge=0)
     """Optimizer steps. 0: as many as fit into `minutes`. Where a file gives both, these count; of two sources, such as
     recipe and command line, the one that goes before the other."""
@@ -196,6 +210,8 @@ class TrainSection(Section):
 class DistillSection(Section):
     """A teacher whose distributions the run learns too. See `tilewright.models.base.distill`."""
 
+    changes_numbers = EVERY
+
     teacher: str = ""
     """A run folder or its name below `runs` (its newest checkpoint), or a folder of a Hugging Face model with the
     same tokenizer. Empty: none. It stays on the device beside the model, whole on each process, and each step runs it
@@ -208,6 +224,10 @@ class DistillSection(Section):
 
 class MemorySection(Section):
     """What is where during a step. See `tilewright.memory`."""
+
+    changes_numbers = ("plan", "executor", "layers_per_group", "rollback", "mlp_chunks", "loss_chunk_bytes")
+    changes_numbers += ("attention_block",)
+    keeps_numbers = ("offload_params", "offload_optimizer", "offload_activations", "offload_dir", "prefetch")
 
     plan: str = "auto"
     """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
@@ -258,6 +278,9 @@ class MemorySection(Section):
 
 
 class CheckpointSection(Section):
+    keeps_numbers = ("interval_minutes", "interval", "save_last", "keep_latest_k", "async_save", "resume")
+    keeps_numbers += ("export_hf", "export_format")
+
     interval_minutes: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Minutes of training between checkpoints, the work that a power cut can cost: one is written after the step in
     which they have passed since the last. One more is written at the end and on a signal (SIGTERM, Ctrl-C). 0: off."""
@@ -280,6 +303,8 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
+    keeps_numbers = ("sinks", "report")
+
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """In addition to metrics.jsonl, which is always written."""
     report: bool = True
@@ -288,6 +313,9 @@ class LogSection(Section):
 
 class ParallelSection(Section):
     """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
+
+    changes_numbers = ("dp_replicate", "dp_shard", "cpu_offload", "reduce_each")
+    keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
     dp_replicate: Count = Field(default=1, ge=1)
     """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
@@ -309,6 +337,8 @@ class ParallelSection(Section):
 
 class OpsSection(Section):
     """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
+
+    changes_numbers = EVERY
 
     linear: LinearBackend = "auto"
     """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
@@ -335,6 +365,9 @@ class OpsSection(Section):
 
 
 class PlanSection(Section):
+    changes_numbers = ("device_memory", "margin")
+    keeps_numbers = ("enforce",)
+
     device_memory: Bytes = 0
     """Memory the run may use on the device. 0: all of it."""
     margin: float = Field(default=0.05, ge=0, lt=0.9)

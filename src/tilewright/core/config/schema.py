@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.section import EVERY, Section
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.config.toml import NONE
 from tilewright.core.units import parse_bytes
@@ -131,6 +132,18 @@ def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
     for name in path.split("."):
         found = found[name]
     return found
+
+
+def changes_numbers(path: str) -> bool:
+    """Whether a setting of a recipe decides what numbers a step computes; its section says so.
+
+    Example:
+        >>> changes_numbers("train.dpo_beta"), changes_numbers("train.log_interval")
+        (True, False)
+    """
+    section, _, name = path.rpartition(".")
+    model = typing.cast("type[Section]", sections()[section])
+    return name in model.changes_numbers or (model.changes_numbers == EVERY and name not in model.keeps_numbers)
 
 
 def spelled(path: str, root: type[BaseModel] = Recipe) -> str:

@@ -1,6 +1,6 @@
 """What all sections of a recipe have in common."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -8,7 +8,16 @@ Count = Annotated[int, Field(le=2**31 - 1)]
 """A number of things. More than fits 31 bits is a slip, found before anything is multiplied or allocated."""
 
 
+EVERY = ("*",)
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, unknown keys forbidden, numbers not guessed from text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    changes_numbers: ClassVar[tuple[str, ...]] = ()
+    """Settings that decide what numbers a step computes, by name; `EVERY` for all that `keeps_numbers` does not name.
+    Of a recipe each setting is in one of the two: a resumed run says which of its changes matter."""
+    keeps_numbers: ClassVar[tuple[str, ...]] = ()
+    """Settings that change no bit of what steps compute."""

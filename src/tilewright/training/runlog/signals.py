@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from tilewright.core.config import schema
 from tilewright.core.log import say
-
-# Sections and fields that decide the numbers per step computes. The others (logging, saving, where things lie) do not.
-_NUMERICS_SECTIONS = ("model", "data", "precision", "optim", "ops")
-_NUMERICS_FIELDS = (
-    "run.seed", "run.device", "run.threads", "train.steps", "train.global_batch_size", "train.micro_batch_size",
-    "train.activation_checkpoint", "train.checkpoint_inputs", "train.compile",
-)  # fmt: skip
-_HARMLESS_FIELDS = ("data.cache_dir", "data.prefetch", "precision.eval_fp32")
 
 
 class StopRequest:
@@ -84,9 +77,5 @@ def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Se
     changes = []
     for name, value in now.items():
         if before.get(name) != value:
-            changes.append(SettingChange(name, before.get(name), value, _is_numerics(name.partition(".")[0], name)))
+            changes.append(SettingChange(name, before.get(name), value, schema.changes_numbers(name)))
     return changes
-
-
-def _is_numerics(section: str, name: str) -> bool:
-    return name not in _HARMLESS_FIELDS and (section in _NUMERICS_SECTIONS or name in _NUMERICS_FIELDS)

@@ -4,10 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from tilewright.core.config.section import Count, Section
+from tilewright.core.config.section import EVERY, Count, Section
 
 
 class ModelSection(Section):
+    changes_numbers = EVERY
+
     kind: Literal["decoder", "hf"] = "decoder"
     """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
     path: str = ""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tilewright.core.config.section import Count, Section
+from tilewright.core.config.section import EVERY, Count, Section
 
 ScaledFormat = Literal["fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
 """Names of formats whose operands have scales, as `precision.policy.gemm_formats` defines them."""
@@ -33,6 +33,8 @@ class PrecisionRule(Section):
 
 
 class ControllerSection(Section):
+    changes_numbers = EVERY
+
     enabled: bool = False
     """Move each matmul of the FP8 layers to BF16 or FP32 and back on evidence, and retry bad steps (fp8_tile only)."""
     granularity: Literal["per_gemm", "three_level"] = "per_gemm"
@@ -56,6 +58,9 @@ class ControllerSection(Section):
 
 
 class PrecisionSection(Section):
+    changes_numbers = EVERY
+    keeps_numbers = ("strict", "eval_fp32")
+
     enabled: bool = True
     """False: everything in FP32, whatever `mode` says (`DEEPSEEK_AMP_ENABLED=0`)."""
     mode: Mode = "bf16_mixed"
