@@ -56,7 +56,7 @@ def test_a_label_that_is_no_class_is_refused_where_torch_refuses_it(name, dtype,
             assert_in_words(caught.value, f"{value} at {row}", f"0 to {V - 1}", "-100")
             assert isinstance(caught.value, IndexError), "the class that torch raises"
             return
-        got, count = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
+        got, count, _ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
     assert int(count) == N - 1
     # Logits of 16 bits are rounded to them in either; 12 rows, each off by the rounding of a logit.
     torch.testing.assert_close(got, want, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
@@ -151,10 +151,13 @@ def test_logits_that_overflow_in_an_ignored_row_leave_no_trace(name, dtype):
     assert not (x_ND[~kept] @ weight_VD.T).isfinite().any()
     want = F.cross_entropy((x_ND[kept] @ weight_VD.T).float(), labels_N[kept], reduction="sum")
     wanted = torch.autograd.grad(want, (x_ND, weight_VD))
-    got, _ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
+    got, _, each = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
+    assert each[3] == 0
     found = torch.autograd.grad(got, (x_ND, weight_VD))
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(got, want, rtol=8 * eps, atol=8 * eps)
+    each_of_torch = F.cross_entropy((x_ND[kept] @ weight_VD.T).float(), labels_N[kept], reduction="none")
+    torch.testing.assert_close(each[kept], each_of_torch, rtol=8 * eps, atol=8 * eps)
     assert torch.equal(found[0][~kept], torch.zeros(1, D, dtype=dtype))
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.isfinite().all()
@@ -169,11 +172,11 @@ def test_logits_of_any_shape_leave_such_rows_out():
     def broken():
         return torch.where((labels_BS == -100)[..., None], torch.inf, logits_BSV)
 
-    loss, count = logits_loss(broken(), labels_BS)
+    loss, count, _ = logits_loss(broken(), labels_BS)
     want = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
     assert int(count) == 4
     assert torch.equal(*(torch.autograd.grad(one, logits_BSV)[0] for one in (loss, want)))
-    nothing, count = logits_loss(broken(), torch.full((2, 3), -100))
+    nothing, count, _ = logits_loss(broken(), torch.full((2, 3), -100))
     assert (float(nothing), int(count)) == (0.0, 0)
     assert not torch.autograd.grad(nothing, logits_BSV)[0].any()
 
@@ -218,7 +221,7 @@ def test_backward_twice(name, dtype, grad_dtype, widens, monkeypatch):
         return x_ND, weight_VD, labels_N
 
     x_ND, weight_VD, labels_N = leaves()
-    total, _ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
+    total, *_ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
     for number, scale in enumerate((1.0, 0.0, 0.37, 4.0)):
         (total * scale).backward(retain_graph=number < 3)
         once_x, once_weight, _ = leaves()
@@ -231,7 +234,7 @@ def test_backward_twice(name, dtype, grad_dtype, widens, monkeypatch):
 @pytest.mark.parametrize("name", FAST)
 def test_some_gradients_first_and_others_later(name):
     x_ND, weight_VD, labels_N = case()
-    total, _ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
+    total, *_ = CANDIDATES[name](x_ND, weight_VD, labels_N, TILE)
     dx = torch.autograd.grad(total, x_ND, retain_graph=True)[0]
     dweight = torch.autograd.grad(total, weight_VD, retain_graph=True)[0]
     both = torch.autograd.grad(total, (x_ND, weight_VD))
@@ -242,11 +245,11 @@ def test_some_gradients_first_and_others_later(name):
 def test_a_second_derivative_is_refused_in_words():
     """The gradient is made in forward, so a derivative of it would be zero, without a sign."""
     x_ND, weight_VD, labels_N = case()
-    total, _ = CANDIDATES["native"](x_ND, weight_VD, labels_N, TILE)
+    total, *_ = CANDIDATES["native"](x_ND, weight_VD, labels_N, TILE)
     (dx,) = torch.autograd.grad(total, x_ND, create_graph=True)
     with pytest.raises(ConfigError) as caught:
         (total + dx.square().sum()).backward()
     assert_in_words(caught.value, "gradient of a gradient", 'ops.cross_entropy = "ref"')
-    total, _ = CANDIDATES["ref"](x_ND, weight_VD, labels_N, TILE)
+    total, *_ = CANDIDATES["ref"](x_ND, weight_VD, labels_N, TILE)
     (dx,) = torch.autograd.grad(total, x_ND, create_graph=True)
     (total + dx.square().sum()).backward()

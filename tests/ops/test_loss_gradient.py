@@ -39,7 +39,7 @@ def gradients(weight_VD, passes=2):
     for _ in range(passes):
         x_ND = torch.randn(N, D, generator=generator).bfloat16().requires_grad_()
         labels_N = torch.randint(0, V, (N,), generator=generator)
-        total, _ = loss.eager(x_ND, weight_VD, labels_N, tile_bytes=V * 2 * 20)
+        total, *_ = loss.eager(x_ND, weight_VD, labels_N, tile_bytes=V * 2 * 20)
         (total * 0.37).backward()
         dx.append(x_ND.grad)
     return torch.stack(dx), weight_VD.grad

@@ -26,6 +26,7 @@ from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
+from tilewright.ops.base.labels import TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
@@ -177,7 +178,7 @@ class Kernels:
         wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
         return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide)
 
-    def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenLosses:
         """See `ops.loss`."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
         return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes)

@@ -2,8 +2,8 @@
 
 loss = sum over labels != -100 of -log softmax(x_ND @ weight_VD.T)[label]; GEMMs in x's dtype, softmax in FP32. Any
 other label that is no class is a LabelError. Rows without a target leave no trace, whatever their logits are.
-Returns (loss sum as FP32 scalar, number of targets as int64 scalar). At most `tile_bytes` of logits are in memory at
-once, or those of one row, in forward and in backward; the reference holds them all.
+Returns `TokenLosses`: (loss sum, number of targets, loss of each row [N]). At most `tile_bytes` of logits are in memory
+at once, or those of one row, in forward and in backward; the reference holds them all.
 """
 
 from tilewright.ops.backends.native import loss as native

@@ -1,6 +1,6 @@
 """Micro-batches of a step: their targets and tokens, counted on the host, and means that are weighed by targets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,51 @@ def count_targets(microbatches: Sequence[Batch]) -> int:
 
 
 def _targets_in(batch: Batch) -> int:
-    if is_pairs(batch):
-        return int((batch["rows"] >= 0).sum())
-    return int((batch["labels"] != IGNORED_LABEL).sum())
+    return int(_are_targets(batch).sum())
+
+
+def _are_targets(batch: Batch) -> Tensor:
+    """Boolean, in the shape of `LossOutput.each`: [B, S], [B] of images, [B] of pairs."""
+    return batch["rows"] >= 0 if is_pairs(batch) else batch["labels"] != IGNORED_LABEL
+
+
+def sums_by_row(each: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64; a pair of
+    answers counts as one row.
+
+    Args:
+        each: `LossOutput.each`.
+        batch: that it is the loss of.
+
+    Example:
+        >>> losses, labels = torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.tensor([[7, 8], [-100, 9]])
+        >>> [sums.tolist() for sums in sums_by_row(losses, {"labels": labels})]
+        [[3.0, 5.0], [2, 1]]
+    """
+    targets = _are_targets(batch)
+    return each.view(len(each), -1).sum(1), targets.view(len(targets), -1).sum(1)
+
+
+def sums_of_rows(told: Iterable[tuple[Tensor | None, Batch]]) -> tuple[Tensor, Tensor] | None:
+    """`sums_by_row` of several micro-batches, one after the other; None of none, or where a model did not tell."""
+    parts = [None if each is None else sums_by_row(each, batch) for each, batch in told]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return None
+    return torch.cat([sums for sums, _ in found]), torch.cat([counts for _, counts in found])
+
+
+def sums_by_document(each_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same of each document of packed rows: [B, P] each, P documents in the row that has most; 0 where a row has
+    fewer. Without `segments` a row is one document. Padding counts for none."""
+    segments_BS = batch.get("segments")
+    if segments_BS is None:
+        segments_BS = torch.zeros_like(batch["labels"])
+    place_BS = segments_BS.long() + 1  # column 0 takes the padding
+    shape = len(each_BS), int(place_BS.max()) + 1
+    sums_BP = each_BS.new_zeros(shape).scatter_add_(1, place_BS, each_BS)
+    counts_BP = place_BS.new_zeros(shape).scatter_add_(1, place_BS, _are_targets(batch).long())
+    return sums_BP[:, 1:], counts_BP[:, 1:]
 
 
 def count_tokens(microbatches: Sequence[Batch]) -> int:

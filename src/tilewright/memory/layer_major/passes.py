@@ -67,6 +67,8 @@ class LayerMajor:
         self.device = device
         self.keeps: frozenset[int] = frozenset()
         """Places of the layer groups whose graphs live from forward to the first backward. Set between steps."""
+        self.each: list[Tensor | None] = []
+        """`LossOutput.each` of each micro-batch, from the last backward pass."""
         self.retry = retry
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -84,6 +86,7 @@ class LayerMajor:
             batches: micro-batches on the device.
         """
         self._batches, self._contexts, self._counted = batches, [], [[] for _ in batches]
+        self.each = []
         with self._phase("forward"):
             xs = self._forward_prologue()
             for place, part in enumerate(self.layer_groups.groups):
@@ -176,24 +179,30 @@ class LayerMajor:
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
         grads: list[Tensor | None] = []
+        self.each = []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                loss_one, grad = self.retry(_Piece(self._epilogue_piece, wanted, micro, factor), self.free_saved_graphs)
+                loss_one, grad, each = self.retry(
+                    _Piece(self._epilogue_piece, wanted, micro, factor), self.free_saved_graphs
+                )
                 self._drop(place, micro, last)
                 loss_sum += loss_one
                 grads.append(grad)
+                self.each.append(each)
             loss = float(loss_sum)
             if after_loss is not None:
                 after_loss(loss)
             self._finish(part, done)
         return loss, grads
 
-    def _epilogue_piece(self, wanted: list[Tensor], micro: int, factor: float) -> tuple[Tensor, Tensor | None]:
-        """One micro-batch's loss, and its gradient at the last layer's output."""
+    def _epilogue_piece(
+        self, wanted: list[Tensor], micro: int, factor: float
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """One micro-batch's loss, its gradient at the last layer's output, and the loss of each target."""
         x = self.inputs.get(len(self.layer_groups.groups), micro).requires_grad_()
         out = self._run_epilogue(micro, x)
         (out.loss_sum * factor).backward(inputs=[x, *wanted])
-        return out.loss_sum.detach(), x.grad
+        return out.loss_sum.detach(), x.grad, out.each
 
     def _run_epilogue(self, micro: int, x: Tensor) -> LossOutput:
         key, batch, context = ("epilogue", micro), self._batches[micro], self._contexts[micro]

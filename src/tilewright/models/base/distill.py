@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
 from tilewright.models.base.protocols import LossOutput
-from tilewright.ops.base.labels import check_labels
+from tilewright.ops.base.labels import check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 
@@ -41,11 +41,12 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
         batch: labels [B, S], and of a teacher the three entries above.
 
     Returns:
-        Sum over targets, their number, and with a teacher both parts as means.
+        Sum over targets, their number, the loss of each, and with a teacher both parts as means.
     """
     labels_N = batch["labels"].flatten()
     if not is_taught(batch):
-        return LossOutput(*head_loss(kernels, head, x_ND, labels_N))
+        loss_sum, count, each_N = head_loss(kernels, head, x_ND, labels_N)
+        return LossOutput(loss_sum, count, each=each_N.view_as(batch["labels"]))
     x_ND, weight_VD = head_operands(head, x_ND)
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     temperature, weight = batch[HOW].tolist()
@@ -55,24 +56,27 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
         checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], temperature, use_reentrant=False)
         for x_CD, labels_C, hidden_CE in zip(x_ND.split(rows), labels_N.split(rows), hidden_NE.split(rows), strict=True)
     ]
-    entropy, divergence = torch.stack(parts).sum(0)
+    entropy, divergence = torch.stack([sums for sums, _ in parts]).sum(0)
+    each_N2 = torch.cat([each_C2 for _, each_C2 in parts])
     count = (labels_N != IGNORED_LABEL).sum()
     means = torch.stack((entropy, divergence)).detach() / count.clamp_min(1)
     shown = {"cross_entropy": means[0], "distillation": means[1]}
-    return LossOutput((1 - weight) * entropy + weight * divergence, count, shown)
+    each_BS = (each_N2 @ each_N2.new_tensor([1 - weight, weight])).view_as(batch["labels"])
+    return LossOutput((1 - weight) * entropy + weight * divergence, count, shown, each_BS)
 
 
 def _chunk(
     x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, hidden_CE: Tensor, head_VE: Tensor, temperature: float
-) -> Tensor:
-    """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32."""
+) -> tuple[Tensor, Tensor]:
+    """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32; and of each row [C, 2], detached."""
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
     logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
-    entropy = F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="sum")
+    entropy, entropy_C = summed_and_each(logits_CV, labels_C)
     with torch.no_grad():
         theirs_CV = machines_linear(hidden_CE, head_VE).float().masked_fill(ignored_C1, 0.0)
         theirs_CV = (theirs_CV / temperature).log_softmax(-1)
     ours_CV = (logits_CV / temperature).log_softmax(-1)
     each_C1 = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
-    divergence = each_C1.masked_fill(ignored_C1, 0.0).sum() * temperature**2
-    return torch.stack((entropy, divergence))
+    each_C1 = each_C1.masked_fill(ignored_C1, 0.0)
+    each_C2 = torch.stack((entropy_C, each_C1.detach().squeeze(-1) * temperature**2), -1)
+    return torch.stack((entropy, each_C1.sum() * temperature**2)), each_C2

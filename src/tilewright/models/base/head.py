@@ -8,20 +8,19 @@ Legend: N tokens  D model width  V vocabulary.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tilewright.ops.base.labels import IGNORED as IGNORED_LABEL
-from tilewright.ops.base.labels import check_labels
+from tilewright.ops.base.labels import TokenLosses, check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
 
 
-def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
     """Cross-entropy of softmax(head(x)), summed over labels other than -100.
 
     The head, which has no bias, computes in its `compute_dtype` where `precision.convert` gave it one, else in x's.
 
     Returns:
-        (loss sum, FP32 scalar; number of targets, int64 scalar).
+        (loss sum; number of targets; loss of each [N]), see `ops.base.labels`.
 
     Raises:
         LabelError: a label is no class; see `ops.base.labels`.
@@ -42,11 +41,12 @@ def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tens
     return [head_loss(kernels, head, x_SD, labels_S)[0] for x_SD, labels_S in zip(x_BSD, labels_BS, strict=True)]
 
 
-def logits_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from logits [..., V] and labels [...], softmax in FP32. Rows without a target are left out: the others
-    alone are copied to FP32, and logits that overflow there leave no trace."""
+def logits_loss(logits: Tensor, labels: Tensor) -> TokenLosses:
+    """The same from logits [..., V] and labels [...], softmax in FP32; the loss of each [...]. Rows without a target
+    are left out: the others alone are copied to FP32, and logits that overflow there leave no trace."""
     check_labels(labels.reshape(-1), logits.shape[:-1].numel(), logits.shape[-1])
     wanted = labels != IGNORED_LABEL
     logits_NV, labels_N = logits[wanted], labels[wanted]
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(wide, labels_N, reduction="sum"), wanted.sum()
+    loss_sum, each_N = summed_and_each(wide, labels_N)
+    return loss_sum, wanted.sum(), each_N.new_zeros(labels.shape).masked_scatter_(wanted, each_N)

@@ -51,8 +51,8 @@ def preference_loss(losses: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Lo
     margin_B = batch["beta"] * (moved_B2[:, 0] - moved_B2[:, 1])
     real_B = batch["rows"] >= 0
     count = real_B.sum()
-    loss_sum = (-F.logsigmoid(margin_B) * real_B).sum()
+    loss_B = -F.logsigmoid(margin_B) * real_B
     shown_B = margin_B.detach() * real_B
     pairs = count.clamp_min(1)
     aux = {"margin": shown_B.sum() / pairs, "accuracy": (shown_B > 0).sum() / pairs}
-    return LossOutput(loss_sum, count, aux)
+    return LossOutput(loss_B.sum(), count, aux, loss_B.detach())

@@ -28,11 +28,15 @@ class LossOutput:
         count: int64 scalar, number of targets (labels other than -100; images for classification).
         aux: further detached FP32 scalars worth recording, by name; means over the targets. Of a step the mean over
             all its targets is recorded, so a micro-batch without any adds nothing.
+        each: what `loss_sum` is made of, FP32, detached, in the shape of the batch's labels (of pairs [B]), 0 where
+            there is no target; rows, documents and domains are told apart by it (`data.batches.microbatches`). None
+            where the model tells only the sum.
     """
 
     loss_sum: Tensor
     count: Tensor
     aux: dict[str, Tensor] = field(default_factory=dict)
+    each: Tensor | None = None
 
 
 LayerContext = Mapping[str, Tensor]

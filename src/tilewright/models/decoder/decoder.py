@@ -12,6 +12,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L laye
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,19 +237,15 @@ class Decoder(nn.Module):
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
                 segments [B, S] where rows are packed. Or pairs of answers, see `base.preference`.
         """
-        if is_pairs(batch):
-            return self._preference_loss(batch)
-        x_BSD, context = self.prologue(batch)
+        rows = as_rows(batch) if is_pairs(batch) else batch
+        x_BSD, context = self.prologue(rows)
         x_BSD, loads = self._run_layers(x_BSD, context)
-        out = self.epilogue(x_BSD, context, batch)
-        return LossOutput(out.loss_sum, out.count, out.aux | self.aux_metrics(loads))
-
-    def _preference_loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        rows = as_rows(batch)
-        x_BSD, loads = self._run_layers(*self.prologue(rows))
-        losses = row_losses(self.kernels, self.lm_head, self.model.norm(x_BSD), rows["labels"])
-        out = preference_loss(losses, batch)
-        return LossOutput(out.loss_sum, out.count, out.aux | self.aux_metrics(loads))
+        if rows is batch:
+            out = self.epilogue(x_BSD, context, batch)
+        else:
+            each = row_losses(self.kernels, self.lm_head, self.model.norm(x_BSD), rows["labels"])
+            out = preference_loss(each, batch)
+        return replace(out, aux=out.aux | self.aux_metrics(loads))
 
     # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
 

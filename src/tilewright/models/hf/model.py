@@ -36,7 +36,7 @@ from tilewright.models.folder.safetensors import check_no_adapters
 from tilewright.models.folder.spill import spilled
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
-from tilewright.models.hf.packing import documents_as_rows, forward_arguments
+from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
 from tilewright.models.hf.probe import InputStyle, probe_language_model
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
@@ -93,7 +93,7 @@ class HFModel(nn.Module):
                 image_classification pixel_values [B, 3, H, W] and labels [B]; or pairs of answers, `base.preference`.
         """
         if self.task == "image_classification":
-            return LossOutput(*logits_loss(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]))
+            return _of_logits(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
         style = self._input_style(packed="segments" in batch)
         if is_taught(batch) and (not style.plain_head or (style.documents == "rows" and "segments" in batch)):
@@ -111,11 +111,11 @@ class HFModel(nn.Module):
             head = self.net.get_output_embeddings()
             if pairs is not None:
                 return preference_loss(row_losses(self.kernels, head, hidden_BSD, labels_BS), pairs)
-            return batch_loss(self.kernels, head, hidden_BSD.flatten(0, 1), batch)
+            return in_packed_rows(batch_loss(self.kernels, head, hidden_BSD.flatten(0, 1), batch), batch)
         logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
         if pairs is not None:
             return preference_loss([logits_loss(*row)[0] for row in zip(logits_BSV, labels_BS, strict=True)], pairs)
-        return LossOutput(*logits_loss(logits_BSV, labels_BS))
+        return in_packed_rows(_of_logits(logits_BSV, labels_BS), batch)
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What the head reads [B, S, D], of a model whose head is one matmul; see `forward` for the batch.
@@ -354,6 +354,11 @@ class HFModel(nn.Module):
         if text not in self.notes:
             self.notes.append(text)
             _log.warning(text)
+
+
+def _of_logits(logits: Tensor, labels: Tensor) -> LossOutput:
+    loss_sum, count, each = logits_loss(logits, labels)
+    return LossOutput(loss_sum, count, each=each)
 
 
 def _not_taught(net: nn.Module, style: InputStyle) -> ConfigError:

@@ -7,12 +7,16 @@ Legend: B rows  S positions  P documents  L tokens of the longest document.
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.protocols import LossOutput
+
+PACKED, PACKED_SHAPE = "packed", "packed_shape"
 
 
 def forward_arguments(
@@ -71,7 +75,8 @@ def documents_as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         batch: input_ids, labels and segments, each [B, S].
 
     Returns:
-        input_ids (0 where padded), labels (-100 where padded) and attention_mask (int64), each [P, L].
+        input_ids (0 where padded), labels (-100 where padded) and attention_mask (int64), each [P, L]; `PACKED`: the
+        number of each token's place in the packed rows [P, L], and their shape.
 
     Example:
         >>> ids = torch.tensor([[5, 6, 7, 0]])
@@ -99,4 +104,16 @@ def documents_as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "input_ids": lay_out(batch["input_ids"], 0),
         "labels": lay_out(batch["labels"], IGNORED_LABEL),
         "attention_mask": lay_out(torch.ones_like(batch["input_ids"]), 0),
+        PACKED: lay_out(place_N.view_as(segments_BS), segments_BS.numel()),
+        PACKED_SHAPE: torch.tensor(segments_BS.shape),
     }
+
+
+def in_packed_rows(out: LossOutput, batch: Mapping[str, Tensor]) -> LossOutput:
+    """The loss of each target where it was before `documents_as_rows`; `out` itself of other batches."""
+    if PACKED not in batch or out.each is None:
+        return out
+    rows, length = batch[PACKED_SHAPE].tolist()
+    each_N = out.each.new_zeros(rows * length + 1)  # one more, which takes the padding's
+    each_N[batch[PACKED].flatten()] = out.each.flatten()
+    return replace(out, each=each_N[:-1].view(rows, length))

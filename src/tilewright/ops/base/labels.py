@@ -7,10 +7,14 @@ write into a neighbour's gradient.
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from tilewright.core.errors import LabelError
 from tilewright.ops.base.transforms import unwrapped
 
+TokenLosses = tuple[Tensor, Tensor, Tensor]
+"""What a loss of tokens gives: their sum, FP32 scalar, differentiable; the number of targets, int64 scalar; the loss of
+each, FP32, detached, 0 where there is no target. The sum is not made of the last, which costs no pass of its own."""
 IGNORED = -100
 SHOWN = 3
 """Labels that an error names."""
@@ -60,6 +64,18 @@ def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:
                 need=f"from 0 to {num_classes - 1}, or {IGNORED} where there is no target",
                 try_=f"{IGNORED} for padding and prompts; data encoded with the model's own vocabulary",
             )
+
+
+def summed_and_each(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's cross-entropy of all rows, to the last bit, and that of each row [N], detached.
+
+    Args:
+        logits_NV: [N, V] in the dtype to compute in.
+        labels_N: [N] int64, `IGNORED` where there is no target.
+    """
+    log_prob_NV = F.log_softmax(logits_NV, -1)
+    each_N = F.nll_loss(log_prob_NV.detach(), labels_N, ignore_index=IGNORED, reduction="none")
+    return F.nll_loss(log_prob_NV, labels_N, ignore_index=IGNORED, reduction="sum"), each_N
 
 
 def _are_labels(labels_N: Tensor, num_classes: int) -> Tensor:

@@ -33,6 +33,7 @@ from tilewright.data.batches.microbatches import (
     count_over,
     count_targets,
     mean_over,
+    sums_of_rows,
     to_device,
 )
 from tilewright.memory.layer_major.apply_plan import PlanApplier
@@ -172,8 +173,7 @@ class LayerMajorExecutor:
         started = time.perf_counter()
         num_targets, num_tokens = count_over(self._data, microbatches, self.device)
         if not num_targets:
-            seconds = time.perf_counter() - started
-            return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
+            return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, time.perf_counter() - started)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         attempt = _Attempt(1.0 / num_targets, [count_targets([batch]) for batch in microbatches])
@@ -199,11 +199,11 @@ class LayerMajorExecutor:
         if self.rollback_buffer is not None:
             self.rollback_buffer.commit()
         self.run.offloader.flush()
-        # A step that is left out may have ended before there was anything to tell.
-        data = self._data if attempt.skipped is None else None
+        data = self._data if attempt.skipped is None else None  # one that is left out may have had nothing to tell
         aux = mean_over(data, attempt.aux, sum(attempt.targets), self.device)
         seconds = time.perf_counter() - started
-        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux)
+        rows = sums_of_rows(zip(self.run.each, microbatches, strict=False))  # a step that ended early has none
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux, rows=rows)
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -26,6 +26,7 @@ from tilewright.data.batches.microbatches import (
     count_targets,
     mean_over,
     sum_dtype,
+    sums_of_rows,
     to_device,
 )
 from tilewright.memory.tracking.tracker import MemoryTracker
@@ -61,6 +62,7 @@ class _StandardAttempt:
     """What the model tells in addition, summed over the targets of this rank."""
     targets: int
     """Of this rank."""
+    rows: tuple[Tensor, Tensor] | None
 
 
 @dataclass
@@ -176,7 +178,16 @@ class StandardExecutor:
         told = mean_over(self._data, attempt.aux, attempt.targets, self.device)
         seconds = time.perf_counter() - started
         return StepResult(
-            attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
+            attempt.loss,
+            num_targets,
+            num_tokens,
+            attempt.norm,
+            attempt.skipped,
+            scale,
+            seconds,
+            told,
+            redone,
+            attempt.rows,
         )
 
     def stateful(self) -> dict[str, Stateful]:
@@ -207,6 +218,7 @@ class StandardExecutor:
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
+        told: list[tuple[Tensor | None, Batch]] = []
         targets = [count_targets([batch]) for batch in microbatches]
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         gradients = self._gradients if self._sharded or self._everyone is not None else None
@@ -224,13 +236,14 @@ class StandardExecutor:
                         gradients.passed()
                 loss_sum += output.loss_sum.detach()
                 add_weighed(aux, output.aux, targets[index])
+                told.append((output.each, host_batch))
         with self._phase("update"):
             if gradients is not None:
                 sum_over(self._data, [loss_sum])
                 gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-        return _StandardAttempt(loss, norm, skipped, aux, sum(targets))
+        return _StandardAttempt(loss, norm, skipped, aux, sum(targets), sums_of_rows(told))
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""

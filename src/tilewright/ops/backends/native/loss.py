@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native import wide
 from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.derivatives import without_second
-from tilewright.ops.base.labels import IGNORED, check_labels
+from tilewright.ops.base.labels import IGNORED, TokenLosses, check_labels, summed_and_each
 
 LOSS_TILE = 64 * 2**20
 """Bytes of logits alive at once where the caller does not say."""
@@ -48,7 +48,8 @@ class ChunkStep:
     masked_softmax_: Callable[[Tensor, Tensor, Tensor], None]
 
     def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-        """Loss sum (FP32 scalar); the gradient with respect to the logits is written over them.
+        """Log probability of each target [C] in FP32, 0 where there is none; the gradient of minus their sum is written
+        over the logits.
 
         Args:
             logits_CV: [C, V] contiguous, any float dtype.
@@ -62,21 +63,12 @@ class ChunkStep:
         log_prob_C = torch.where(keep_C, target_logit_C - lse_C1.squeeze(-1), 0.0)
         self.masked_softmax_(logits_CV, lse_C1, keep_C.unsqueeze(-1))
         logits_CV.view(-1).index_copy_(0, flat, (log_prob_C.exp() - 1).to(logits_CV.dtype))  # zero without a target
-        return -log_prob_C.sum()
-
-
-def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Loss sum (FP32) of one chunk, for evaluation."""
-    return torch.nn.functional.cross_entropy(
-        logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)),
-        labels_C,
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+        return log_prob_C
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss sum over chunks; gradients are ready when forward returns and only scaled in backward."""
+    """Loss sum over chunks, and that of each row; gradients are ready when forward returns and only scaled in
+    backward."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, labels_N, step, tile_bytes):
@@ -86,23 +78,27 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=high, device=x_ND.device)
         head = _head(low_weight_VD)
         dx_ND = torch.empty_like(x_ND)
+        each_N = x_ND.new_empty(x_ND.shape[0], dtype=high)
         learns = ctx.needs_input_grad[1]  # not under adapters: then it were the largest tensor of a step, for nothing
         dweight_VD = torch.zeros_like(weight_VD, dtype=high) if learns else None
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
         for start in range(0, x_ND.shape[0], rows):
             x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
             part_CV = head.logits(x_CD, logits_CV[: len(labels_C)])
-            total += step(part_CV, labels_C)
+            log_prob_C = step(part_CV, labels_C)
+            total -= log_prob_C.sum()
+            torch.neg(log_prob_C, out=each_N[start : start + rows])
             head.input_gradient(part_CV, dx_ND[start : start + rows])
             if dweight_VD is not None:
                 head.add_weight_gradient(dweight_VD, part_CV, x_CD)
         ctx.save_for_backward(total, *[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
         ctx.weight_dtype = weight_VD.dtype
         ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
-        return total
+        ctx.mark_non_differentiable(each_N)
+        return total, each_N
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, _):
         total, dx_ND, *learned = ctx.saved_tensors
         with torch.no_grad():
             # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
@@ -211,28 +207,32 @@ def _compiled_step() -> ChunkStep:
     return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
 
 
-def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
+def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> TokenLosses:
     """See `ops.loss`; the chunk's loops fused by torch.compile."""
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step)
 
 
-def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
+def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> TokenLosses:
     """See `ops.loss`; the chunk's loops as eager torch operations."""
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, lambda: ChunkStep(row_lse, masked_softmax_))
 
 
 def _linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int, make_step: Callable[[], ChunkStep]
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes), count
+        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes)
+        return total, count, each_N
     head = _head(weight_VD.to(x_ND.dtype))
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
     pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
-    losses = []
+    totals, each = [], []
     for x_CD, labels_C in pieces:
         logits_CV = x_CD.new_empty(len(labels_C), weight_VD.shape[0])
-        losses.append(chunk_loss(head.logits(x_CD, logits_CV), labels_C))
-    return torch.stack(losses).sum(), count
+        high_CV = head.logits(x_CD, logits_CV).to(torch.promote_types(logits_CV.dtype, torch.float32))
+        total, each_C = summed_and_each(high_CV, labels_C)
+        totals.append(total)
+        each.append(each_C)
+    return torch.stack(totals).sum(), count, torch.cat(each)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.base.labels import IGNORED, check_labels
+from tilewright.ops.base.labels import IGNORED, TokenLosses, check_labels, summed_and_each
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MUON_EPS = 1e-7
@@ -66,16 +66,14 @@ def attention(
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
 
 
-def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0
-) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0) -> TokenLosses:
     """See `ops.loss.LINEAR_CROSS_ENTROPY`."""
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
     logits_NV = logits_NV.masked_fill((labels_N == IGNORED)[:, None], 0.0)  # those may be infinite
-    loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
-    return loss, (labels_N != IGNORED).sum()
+    loss, each_N = summed_and_each(logits_NV, labels_N)
+    return loss, (labels_N != IGNORED).sum(), each_N
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
