@@ -29,6 +29,7 @@ from tilewright.formats.tiled import WithCopies
 from tilewright.memory.token_wise import TRIED, why_not_token_wise
 from tilewright.models.base.routers import find_routers
 from tilewright.ops.base.compile import layer_options
+from tilewright.ops.base.deferred import queues_of
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.mixed.autocast import Fp32Functions
 from tilewright.precision.mixed.derived import Derived, derive
@@ -267,7 +268,9 @@ class _ChunkedFunction(torch.autograd.Function):
             _add(sums, grads[1:] if wants_rows else grads)
             return grads[0] if wants_rows and grads[0] is not None else rows.new_zeros(rows.shape)
 
-        with ctx.surroundings.again():
+        with ctx.surroundings.again(), ExitStack() as stack:
+            for queue in queues_of(ctx.held.module):  # weight gradients are summed here
+                stack.enter_context(queue.paused())
             drows_ND = _fill(rows_ND, ctx.size, chunk_gradient, dout)
         return *[None] * 4, drows_ND if wants_rows else None, *sums
 

@@ -24,13 +24,15 @@ from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
+from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.deferred_linear import deferred_linear
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
 from tilewright.ops.base.labels import TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
-from tilewright.ops.linear import LINEAR
+from tilewright.ops.linear import LINEAR, gemms_of
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
@@ -131,9 +133,15 @@ class Kernels:
             raise self.impossible[op, device, dtype, kind]
         return run
 
-    def linear(self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-        """See `ops.linear`."""
-        return self._find("linear", x.device.type, x.dtype)(x, weight_MK, bias_M)
+    def linear(
+        self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
+    ) -> Tensor:
+        """See `ops.linear`. With a `queue` the weight's gradient waits where that takes it (`ops.base.deferred`)."""
+        run = self._find("linear", x.device.type, x.dtype)
+        if queue is None:
+            return run(x, weight_MK, bias_M)
+        chosen = self.choices["linear", x.device.type, x.dtype, ""].candidate.name
+        return deferred_linear(gemms_of(chosen), x, weight_MK, bias_M, queue)
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `ops.norm`."""
@@ -178,10 +186,12 @@ class Kernels:
         wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
         return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide)
 
-    def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenLosses:
-        """See `ops.loss`."""
+    def linear_cross_entropy(
+        self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, queue: WeightGradientQueue | None = None
+    ) -> TokenLosses:
+        """See `ops.loss`. With a `queue` as `linear`, but for the reference."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
-        return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes)
+        return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue)
 
     def adam(self, device_type: str, dtype: torch.dtype, *, masters: bool = False) -> Callable[..., None]:
         """The AdamW update for parameters of this device and dtype, or for masters with weights. See `ops.adam`."""

@@ -5,12 +5,15 @@ dtypes of what they are gradients of; on the way the weight's is rounded
 to x's dtype by `native`, as torch has no other GEMM; `amx` and `wide` do not round it.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.deferred_linear import LinearGemms, deferred_linear
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 from tilewright.ops.base.transforms import in_func_transform
 
@@ -26,12 +29,16 @@ def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     return wide_ops.linear(x, weight_MK, bias_M)
 
 
-def machines_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+def machines_linear(
+    x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
+) -> Tensor:
     """For callers without `Kernels`: `native`, or `wide` where this machine's CPU does not multiply x's dtype."""
     if in_func_transform():
         return _in_transforms(x, weight_MK, bias_M)
-    run = _wide if wide.widens(x.device.type, x.dtype) else native
-    return run(x, weight_MK, bias_M)
+    widens = wide.widens(x.device.type, x.dtype)
+    if queue is not None:
+        return deferred_linear(gemms_of("wide" if widens else "native"), x, weight_MK, bias_M, queue)
+    return (_wide if widens else native)(x, weight_MK, bias_M)
 
 
 def _amx(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -48,6 +55,35 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
 
 def _in_transforms(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     return (ref.linear if wide.widens(x.device.type, x.dtype) else native)(x, weight_MK, bias_M)
+
+
+def gemms_of(candidate: str) -> LinearGemms:
+    """The matmuls of a candidate one by one, for weight gradients that wait (`base.deferred`)."""
+    if candidate == "wide":
+        from tilewright.ops.backends.native import wide_ops  # it registers torch operators
+
+        return wide_ops.LINEAR_GEMMS
+    if candidate == "amx":
+        from tilewright.ops.backends.cpu import wgrad  # it registers a torch operator
+
+        return wgrad.LINEAR_GEMMS
+    return _GEMMS[candidate]
+
+
+_GEMMS = {
+    "native": LinearGemms(
+        F.linear,
+        dgrad=torch.matmul,
+        wgrad=lambda dy_NM, x_NK, dtype: (dy_NM.T @ x_NK).to(dtype),
+        bgrad=lambda dy_NM, dtype: dy_NM.sum(0).to(dtype),
+    ),
+    "ref": LinearGemms(
+        ref.linear,
+        dgrad=lambda dy, weight_MK: ref.linear(dy, weight_MK.T),
+        wgrad=lambda dy_NM, x_NK, dtype: ref.linear(dy_NM.T, x_NK.T).to(dtype),
+        bgrad=lambda dy_NM, dtype: dy_NM.to(ref.wide(dy_NM.dtype)).sum(0).to(dy_NM.dtype).to(dtype),
+    ),
+}
 
 
 LINEAR = Op(

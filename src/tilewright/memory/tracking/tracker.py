@@ -19,6 +19,7 @@ A phase costs a few readings (about 0.2 ms); a snapshot walks the modules (a few
 take one where metrics are logged, not at every step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class _Moment:
     gradients: int
     reported: Mapping[str, int]
     whole: Mapping[str, int]
-    """What a sharded model has put together."""
+    """What a sharded model has put together, and what is counted beside the owners' bytes."""
 
     def own(self, owner: str, owned: int) -> int:
         """What an owner has where no keeper reports it: gradients come and go."""
@@ -106,6 +107,7 @@ class MemoryTracker:
         self._gradient_bytes: dict[nn.Parameter, int] = {}
         """Of each parameter that had a gradient: always as many."""
         self._whole: Callable[[], Mapping[str, int]] = dict
+        self._beside: list[Callable[[], Mapping[str, int]]] = []
         self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
@@ -144,6 +146,15 @@ class MemoryTracker:
         if owner not in OWNERS[:-2]:
             raise ValueError(f"owner is one of {', '.join(OWNERS[:-2])}, not {owner!r}")
         self._keepers.append((owner, num_bytes))
+
+    def count_beside(self, num_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Count what nobody else sees on top of each owner's bytes: weight gradients that wait
+        (`ops.base.deferred`).
+
+        Args:
+            num_bytes: bytes on the device by owner, now. Asked at every boundary, so it must be quick.
+        """
+        self._beside.append(num_bytes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -198,7 +209,14 @@ class MemoryTracker:
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._whole())
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._on_top())
+
+    def _on_top(self) -> Mapping[str, int]:
+        """What a sharded model has put together, and what is counted beside it."""
+        total = Counter(self._whole())
+        for num_bytes in self._beside:
+            total.update(num_bytes())
+        return total
 
     def _gradients(self) -> int:
         """Bytes of the gradients that are there now."""

@@ -9,6 +9,7 @@ Legend: N tokens  D model width  V vocabulary.
 import torch
 from torch import Tensor, nn
 
+from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.labels import IGNORED as IGNORED_LABEL
 from tilewright.ops.base.labels import TokenLosses, check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
@@ -25,7 +26,7 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
     Raises:
         LabelError: a label is no class; see `ops.base.labels`.
     """
-    return kernels.linear_cross_entropy(*head_operands(head, x_ND), labels_N)
+    return kernels.linear_cross_entropy(*head_operands(head, x_ND), labels_N, queue_now(head))
 
 
 def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:

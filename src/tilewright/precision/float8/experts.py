@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
-from tilewright.precision.float8.gemm.operands import of_parts, parts_of, quantize_copies
+from tilewright.precision.float8.gemm.operands import of_parts, parts_of, quantize_copies, tile_wgrad
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.policy.gemm_formats import Gemms
 
@@ -88,7 +89,7 @@ def grouped_tile_linear(
         raise AssertionError("grouped layers have matmuls of scaled operands throughout")
     weights = [layer.weight for layer in layers]
     return _GroupedMatmuls.apply(
-        x_PK, *parts_of(copies.row), *parts_of(copies.column), tuple(counts), tuple(layers), *weights
+        x_PK, *parts_of(copies.row), *parts_of(copies.column), tuple(counts), tuple(layers), queue_now(first), *weights
     )
 
 
@@ -110,8 +111,8 @@ class _GroupedMatmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_PK, row_qdata, row_scale, row_second, *rest):
-        *column, counts, layers = rest[:5]
-        weights_MK, first = rest[5:], layers[0]
+        *column, counts, layers, queue = rest[:6]
+        weights_MK, first = rest[6:], layers[0]
         row = of_parts(first.operand_formats.input, (row_qdata, row_scale, row_second))
         spans = _spans(counts, first.operand_formats.input.tile.cols)
         outs = []
@@ -121,6 +122,7 @@ class _GroupedMatmuls(torch.autograd.Function):
             outs.append(first.kernels.tile_gemm(row.rows(start, end), weight, out_dtype=first.output_dtype))
         ctx.save_for_backward(*column, *weights_MK)
         ctx.spans, ctx.layers, ctx.x_dtype, ctx.gemms = spans, layers, x_PK.dtype, first.gemms
+        ctx.queue, ctx.weights = queue, weights_MK if queue is not None else ()
         return torch.cat(outs)
 
     @staticmethod
@@ -139,9 +141,17 @@ class _GroupedMatmuls(torch.autograd.Function):
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(ctx.spans):
             weight = ctx.layers[index].quantized_weight(weights_MK[index])
-            ctx.layers[index].note_executed("dgrad", "wgrad")
+            ctx.layers[index].note_executed("dgrad")
             dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight.transposed(), out_dtype=ctx.x_dtype))
+            if not ctx.needs_input_grad[10 + index]:
+                dweights.append(None)
+                continue
+            ctx.layers[index].note_executed("wgrad")
             dy, inputs = column.columns(start, end), x.columns(start, end)
-            dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))
+            waiting = tile_wgrad(kernels, dy, inputs, ctx.layers[index].weight.dtype)
+            waits = ctx.queue is not None and ctx.queue.takes(ctx.weights[index])
+            if waits:
+                ctx.queue.add(ctx.weights[index], waiting)
+            dweights.append(None if waits else waiting.compute())
         dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights, of=(dy_PM, *weights_MK))
-        return dx, *[None] * 8, *dweights
+        return dx, *[None] * 9, *dweights

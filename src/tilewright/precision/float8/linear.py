@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
@@ -74,6 +75,8 @@ class Float8Linear(Cast, nn.Linear):
     kernels: Kernels | None = None
     share: InputShare | None = None
     """Where layers side by side find each other's copies of the input. Set by `convert`."""
+    weight_queue: WeightGradientQueue | None = None
+    """Where weight gradients may wait. Set by `mixed.deferred.attach`."""
     keeps_weight: bool = False
     """FP8 data of the weight are kept between passes, where that is worth it; see `keep_weight`."""
     weight_store: Tensor | None = None
@@ -207,7 +210,7 @@ class Float8Linear(Cast, nn.Linear):
             key = (form, self.row_copy, column)
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
         fixed = StaticConfig(keep_value, kernels.spec, self.output_dtype)
-        out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, self.switch, fixed)
+        out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, self.switch, fixed, queue_now(self))
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _kernels(self) -> Kernels:

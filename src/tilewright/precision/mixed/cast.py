@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
 from tilewright.ops.backends.native.wide import widens
+from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.mixed.derived import is_injected, rebased
@@ -73,6 +74,8 @@ class CastLinear(Cast, nn.Linear):
 
     kernels: Kernels | None = None
     """Implementations of the operations; None takes torch's own linear, or its FP32 one (`ops.linear`)."""
+    weight_queue: WeightGradientQueue | None = None
+    """Where weight gradients may wait. Set by `deferred.attach`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._no_autocast(self._run, x)
@@ -86,9 +89,9 @@ class CastLinear(Cast, nn.Linear):
         if self.round_tf32:
             out = self._matmul(self._multiply, x, weight, self.bias)
         elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
-            out = self.kernels.linear(x.to(self.compute_dtype), weight, self.bias)
+            out = self.kernels.linear(x.to(self.compute_dtype), weight, self.bias, queue_now(self))
         else:
-            out = machines_linear(x.to(self.compute_dtype), weight, self.bias)
+            out = machines_linear(x.to(self.compute_dtype), weight, self.bias, queue_now(self))
         return out.to(self.output_dtype)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

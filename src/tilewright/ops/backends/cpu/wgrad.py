@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.ops.backends.cpu import amx
 from tilewright.ops.backends.cpu.build import WGRAD
+from tilewright.ops.base.deferred_linear import LinearGemms
 from tilewright.ops.base.dispatch import Case
 
 
@@ -91,8 +92,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, low_MK = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad
-        dy_NM = dy.flatten(0, -2)
+        dy_NM = dy.reshape(-1, dy.shape[-1])
         dx = torch.matmul(dy, low_MK) if wants_dx else None
-        dw = weight_gradient(dy_NM, x.flatten(0, -2)).to(ctx.weight_dtype) if wants_dw else None
+        dw = weight_gradient(dy_NM, x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype) if wants_dw else None
         db = dy_NM.sum(0, dtype=torch.float32).to(dy.dtype) if wants_db else None
         return dx, dw, db
+
+
+LINEAR_GEMMS = LinearGemms(
+    F.linear,
+    dgrad=torch.matmul,
+    wgrad=lambda dy_NM, x_NK, dtype: weight_gradient(dy_NM, x_NK).to(dtype),
+    bgrad=lambda dy_NM, dtype: dy_NM.sum(0, dtype=torch.float32).to(dy_NM.dtype).to(dtype),
+)
+"""The matmuls of `linear`, one by one."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native import wide
 from tilewright.ops.base.compile import compile_options
+from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.base.derivatives import without_second
 from tilewright.ops.base.labels import IGNORED, TokenLosses, check_labels, summed_and_each
 
@@ -67,33 +68,24 @@ class ChunkStep:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss sum over chunks, and that of each row; gradients are ready when forward returns and only scaled in
-    backward."""
+    """Loss sum over chunks; gradients are ready when forward returns and only scaled in backward.
+
+    But the weight's with a queue, which would keep one in FP32 for each micro-batch in flight: the input is kept, and
+    the logits are computed again when it is due.
+    """
 
     @staticmethod
-    def forward(ctx, x_ND, weight_VD, labels_N, step, tile_bytes):
-        low_weight_VD = weight_VD.to(x_ND.dtype)
+    def forward(ctx, x_ND, weight_VD, labels_N, step, tile_bytes, queue):
         high = torch.promote_types(x_ND.dtype, torch.float32)
-        rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
-        total = torch.zeros((), dtype=high, device=x_ND.device)
-        head = _head(low_weight_VD)
         dx_ND = torch.empty_like(x_ND)
         each_N = x_ND.new_empty(x_ND.shape[0], dtype=high)
         learns = ctx.needs_input_grad[1]  # not under adapters: then it were the largest tensor of a step, for nothing
-        dweight_VD = torch.zeros_like(weight_VD, dtype=high) if learns else None
-        logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
-        for start in range(0, x_ND.shape[0], rows):
-            x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
-            part_CV = head.logits(x_CD, logits_CV[: len(labels_C)])
-            log_prob_C = step(part_CV, labels_C)
-            total -= log_prob_C.sum()
-            torch.neg(log_prob_C, out=each_N[start : start + rows])
-            head.input_gradient(part_CV, dx_ND[start : start + rows])
-            if dweight_VD is not None:
-                head.add_weight_gradient(dweight_VD, part_CV, x_CD)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=high) if learns and queue is None else None
+        total = _run_chunks(x_ND, weight_VD, labels_N, step, tile_bytes, each_N, dx_ND, dweight_VD)
         ctx.save_for_backward(total, *[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
         ctx.weight_dtype = weight_VD.dtype
         ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
+        ctx.late = (queue, x_ND.detach(), weight_VD, labels_N, step, tile_bytes) if learns and queue is not None else ()
         ctx.mark_non_differentiable(each_N)
         return total, each_N
 
@@ -103,21 +95,63 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.no_grad():
             # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
             dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
-            dweight_VD = _scaled_weight_gradient(ctx, learned[0], dloss) if learned else None
-        return *without_second(dx_ND, dweight_VD, of=(total, dloss), error=_no_second), *[None] * 3
+            dweight_VD = _late_weight_gradient(ctx, dloss) if ctx.late else None
+            if learned:
+                # In its own memory where no other pass will ask for it.
+                again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+                dweight_VD = learned[0] * dloss if again else learned[0].mul_(dloss)
+                dweight_VD = _rounded(dweight_VD, ctx.weight_dtype, keeps_wide=ctx.keeps_wide)
+        return *without_second(dx_ND, dweight_VD, of=(total, dloss), error=_no_second), *[None] * 4
 
 
-def _scaled_weight_gradient(ctx, dweight_VD: Tensor, dloss: Tensor) -> Tensor:
-    """The weight's gradient times that of the loss: in its own memory where no other pass will ask for it."""
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        dweight_VD = dweight_VD * dloss
-    else:
-        dweight_VD.mul_(dloss)
-    if not ctx.keeps_wide:
-        return dweight_VD.to(ctx.weight_dtype)
+def _run_chunks(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, step: ChunkStep, tile_bytes: int,
+    each_N: Tensor | None, dx_ND: Tensor | None, dweight_VD: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The loss sum; that of each token, and the gradients, where there is room for them."""
+    head = _head(weight_VD.to(x_ND.dtype))
+    rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
+    total = torch.zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
+    logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
+    for start in range(0, x_ND.shape[0], rows):
+        x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
+        part_CV = head.logits(x_CD, logits_CV[: len(labels_C)])
+        log_prob_C = step(part_CV, labels_C)
+        total -= log_prob_C.sum()
+        if each_N is not None:
+            torch.neg(log_prob_C, out=each_N[start : start + rows])
+        if dx_ND is not None:
+            head.input_gradient(part_CV, dx_ND[start : start + rows])
+        if dweight_VD is not None:
+            head.add_weight_gradient(dweight_VD, part_CV, x_CD)
+    return total
+
+
+def _late_weight_gradient(ctx, dloss: Tensor) -> Tensor | None:
+    """The weight's gradient from the kept input; None where the queue takes it."""
+    queue, x_ND, weight_VD, labels_N, step, tile_bytes = ctx.late
+    dtype, keeps_wide = ctx.weight_dtype, ctx.keeps_wide
+
+    def compute() -> Tensor:
+        if weight_VD.numel() and not weight_VD.untyped_storage().nbytes():
+            raise AssertionError("the head's weight was freed before its gradient was computed")
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(x_ND.dtype, torch.float32))
+        _run_chunks(x_ND, weight_VD, labels_N, step, tile_bytes, None, None, dweight_VD)
+        return _rounded(dweight_VD.mul_(dloss), dtype, keeps_wide=keeps_wide)
+
+    if not queue.takes(weight_VD):
+        return compute()
+    queue.add(weight_VD, Waiting(compute, (x_ND, labels_N)))
+    return None
+
+
+def _rounded(dweight_VD: Tensor, dtype: torch.dtype, *, keeps_wide: bool) -> Tensor:
+    """In the weight's dtype; where the gradient is kept wide, what that dtype holds of it."""
+    if not keeps_wide:
+        return dweight_VD.to(dtype)
     # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
     for part in _in_pieces(dweight_VD):
-        part.copy_(part.to(ctx.weight_dtype))
+        part.copy_(part.to(dtype))
     return dweight_VD
 
 
@@ -207,23 +241,42 @@ def _compiled_step() -> ChunkStep:
     return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
 
 
-def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> TokenLosses:
+def compiled(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    tile_bytes: int = LOSS_TILE,
+    queue: WeightGradientQueue | None = None,
+) -> TokenLosses:
     """See `ops.loss`; the chunk's loops fused by torch.compile."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step)
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step, queue)
 
 
-def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> TokenLosses:
+def eager(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    tile_bytes: int = LOSS_TILE,
+    queue: WeightGradientQueue | None = None,
+) -> TokenLosses:
     """See `ops.loss`; the chunk's loops as eager torch operations."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, lambda: ChunkStep(row_lse, masked_softmax_))
+    step = functools.partial(ChunkStep, row_lse, masked_softmax_)
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, step, queue)
 
 
 def _linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int, make_step: Callable[[], ChunkStep]
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    tile_bytes: int,
+    make_step: Callable[[], ChunkStep],
+    queue: WeightGradientQueue | None,
 ) -> TokenLosses:
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes)
+        late = queue if queue is not None and queue.may_take(weight_VD) else None
+        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes, late)
         return total, count, each_N
     head = _head(weight_VD.to(x_ND.dtype))
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.backends.attention_parts import QUERY_BLOCK, added_mask, allowed_block, expand, padded_values
+from tilewright.ops.base.deferred_linear import LinearGemms
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -53,12 +54,21 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx, dy):
         x, narrow_MK = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad
-        dy_NM = dy.flatten(0, -2)
+        dy_NM = dy.reshape(-1, dy.shape[-1])
         gemm = _plain_gemm if torch.is_grad_enabled() else _gemm  # of which there is no derivative
         dx = gemm(dy, narrow_MK.T, None, dy.dtype) if wants_dx else None
-        dw = gemm(dy_NM.T, x.flatten(0, -2).T, None, ctx.weight_dtype) if wants_dw else None
+        dw = gemm(dy_NM.T, x.reshape(-1, x.shape[-1]).T, None, ctx.weight_dtype) if wants_dw else None
         db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if wants_db else None
         return dx, dw, db
+
+
+LINEAR_GEMMS = LinearGemms(
+    fprop=lambda x, narrow_MK, bias_M: _gemm(x, narrow_MK, bias_M, x.dtype),
+    dgrad=lambda dy, narrow_MK: _gemm(dy, narrow_MK.T, None, dy.dtype),
+    wgrad=lambda dy_NM, x_NK, dtype: _gemm(dy_NM.T, x_NK.T, None, dtype),
+    bgrad=lambda dy_NM, dtype: dy_NM.sum(0, dtype=torch.float32).to(dtype),
+)
+"""The matmuls of `linear`, one by one."""
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -66,8 +66,10 @@ def attention(
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
 
 
-def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0) -> TokenLosses:
-    """See `ops.loss.LINEAR_CROSS_ENTROPY`."""
+def linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0, queue: object = None
+) -> TokenLosses:
+    """See `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor gradients that wait: autograd's."""
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T

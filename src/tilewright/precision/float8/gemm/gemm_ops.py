@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.tiled import OperandFormat, TiledTensor
+from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.kernels import Kernels, kernels_of
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
-from tilewright.precision.float8.gemm.operands import Parts, of_parts, parts_of, quantize_copies
+from tilewright.precision.float8.gemm.operands import Parts, of_parts, parts_of, quantize_copies, tile_wgrad
 from tilewright.precision.float8.gemm.weight_store import stored_weight
 from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, GEMM_NAMES, GemmFormat, of_text
 
@@ -88,6 +89,7 @@ def matmuls(
     store: Tensor | None,
     switch: RuntimeFormats,
     fixed: StaticConfig,
+    queue: WeightGradientQueue | None = None,
 ) -> Tensor:
     """x W^T + b and its gradients, each matmul in the format that `switch` says when it runs.
 
@@ -99,6 +101,8 @@ def matmuls(
         store: of `weight_store.new_store`, in which the quantised weight is kept; None quantises it in each pass.
         switch: formats and counts.
         fixed: everything else.
+        queue: where the weight's gradient may wait, its operands quantised as it will read them. Outside of compiled
+            code and of `torch.func` transforms.
 
     Returns:
         [N, M] `fixed.out_dtype`.
@@ -107,7 +111,7 @@ def matmuls(
     run = _Float8Matmuls if torch.compiler.is_compiling() else _EagerFloat8Matmuls
     return run.apply(
         x_NK, weight_MK, bias_M, *row, *column, store, switch.formats, switch.counts, switch.known,
-        fixed.keep_value, fixed.out_dtype, fixed.kernels,
+        fixed.keep_value, fixed.out_dtype, fixed.kernels, queue,
     )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ class _Float8Matmuls(torch.autograd.Function):
     @staticmethod
     def forward(
         x_NK, weight_MK, bias_M, row_qdata, row_scale, row_second, column_qdata, column_scale, column_second, store,
-        formats, counts, known, keep_value, out_dtype, kernels,
+        formats, counts, known, keep_value, out_dtype, kernels, queue,
     ):  # fmt: skip
         return _fprop(
             x_NK, weight_MK, bias_M, row_qdata, row_scale, row_second, store, formats, counts,
@@ -130,7 +134,7 @@ class _Float8Matmuls(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         (
             x_NK, weight_MK, bias_M, _, _, _, *column, store,
-            formats, counts, known, keep_value, _, kernels,
+            formats, counts, known, keep_value, _, kernels, ctx.queue,
         ) = inputs  # fmt: skip
         wants_dw = ctx.needs_input_grad[1]
         keeps_qdata = wants_dw and not keep_value
@@ -144,6 +148,8 @@ class _Float8Matmuls(torch.autograd.Function):
         ctx.known, ctx.kernels = known, kernels
         ctx.x_dtype = x_NK.dtype
         ctx.bias_dtype = None if bias_M is None else bias_M.dtype
+        if ctx.queue is not None:  # recomputation hands out what it saves as tensors of their own
+            ctx.weight = weight_MK
 
     @staticmethod
     def backward(ctx, dy_NM):
@@ -152,14 +158,19 @@ class _Float8Matmuls(torch.autograd.Function):
         dx = dw = db = None
         with torch.no_grad():
             if wants_dx or wants_dw:
-                dx, dw = _bprop(
+                given = (
                     dy_NM, x_NK, *column, weight_MK, store, ctx.formats, ctx.counts,
                     ctx.known, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
                 )  # fmt: skip
+                if wants_dw and ctx.queue is not None and ctx.queue.takes(ctx.weight):
+                    dx, waiting = _backward(*given)
+                    ctx.queue.add(ctx.weight, waiting)
+                else:
+                    dx, dw = _bprop(*given)
             if ctx.bias_dtype is not None and wants_db:
                 db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         grads = first_order_only(dx if wants_dx else None, dw if wants_dw else None, db, of=(dy_NM, x_NK, weight_MK))
-        return *grads, *[None] * 13
+        return *grads, *[None] * 14
 
 
 class _EagerFloat8Matmuls(NoForwardMode, _Float8Matmuls): ...
@@ -205,16 +216,30 @@ def _run_bprop(
     weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
     known: str, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    column = column_qdata, column_scale, column_second
+    dx, waiting = _backward(dy, x, *column, weight, store, formats, counts, known, x_dtype, wants_dx, wants_dw, kernels)
+    nothing = dy.new_empty(0)
+    return nothing if dx is None else dx, nothing if waiting is None else waiting.compute()
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None,
+    column_qdata: Tensor | None, column_scale: Tensor | None, column_second: Tensor | None,
+    weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
+    known: str, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
+) -> tuple[Tensor | None, Waiting | None]:  # fmt: skip
+    """The input's gradient, and the weight's with its operands as they are multiplied."""
     run = kernels_of(kernels)
     dgrad = _count(DGRAD, formats, counts, known) if wants_dx else None
     wgrad = _count(WGRAD, formats, counts, known) if wants_dw else None
     row, column = _gradient_copies(run, dy, dgrad, wgrad)
-    dx = dw = dy.new_empty(0)
+    dx = waiting = None
     if dgrad is not None:
         dx = _input_gradient(run, dy, row, weight, store, dgrad, x_dtype)
     if wgrad is not None:
-        dw = _weight_gradient(run, dy, column, x, (column_qdata, column_scale, column_second), wgrad, weight.dtype)
-    return dx, dw
+        kept = column_qdata, column_scale, column_second
+        waiting = _weight_gradient(run, dy, column, x, kept, wgrad, weight.dtype)
+    return dx, waiting
 
 
 def _input_gradient(
@@ -230,15 +255,16 @@ def _input_gradient(
 def _weight_gradient(
     run: Kernels, dy: Tensor, column: TiledTensor | None, x: Tensor | None, kept: Parts,
     form: GemmFormat, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Waiting:  # fmt: skip
     inputs = None if form.operands is None else of_parts(form.operands.input, kept)
     if inputs is None and x is None:
         raise AssertionError("backward keeps the input or its codes")
     if column is None or form.operands is None:
-        return run.linear(dy.to(form.dtype).T, x.to(form.dtype).T).to(dtype)
+        dy_NM, x_NK = dy.to(form.dtype), x.to(form.dtype)
+        return Waiting(lambda: run.linear(dy_NM.T, x_NK.T).to(dtype), (dy_NM, x_NK))
     if inputs is None:
         _, inputs = quantize_copies(x, form.operands.input, run, row=False, column=True)
-    return run.tile_gemm(column, inputs, out_dtype=dtype)
+    return tile_wgrad(run, column, inputs, dtype)
 
 
 _bprop = _operator("tile_bprop", _run_bprop)

@@ -3,13 +3,15 @@
 Shared by the layers that make them ahead (`linear`, `experts`, `frozen_linear`) and by the matmuls that make what is
 missing (`gemm_ops`).
 
-Legend: N tokens  K features.
+Legend: N tokens  K input features  M output features.
 """
 
+import torch
 from torch import Tensor
 
 from tilewright.formats.scaling import TENSORWISE
 from tilewright.formats.tiled import OperandFormat, TiledTensor
+from tilewright.ops.base.deferred import Waiting
 from tilewright.ops.kernels import Kernels
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -38,3 +40,9 @@ def quantize_copies(
         both = kernels.quantize_both(x_NK, form)
         return both[0] if row else None, both[1]
     return kernels.quantize(x_NK, form) if row else None, None
+
+
+def tile_wgrad(kernels: Kernels, dy_MN: TiledTensor, x_KN: TiledTensor, dtype: torch.dtype) -> Waiting:
+    """A weight's gradient [M, K] from column-wise copies of the output's gradient and of the input, now or later."""
+    held = [part for part in (*parts_of(dy_MN), *parts_of(x_KN)) if part is not None]
+    return Waiting(lambda: kernels.tile_gemm(dy_MN, x_KN, out_dtype=dtype), held)
