@@ -37,8 +37,10 @@ types: $(READY) ## pyright
 unit: $(READY) ## all tests but the slow ones and those for a GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
 
-fuzz: $(READY) ## property-based tests on cases that were never drawn before
-	@HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q -m hypothesis
+# TEST_SEED=17 repeats the numbers of a failure.
+fuzz: $(READY) ## all tests on random numbers, and property-based ones on cases, that were never drawn before
+	@seed=$${TEST_SEED:-$$RANDOM}; echo "TEST_SEED=$$seed"; \
+	  TEST_SEED=$$seed HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 # The tool is an extra of its own: the tests do not need it.
 mutants: $(READY) ## change code at random and print which changes no test finds (ARGS="--count 60 --seed 7")

@@ -1,4 +1,4 @@
-"""What a test process sets once: Triton's interpreter, hypothesis, garbage, threads.
+"""What a test process sets once: Triton's interpreter, hypothesis, garbage, threads; what each test draws.
 
 Triton's interpreter runs kernels on the CPU. Its switch must be set before triton is imported, which happens while
 other tests are collected (by transformers and torch's compiler): so it stands here, at the top.
@@ -80,11 +80,33 @@ def _what_is_there_stays():
     gc.freeze()
 
 
-def pytest_runtest_setup():
-    """A command sets the number of torch's threads for its process; the next test does not inherit it.
+def pytest_report_header() -> str:
+    from tests.draws import TEST_SEED  # not at the top: the switch comes first
 
-    Two test processes with two threads each on two cores wait for each other: small models took 20 times as long.
+    return f"TEST_SEED={TEST_SEED}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """A fixture that several tests share draws the same, whichever asks first, and takes none of its numbers."""
+    from tests.draws import aside
+
+    if fixturedef.scope == "function":
+        return (yield)
+    with aside(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Random numbers of a test, with its own fixtures, are its own.
+
+    A command sets the number of torch's threads for its process; the next test does not inherit it. Two test processes
+    with two threads each on two cores wait for each other: small models took 20 times as long.
     """
+    from tests.draws import draw_from
+
+    draw_from(item.nodeid)
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
     # Output is compared line by line, so it is not wrapped to the terminal of the tester. The second call is for child

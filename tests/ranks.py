@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.draws import draw_from
+
 PRELOAD = [
     "torch", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
@@ -115,6 +117,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    draw_from(function.__qualname__)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})
     if group:

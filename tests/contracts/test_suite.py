@@ -1,12 +1,19 @@
 """The suite depends on neither a terminal nor on what else the machine does."""
 
+import ast
+import random
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+
 from tests import conftest, ranks, schedule
+from tests.draws import aside, draw_from
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +52,64 @@ def test_no_process_measures_the_machine():
     code += "import torch; torch.set_num_threads(1); print(ceilings.known(detect_machine('cpu')).key)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "fixed\n"
+
+
+# ---- random numbers ----
+
+
+def drawn():
+    return torch.rand(2).tolist(), np.random.rand(), random.random()
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def shared(request):
+    """What several tests have is drawn as the first of them asks."""
+    return request.param, drawn()
+
+
+@pytest.fixture
+def own():
+    return drawn()
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_what_a_test_draws_is_its_own(case, shared, own, request):
+    """Whatever ran before it, fixtures that it shares too."""
+    found = own, drawn()
+    draw_from(request.node.nodeid)
+    assert found == (drawn(), drawn())
+    param, numbers = shared
+    with aside(f"tests/contracts/test_suite.py::shared[{param}]"):
+        assert drawn() == numbers
+    assert own not in (found[1], numbers)
+
+
+def test_what_is_drawn_aside_changes_nothing():
+    draw_from("one")
+    first = drawn(), drawn()
+    draw_from("one")
+    again = drawn()
+    with aside("other"):
+        assert drawn() not in first
+    assert (again, drawn()) == first
+
+
+ALWAYS_NEW = {"urandom", "SystemRandom", "token_bytes", "token_hex", "uuid4", "uuid1"}
+NEW_WITHOUT_A_SEED = {"default_rng", "Random", "RandomState", "SeedSequence", "seed"}
+"""Draws that no seed of a test reaches."""
+
+
+def new_each_time(text):
+    """Lines with a call that draws other numbers each time."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ALWAYS_NEW or (name in NEW_WITHOUT_A_SEED and not node.args and not node.keywords):
+                yield node.lineno
+
+
+def test_no_test_draws_what_cannot_be_drawn_again():
+    planted = "os.urandom(4)\nnp.random.default_rng()\nrandom.Random()\ntorch.seed()\nrandom.Random(3)\n"
+    assert list(new_each_time(planted)) == [1, 2, 3, 4]
+    files = (ROOT / "tests").rglob("*.py")
+    assert not [f"{file}:{line}" for file in files for line in new_each_time(file.read_text())]

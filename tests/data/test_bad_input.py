@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -131,7 +132,7 @@ def test_full_disk(corpus_folder, tmp_path, monkeypatch):
 
 
 def test_binary_file(folder, tmp_path):
-    (folder / "x.txt").write_bytes(b"MZ\x90\x00\x03" + os.urandom(500))
+    (folder / "x.txt").write_bytes(b"MZ\x90\x00\x03" + random.randbytes(500))
     texts, rejects = read(folder, tmp_path)
     assert rejects == {("x.txt", "binary, not text"): 1}
     assert len(texts) == 2

@@ -1,6 +1,5 @@
 """A real process, killed for real: what comes out at the end is what would have come out anyway."""
 
-import os
 import random
 import signal
 import time
@@ -74,13 +73,13 @@ def _kill_and_compare(data, runs, straight, kills: int, seed: int, **changes) ->
 @pytest.mark.slow
 @pytest.mark.support("kill", "one")
 def test_killed_twice_at_random_moments(data, tmp_path, straight):
-    _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
+    _kill_and_compare(data, tmp_path, straight, kills=2, seed=random.getrandbits(32))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_with_checkpoints_by_time(data, tmp_path, straight, kills):
     """The moments of the checkpoints differ from run to run; the weights do not."""
-    seed = int.from_bytes(os.urandom(4))
+    seed = random.getrandbits(32)
     minutes = {"checkpoint__interval": 0, "checkpoint__interval_minutes": 0.001}
     _kill_and_compare(data, tmp_path, straight, kills=kills, seed=seed, **minutes)
 

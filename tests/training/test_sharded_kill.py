@@ -1,6 +1,5 @@
 """One of several ranks killed (SIGKILL) at random moments while they save: what is found then is whole."""
 
-import os
 import random
 
 import pytest
@@ -37,7 +36,7 @@ def _saves_until_one_dies(rank, folder, first):
 
 
 def _kill(folder, kills: int) -> None:
-    seed = int.from_bytes(os.urandom(4))
+    seed = random.getrandbits(32)
     print(f"{seed = }")
     draw = random.Random(seed)
     store = CheckpointStore(folder)
