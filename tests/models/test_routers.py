@@ -6,7 +6,9 @@ from torch import nn
 
 from tests.models.choices import Choices
 from tests.models.moe_families import build, families, run
+from tilewright.models.base import routers
 from tilewright.models.base.routers import find_routers
+from tilewright.precision.convert import explain
 
 SAMPLE = (
     *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "mixtral"),
@@ -137,3 +139,12 @@ def test_what_is_no_mixture_has_no_router(family):
         model = AutoModel.from_config(AutoConfig.for_model(family))
     names = {module: name for name, module in model.named_modules()}
     assert not [names[module] for module in find_routers(model)]
+
+
+def test_a_model_is_searched_once_for_what_is_decided_of_it(monkeypatch):
+    """A search reads the code of each module: with a second one it was a tenth of a small run."""
+    searched, search = [], routers._Search
+    monkeypatch.setattr(routers, "_Search", lambda model: searched.append(model) or search(model))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert len(explain(model, "bf16_mixed")) > 2
+    assert searched == [model]

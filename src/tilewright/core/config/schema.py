@@ -3,6 +3,7 @@ given, as the data build's. Nothing here reads files; `core.config.load` does.
 """
 
 import difflib
+import functools
 import re
 import types
 import typing
@@ -63,6 +64,11 @@ class Field:
 
 def sections(root: type[BaseModel] = Recipe) -> dict[str, type[BaseModel]]:
     """The sections by name, in the order of the schema; one inside another as `outer.inner`."""
+    return dict(_known(root))
+
+
+@functools.cache  # a schema is what its classes are, and one load asks for each of its settings
+def _known(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return dict(_sections(root, ""))
 
 
@@ -90,7 +96,7 @@ def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
 def find(path: str, root: type[BaseModel] = Recipe) -> Field | None:
     """The setting `section.field`, or None."""
     section, _, name = path.rpartition(".")
-    model = sections(root).get(section)
+    model = _known(root).get(section)
     info = model.model_fields.get(name) if model is not None else None
     return None if info is None or is_section(info) else Field(path, info)
 

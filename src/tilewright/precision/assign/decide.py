@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from tilewright.models.base.routers import find_routers
 from tilewright.models.hf.keep_fp32 import kept_fp32
 from tilewright.precision.assign.integers import tied_alike, why_not_integers
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite, find_sites, is_own
@@ -38,7 +39,8 @@ class ConversionPlan:
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     """What every part of a model does under a policy that names its device. Changes nothing; works on meta."""
     own = is_own(model)
-    sites = find_sites(model, policy.rules)
+    routers = set(find_routers(model))
+    sites = find_sites(model, policy.rules, routers=routers)
     kept = kept_fp32(model)
     decided = tied_alike([(site, _decide(site, policy, kept)) for site in sites])
     formats = {decision.operands for site, decision in decided if site.kind in _MATRIX_KINDS}
@@ -46,7 +48,7 @@ def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
     switch = "" if not cuda or not formats & {"fp32", "tf32"} else "fp32" if "fp32" in formats else "tf32"
     possible = tuple((site, _possible(site, decision, policy, round_tf32)) for site, decision in decided)
-    work = work_of(model, sites)
+    work = work_of(model, sites, routers)
     rows = [_row(site, decision, policy, each) for (site, decision), each in zip(possible, work, strict=True)]
     report = ConversionReport(
         policy,

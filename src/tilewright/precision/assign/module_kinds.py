@@ -69,16 +69,19 @@ def is_own(model: nn.Module) -> bool:
     return any("residual_dtype" in vars(module) for module in model.modules())
 
 
-def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[ModuleSite]:
+def find_sites(
+    model: nn.Module, rules: Iterable[Rule] = (), *, routers: Iterable[nn.Module] | None = None
+) -> list[ModuleSite]:
     """All sites of a model in the order of `named_modules`. A module in several places is one site.
 
     Args:
         model: any module.
         rules: of a policy; those that name a kind are followed.
+        routers: of the model, where they have been found.
     """
     own = is_own(model)
     kinds: dict[nn.Module, str] = dict.fromkeys(find_heads(model), "head")
-    kinds |= dict.fromkeys(find_routers(model), "router")
+    kinds |= dict.fromkeys(find_routers(model) if routers is None else routers, "router")
     inside: list[str] = []  # modules that use their children's parameters without calling them
     sites: list[ModuleSite] = []
     for fqn, module in model.named_modules():

@@ -5,14 +5,14 @@ counts for the tokens that choose it, all experts equally busy. Attention scores
 weights, nor is how often a weight is used on other things than tokens: a convolution counts once per position.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.own_weights import held_weight, may_multiply
-from tilewright.models.base.routers import find_routers, num_experts
+from tilewright.models.base.routers import num_experts
 from tilewright.precision.assign.module_kinds import ModuleSite
 from tilewright.precision.mixed.derived import plain_class
 
@@ -36,9 +36,9 @@ def multiplies(site: ModuleSite) -> bool:
     return bool(_matrices(site))
 
 
-def work_of(model: nn.Module, sites: Sequence[ModuleSite]) -> list[Work]:
-    """The work of each site."""
-    mixtures = _Mixtures(model)
+def work_of(model: nn.Module, sites: Sequence[ModuleSite], routers: Collection[nn.Module]) -> list[Work]:
+    """The work of each site of a model with these routers."""
+    mixtures = _Mixtures(model, routers)
     found = []
     for site in sites:
         share, elements = mixtures.share(site), sum(map(Tensor.numel, _matrices(site)))
@@ -65,9 +65,8 @@ def _matrices(site: ModuleSite) -> list[Tensor]:
 class _Mixtures:
     """Which modules belong to experts, and what share of the tokens each of them sees."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, routers: Collection[nn.Module]) -> None:
         self._shares: dict[nn.Module, float | None] = {}
-        routers = set(find_routers(model))
         for parent in model.modules():
             beside = [child for child in parent.children() if child in routers]
             for child in parent.children() if beside else ():
