@@ -1,8 +1,8 @@
 """Which test process gets which file: tests of ranks one after another in one of them, long tests first.
 
 Ranks of a clone take turns (`tests.ranks.LOCK`). Where two test processes had such files, one of them waited for the
-other with nothing to do, and each started a fork server. Tests of runs and commands are the longest: they come before
-the others, so that the processes end together.
+other with nothing to do, and each started a fork server, as tests do that start commands with one. Tests of runs and
+commands are the longest: they come before the others, so that the processes end together.
 """
 
 import re
@@ -15,13 +15,13 @@ from xdist.workermanage import WorkerController
 ROOT = Path(__file__).parents[1]
 RANKS = "ranks"
 """The part of the suite that is scheduled as one file."""
-_STARTS_RANKS = re.compile(r"^from tests\.(ranks|training\.ranks_that_die) import", re.M)
+_STARTS_RANKS = re.compile(r"^from tests\.(ranks|commands|training\.(ranks_that_die|test_kill)) import", re.M)
 FIRST = ("tests/training/", "tests/cli/")
 
 
 @cache
 def part_of(file: str) -> str:
-    """`RANKS` for a file of tests whose ranks take turns, else the file.
+    """`RANKS` for a file of tests whose ranks take turns or that starts a fork server, else the file.
 
     Args:
         file: path from the root of the clone, as in ids of tests.

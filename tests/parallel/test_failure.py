@@ -9,30 +9,33 @@ import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.parallel.test_heartbeat import BEATS
-from tilewright.core.env import of_ranks
+from tests.ranks import started
 from tilewright.core.errors import EXIT_HARDWARE
+from tilewright.parallel.launch import launched
 from tilewright.parallel.liveness import failure
 from tilewright.parallel.liveness.failure import Blame, ending_with_others, speaks_for_others
 from tilewright.parallel.liveness.heartbeat import Heartbeat
-
-HANGS = """
-import sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.planning.ranks import RankWatch
-with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=100) as world:
-    with RankWatch(Path(sys.argv[1]), world).running() as watch:
-        watch.heartbeat.at(4, "forward")
-        if world.rank:
-            watch.heartbeat.fail(RuntimeError("lost the plot"))
-            time.sleep(100)  # on its way out
-        dist.all_reduce(torch.zeros(1), group=world.data.handle)
-"""
+
+
+def _hangs(rank, folder):
+    """Rank 1 has failed and does not end; rank 0 is in a collective with it."""
+    with (
+        (folder / f"{rank}.err").open("w") as said,
+        launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=100) as world,
+    ):
+        os.dup2(said.fileno(), 2)
+        with RankWatch(folder, world).running() as watch:
+            watch.heartbeat.at(4, "forward")
+            if world.rank:
+                watch.heartbeat.fail(RuntimeError("lost the plot"))
+                time.sleep(100)  # on its way out
+            dist.all_reduce(torch.zeros(1), group=world.data.handle)
 
 
 @pytest.fixture
@@ -116,20 +119,14 @@ def test_who_waits_is_ended_later_than_who_ends_by_itself(tmp_path):
 
 
 @pytest.mark.dist
-def test_a_rank_in_a_collective_that_does_not_end_is_ended(port, tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", HANGS, str(tmp_path)], env=os.environ | one, stderr=subprocess.PIPE, text=True
-        )
-        for one in of_ranks(2, port)
-    ]
-    _, said = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode == EXIT_HARDWARE
-    assert "Rank 1 of 2 has failed in step 4, forward" in said
-    assert "RuntimeError: lost the plot" in said
-    assert ranks[1].poll() is None
-    ranks[1].kill()
-    ranks[1].communicate()
+def test_a_rank_in_a_collective_that_does_not_end_is_ended(tmp_path):
+    with started(2, _hangs, tmp_path, group=False) as (ranks, _):
+        ranks[0].join(60)
+        assert ranks[0].exitcode == EXIT_HARDWARE
+        said = (tmp_path / "0.err").read_text()
+        assert "Rank 1 of 2 has failed in step 4, forward" in said
+        assert "RuntimeError: lost the plot" in said
+        assert ranks[1].is_alive()
 
 
 def test_one_rank_speaks():

@@ -1,15 +1,14 @@
 """Start of the ranks, work of one that all have, facts that must be equal, errors printed once."""
 
 import json
-import subprocess
-import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, started
 from tilewright.core import env
 from tilewright.core.env import Ranks, agent_store, meeting_point, of_ranks
 from tilewright.core.errors import ConfigError, DataError, HardwareError
@@ -18,34 +17,23 @@ from tilewright.parallel.launch import check_equal, in_turn, launched, on_first,
 from tilewright.parallel.meeting import Meeting
 from tilewright.parallel.mesh import REST, MeshSizes
 
-WAIT = """
-import time
-import torch
-import torch.distributed as dist
-from tilewright.parallel.launch import launched
-from tilewright.parallel.mesh import MeshSizes
-with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=1.0) as world:
-    if world.rank:
-        time.sleep(6)
-    dist.all_reduce(torch.zeros(1), group=world.data.handle)
-"""
+
+def _waits(rank):
+    with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=1.0) as world:
+        if world.rank:
+            time.sleep(100)
+        dist.all_reduce(torch.zeros(1), group=world.data.handle)
 
 
 @pytest.mark.dist
-def test_a_rank_that_waits_too_long_ends(port):
-    """`parallel.timeout_minutes` is what `launched` gets: a second here, against a rank that sleeps six."""
-    import os
-
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", WAIT], env=os.environ | one, stderr=subprocess.PIPE, text=True)
-        for one in of_ranks(2, port)
-    ]
-    _, error = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode == 1
-    assert "imed out" in error
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
+def test_a_rank_that_waits_too_long_ends():
+    """`parallel.timeout_minutes` is what `launched` gets: a second here, against a rank that does not come."""
+    with started(2, _waits, group=False) as (ranks, ends):
+        assert ends[0].poll(60), "it waits on"
+        failed, error = ends[0].recv()
+        assert failed
+        assert "imed out" in error
+        assert ranks[1].is_alive()
 
 
 def _first(rank):

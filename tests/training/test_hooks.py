@@ -1,9 +1,8 @@
 """A hook that nobody knows rides along with a run: it changes steps, hears of them, and its state outlives the run."""
 
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contracts.observe import fixed_ceilings
-from tests.ranks import on_ranks
+from tests.ranks import fork_server, on_ranks
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright import api
 from tilewright.core.errors import ConfigError, FitError
@@ -71,17 +70,10 @@ class Fresh(StepHook):
         raise AssertionError("there is none")
 
 
-KILLED = """
-import sys
-from functools import partial
-from pathlib import Path
-from tests.training.test_hooks import QUIET, Mixer
-from tests.training.tiny import tiny
-from tilewright.training.hooks.precision_hook import PrecisionHook
-from tilewright.training.loop import train
-settings = QUIET | {"checkpoint__async_save": "false"}  # what was saved is there when it is killed
-train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **settings), hooks=[partial(Mixer, kill_at=int(sys.argv[3]))])
-"""
+def _killed(data, runs, step):
+    """A run that ends its process in a step."""
+    changes = QUIET | {"checkpoint__async_save": "false"}  # what was saved is there when it is killed
+    train(tiny(data, runs, **changes), hooks=[partial(Mixer, kill_at=step)])
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +100,10 @@ def test_a_hook_changes_every_step_and_hears_of_it(data, tmp_path, straight):
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_its_state_survives_a_kill(step, data, tmp_path, straight):
-    command = [sys.executable, "-c", KILLED, str(data), str(tmp_path), str(step)]
-    done = subprocess.run(command, check=False, cwd=Path(__file__).parents[2], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    process = fork_server().Process(target=_killed, args=(data, tmp_path, step), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     train(tiny(data, tmp_path, **QUIET), hooks=[Mixer])
     events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "resume"]
     assert [row["step"] for row in events] == [step - 1 - (step - 1) % 3]
