@@ -98,3 +98,16 @@ def test_no_class_name_is_in_two_files():
     assert len(found) > 200
     twice = {one: files for one, files in found.items() if len(files) > 1}
     assert not twice
+
+
+def test_not_implemented_is_an_abstract_method():
+    """What a user meets is an error in four parts, and what a caller of ours catches another class."""
+    bad = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        methods = [item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body]
+        abstract = {id(item.body[-1]) for item in methods if isinstance(item, ast.FunctionDef) and len(item.body) <= 2}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) and id(node) not in abstract:
+                bad.append(f"{name(path)}:{node.lineno}")
+    assert not bad, f"no abstract method: {bad}"

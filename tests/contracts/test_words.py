@@ -12,7 +12,8 @@ from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import errors
 from tilewright.core.config import schema
 
-SOURCES = sorted((Path(__file__).resolve().parents[2] / "src" / "tilewright").rglob("*.py"))
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "tilewright"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 RAISED = {name for name in vars(errors) if name.endswith("Error")} | {
     *("Problem", "Conflict", "PartialUpdateError", "UnrecoverableStepError", "OutOfTime"),
 }
@@ -126,6 +127,21 @@ def test_a_title_is_a_sentence_without_its_period_and_begins_with_its_subject():
 
 
 LOWER_CASE_NAMES = {"tilewright's", "transformers"}
+
+
+COMMENTED = ("training", "planner", "parallel")
+"""Packages whose docstrings and comments are held to the words below, too."""
+
+
+def test_docstrings_and_comments_have_a_named_subject():
+    paths = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] in COMMENTED]
+    assert len(paths) > 100
+    pattern = re.compile(r"\b((some|no|any)body|(some|any) ?one's|anew)\b", re.IGNORECASE)
+    rows = [(path, number, line) for path in paths for number, line in enumerate(path.read_text().splitlines(), 1)]
+    bad = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}" for path, number, line in rows if pattern.search(line)
+    ]
+    assert not bad, "\n".join(bad)
 
 
 def test_the_check_can_fail():

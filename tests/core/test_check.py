@@ -132,6 +132,8 @@ def test_voids_name_real_fields():
         ({"precision.enabled": "false"}, "precision.mode", "precision.enabled = false"),
         ({"optim.schedule": "constant"}, "optim.min_lr_ratio", 'optim.schedule = "constant"'),
         ({"train.steps": "7", "train.minutes": "2"}, "train.minutes", "train.steps is given"),
+        ({"precision.loss_scale": "off"}, "precision.loss_scale_min", 'precision.loss_scale = "off"'),
+        ({}, "precision.loss_scale_window", "nothing here is in FP16"),
     ],
 )
 def test_voids(settings, path, why):

@@ -1,15 +1,21 @@
 """The loss scale: decisions equal to torch's GradScaler, bounds, counts, resuming, gradients found and undone."""
 
+from itertools import product
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tilewright.core.config.sections.precision import PrecisionSection
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.precision import Mode, PrecisionRule, PrecisionSection
+from tilewright.core.config.unused import without_effect
 from tilewright.core.errors import NumericsError
 from tilewright.optim.gradients import found_inf
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler, initial_scale
+from tilewright.precision.policy.policy import Policy
 
 
 def torch_decisions(overflows: list[bool], init: float, window: int) -> list[tuple[float, bool]]:
@@ -124,3 +130,20 @@ def test_from_section(setting, fp16, want):
     assert (scaler and scaler.scale_value) == want
     if scaler is not None:
         assert (scaler.window, scaler.min, scaler.max) == (7, 2.0, 4096.0)
+
+
+SETTINGS = {f"precision.loss_scale_{name}" for name in ("window", "min", "max")}
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", "off", 1024.0])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_settings_of_the_scale_are_void_where_there_is_no_scale(enabled, loss_scale):
+    """Each mode, mode to start with, and rule of FP16, as a GPU computes them."""
+    rules = [(), (PrecisionRule(match="*", compute="fp16"),)]
+    for mode, start, rule in product(get_args(Mode), [None, "hybrid", "tf32"], rules):
+        section = PrecisionSection(enabled=enabled, mode=mode, start_mode=start, rules=rule, loss_scale=loss_scale)
+        policy = Policy.from_section(section, "cuda")
+        fp16 = bool(rule) or any(policy.in_mode(each).matmul == "fp16" for each in (mode, start or mode))
+        scaler = DynamicScaler.from_section(section, fp16=enabled and fp16, num_params=1000)
+        void = without_effect(Recipe(precision=section)).keys() & SETTINGS
+        assert void == (SETTINGS if scaler is None else set()), section

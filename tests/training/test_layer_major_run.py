@@ -130,10 +130,24 @@ def test_settings_that_cannot_be_together(settings, match):
         load_recipe(None, {"memory.executor": "layer_major"} | settings, environ={})
 
 
-def test_loss_scaling_is_refused(data, tmp_path):
-    loaded = tiny(data, tmp_path, memory__executor="layer_major", precision__mode="pure_fp16")
-    with pytest.raises(ConfigError, match="Loss scaling is not supported by the layer-major executor"):
-        train(loaded)
+@pytest.mark.parametrize(
+    ("mode", "loss_scale", "got"),
+    [
+        ("pure_fp16", "auto", ["FP16"]),
+        ("pure_fp16", 1024.0, ["precision.loss_scale = 1024.0", "FP16"]),
+        ("bf16_mixed", 1024.0, ["precision.loss_scale = 1024.0"]),
+        ("fp8_tile", 1024.0, ["precision.loss_scale = 1024.0"]),
+    ],
+)
+def test_loss_scaling_is_refused_and_its_cause_is_named(data, tmp_path, mode, loss_scale, got):
+    options = {"memory__executor": "layer_major", "precision__mode": mode, "precision__loss_scale": loss_scale}
+    with pytest.raises(ConfigError, match="Loss scaling is not supported by the layer-major executor") as caught:
+        train(tiny(data, tmp_path, **options))
+    (problem,) = caught.value.problems
+    causes = {"precision.loss_scale = 1024.0", "FP16"}
+    assert {cause for cause in causes if cause in problem.got} == set(got)
+    assert ('precision.loss_scale = "auto"' in problem.try_) == (loss_scale != "auto")
+    assert ('precision.mode = "bf16_mixed"' in problem.try_) == (mode == "pure_fp16")
 
 
 @pytest.mark.parametrize("recipe", ["slice_cpu", "slice_3b_cpu", "slice_42b_h200"])

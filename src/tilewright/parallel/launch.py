@@ -74,7 +74,7 @@ def launched(
         if on_gpu:
             take_gpu(ranks, meeting)
         # Without `device_id`: with it a mesh would split its groups off this one, and torch (2.13) hands NCCL's options
-        # to gloo's part of them (pytorch #182057). Made anew they have both backends.
+        # to gloo's part of them (pytorch #182057). Made apart from it they have both backends.
         dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world)
     world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
     yield replace(world, meeting=meeting)

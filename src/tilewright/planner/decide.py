@@ -8,7 +8,7 @@ at last the optimizer's formats (what is learned). The first stage with a plan t
 plan.
 
 `fastest`: the fastest plan of all. What is typed, or set by a variable of the environment, is fixed; the optimizer's
-formats are narrowed only where nobody wrote them down and nothing else fits.
+formats are narrowed only where they are written nowhere and nothing else fits.
 """
 
 import itertools
@@ -173,7 +173,7 @@ def free_planner(loaded: Loaded, site: Site) -> Planner:
 
 
 def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """What a table of ways may choose where a recipe does not fit as it stands, of what nobody wrote down: fewer bits
+    """What a table of ways may choose where a recipe does not fit as it stands, of what is written nowhere: fewer bits
     of the optimizer, and the layer-major executor with delayed clipping, which passes backward once."""
     free = frozenset(loaded.sources) - user_settings(loaded)
     formats = [{}, *(found for found in narrower(loaded.recipe) if set(found) <= free)]

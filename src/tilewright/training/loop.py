@@ -71,7 +71,7 @@ def train(
         dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
         on_setup: called with data and plan before the model is made; not of a dry run.
         hooks: each is called once the model is made, and gives what rides along with the steps. A run that times its
-            steps, or goes back to a checkpoint, is made anew, hooks too.
+            steps, or goes back to a checkpoint, is made again, hooks too.
         executor: runs the steps instead of the one that the recipe names, at whose costs they are planned.
 
     Raises:
@@ -256,7 +256,7 @@ class TrainSession:
             self.world.wait_for_all()
             if shown:
                 _write_facts(self.folder, setup, parts)
-            with self.watch.recording(recorder if shown else None):  # what is only timed tells nobody
+            with self.watch.recording(recorder if shown else None):  # of what is only timed nothing is told
                 agreement = self.watch.agreement(self.folder, setup.plan, parts)
                 replanner = replanner_for(setup, parts, recorder, agreement=agreement)
                 first = parts.modes.last_from(parts.counters.step + 1)

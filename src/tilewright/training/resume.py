@@ -140,7 +140,7 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
     state = parts.state()
     kept = state.restore(found.checkpoint)["parts"]
     parts.modes.enter(found.step - 1)
-    parts.modes.refresh()  # tensors were read into the weights without anyone's notice
+    parts.modes.refresh()  # weights were read in place, which no version counter shows
     load_s = time.perf_counter() - started
     for name in sorted(kept.keys() - state.parts.keys()):
         text = f"the checkpoint's state of `{name}` is not used: this run has none"

@@ -30,8 +30,10 @@ _CONTROL = (
 _UNBLOCKED = ("ref", "varlen", "efficient")
 """Attention that holds all scores, or goes by blocks of its own."""
 _SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
+_LOSS_SCALE = ("loss_scale_window", "loss_scale_min", "loss_scale_max")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
+    *_LOSS_SCALE,
     *(_FP8_MODE + _SCHEDULE),
     "lr_noise_damping",
 )
@@ -102,6 +104,13 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision.controller", _CONTROL),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision", ("lr_noise_damping",)),
+    (lambda r: r.precision.loss_scale == "off", 'precision.loss_scale = "off"', "precision", _LOSS_SCALE),
+    (
+        lambda r: r.precision.loss_scale == "auto" and not r.precision.names_fp16,
+        "nothing here is in FP16",
+        "precision",
+        _LOSS_SCALE,
+    ),
     (lambda r: r.precision.fp8_until == 1, "8 bits last to the end", "precision", ("fp8_after",)),
     (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
     (lambda r: r.ops.attention in _UNBLOCKED, "ops.attention is not in blocks", "memory", ("attention_block",)),

@@ -58,7 +58,7 @@ class Recorded(Tensor):
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Recorded)]
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-            raise NotImplementedError(f"{name} changes a tensor that is not there yet")
+            raise ValueError(f"{name} changes a tensor that is not there yet")
         sizes = tuple(tuple(leaf.shape) for leaf in outs)
         for index, leaf in enumerate(outs):
             if id(leaf) not in known:

@@ -124,5 +124,5 @@ def _usual(module: nn.Module) -> Any:
         return ALL_ATTENTION_FUNCTIONS[kind]
     own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
     if own is None:
-        raise NotImplementedError(f"attention {kind}")
+        raise ValueError(f"attention {kind} is not known")
     return own

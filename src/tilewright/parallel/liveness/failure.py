@@ -1,4 +1,4 @@
-"""A rank that fails where nobody can be asked: in the middle of a step, where the others wait for it in a collective.
+"""A rank that fails where no other can be asked: in the middle of a step, where the others wait for it in a collective.
 
     failing rank   its record says how it ends (`Heartbeat`), before anything that could wait for another rank
     the others     `Blame` reads the records: whose fault it is that a connection broke, and with which words to end;
@@ -109,7 +109,7 @@ class Blame:
             record = found[rank]
             if record.has_failed and not record.follows:
                 return RankEnd(record, record.end)
-            if not record.end and quiet[rank] >= gone_s and not _is_there(record):
+            if quiet[rank] >= gone_s and not record.end and not is_running(record):
                 return RankEnd(record, "it exited without an error record")
         if any(found[rank].timed_out and found[rank].end for rank in quiet) and not found[self.rank].timed_out:
             return RankEnd(found[self.rank], "the others have waited for it as long as they may", hangs=True)
@@ -163,7 +163,7 @@ def ending_with_others(
     """Inside, a thread sees to it that this process ends where it still waits for a rank that failed ten seconds ago.
 
     Args:
-        blame: of this rank; not used by anybody else.
+        blame: of this rank, and of this thread alone.
         end: ends the process, from that thread.
         every_s: between two looks.
         forced_s: since a rank was seen to have failed. Twice that where it is this one: the others say so first.
@@ -193,10 +193,10 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def _is_there(record: RankRecord) -> bool:
-    """Whether a rank's process runs; of other machines that is not known, and taken for granted."""
-    if record.host != platform.node():
-        return True
+def is_running(record: RankRecord) -> bool:
+    """Whether a rank has neither ended nor was killed; of other machines the latter is not known."""
+    if record.end or record.host != platform.node():
+        return not record.end
     try:
         return psutil.Process(record.pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

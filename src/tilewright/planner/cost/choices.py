@@ -35,7 +35,7 @@ NOTHING_FIXED = Constraints()
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes/s, one direction. None: there is no such place. `guessed`: what of it nobody measured."""
+    """Bytes/s, one direction. None: there is no such place. `guessed`: what of it was not measured."""
 
     host: float | None
     disk: float | None
@@ -150,7 +150,7 @@ def update_bytes(weights: Weights, setting: GlobalConfig, shape: ModelShape) -> 
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:
-    """Whether nothing can be selected in a layer: experts are compiled pieces into which nobody sees."""
+    """Whether nothing can be selected in a layer: experts are compiled pieces, which are opaque."""
     return shape.compiled and found.called_experts > 0
 
 

@@ -25,7 +25,7 @@ from tilewright.planner.cost.traffic import RankSpeed
 from tilewright.planner.machine import rank_link
 
 GUESSED_HOST, GUESSED_DISK = 25e9, 2e9
-"""Bytes/s of a link and of a disk that nobody measured."""
+"""Bytes/s of a link and of a disk that were not measured."""
 _FORMAT = 1
 _HOST_SLICE, _DISK_SLICE = 256 * 2**20, 32 * 2**20
 _log = get_logger(__name__)

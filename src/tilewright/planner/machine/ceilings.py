@@ -239,7 +239,7 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 
 def _in_silence(line: str) -> None:
-    """Progress that nobody asked for."""
+    """Progress that was not asked for."""
 
 
 def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:

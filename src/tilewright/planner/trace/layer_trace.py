@@ -1,8 +1,8 @@
 """What one layer keeps, needs and computes, found by running it alone, forward and backward, on fake tensors.
 
 The model is run once as a whole, so that each layer gets the arguments that it would get; a hook measures the layer
-where it stands, inside whatever its model wraps around it. A run of a layer takes some tenths of a second: what nobody
-asks for is not measured, and a run gives all numbers that can be had from it.
+where it stands, inside whatever its model wraps around it. A run of a layer takes some tenths of a second: what is not
+asked for is not measured, and a run gives all numbers that can be had from it.
 
 Legend: B rows  S positions.
 """

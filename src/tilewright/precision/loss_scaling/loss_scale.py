@@ -102,7 +102,7 @@ class DynamicScaler:
             fp16: gradients pass through FP16 (`ConversionReport.needs_loss_scaling`). Read where the section says auto.
             num_params: parameters of the model.
         """
-        if section.loss_scale == "off" or (section.loss_scale == "auto" and not fp16):
+        if not section.enabled or section.loss_scale == "off" or (section.loss_scale == "auto" and not fp16):
             return None
         return cls(
             None if section.loss_scale == "auto" else float(section.loss_scale),

@@ -1,7 +1,7 @@
 """The index of a checkpoint, `.metadata` of `torch.distributed.checkpoint` (DCP), read without executing anything.
 
-DCP's own reader unpickles the index, which runs whatever somebody put there. Here it is parsed (`inert_pickle`), each
-field is checked, and DCP's objects are made anew from numbers and names. DCP then reads the tensors with
+DCP's own reader unpickles the index, which runs whatever was put there. Here it is parsed (`inert_pickle`), each
+field is checked, and DCP's objects are made from numbers and names. DCP then reads the tensors with
 `torch.load(weights_only=True)`. Entries that are no tensors, which DCP unpickles too, and transforms are refused.
 """
 

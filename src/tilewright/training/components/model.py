@@ -94,7 +94,7 @@ def first_values(recipe: Recipe, model: Model) -> InitialValues:
 
 
 def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: InitialValues | None, world: World) -> None:
-    """Values of all that no rank fills in parts, and no executor layer group by layer group.
+    """Values of all that neither ranks fill in their shards nor an executor layer group by layer group.
 
     Args:
         recipe: reads `[model]` and the seed.

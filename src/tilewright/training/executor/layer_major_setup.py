@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.layer_major.apply_plan import by_group, input_tiers
@@ -36,7 +37,7 @@ def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
     """
     recipe, model, device = inputs.recipe, inputs.model, inputs.memory_tracker.device
     if inputs.scaler is not None:
-        raise _no_loss_scaling()
+        raise _no_loss_scaling(recipe.precision)
     with dummy_values(model):  # a Hugging Face model has to be run before it can be cut
         view = layered(model)
     layer_groups = find_layer_groups(model, view, recipe.memory.layers_per_group)
@@ -115,12 +116,18 @@ def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, fol
     return RollbackBuffer("disk" if on_disk else "host", device, folder=folder)
 
 
-def _no_loss_scaling() -> ConfigError:
+def _no_loss_scaling(precision: PrecisionSection) -> ConfigError:
     """Layer groups are updated before the whole gradient is seen, so an overflow could not be reported in time."""
+    got, change = [], []
+    if precision.loss_scale != "auto":
+        got, change = [f"precision.loss_scale = {precision.loss_scale}"], ['precision.loss_scale = "auto"']
+    if precision.names_fp16:
+        got.append("a precision with gradients in FP16")
+        change.append('precision.mode = "bf16_mixed" or "fp8_tile", without a start_mode or rules of FP16')
     return ConfigError(
         "Loss scaling is not supported by the layer-major executor",
-        got="a precision with gradients in FP16",
-        need="formats with the range of FP32",
-        try_='precision.mode = "bf16_mixed" or "fp8_tile", or memory.executor = "standard"',
+        got=" and ".join(got),
+        need="formats with the range of FP32, and no loss scale",
+        try_=f'{" and ".join(change)}; or memory.executor = "standard"',
         where="memory.executor",
     )

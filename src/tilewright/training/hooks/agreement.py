@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on while it runs; a process alone agrees with itself, and asks nobody.
+"""What the ranks of a run agree on while it runs; a process alone agrees with itself, and asks no other.
 
 What one rank alone sees (a signal, minutes that have passed, rows of another length, memory that runs short, a folder
 that is gone) is brought to all before any of them acts on it: the next collective would wait for ever otherwise.
@@ -96,7 +96,7 @@ class RankAgreement(Agreement, StepHook):
     alone = False
 
     def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable, messages: list[str]) -> None:
-        assert world.everyone.handle is not None, "one process agrees with nobody"
+        assert world.everyone.handle is not None, "one process has none to agree with"
         super().__init__()
         self.world = world
         self.heartbeat = heartbeat

@@ -136,7 +136,7 @@ class AdaptiveReplanner(StepHook):
         if not self.active or self.forecast.looks >= 2:
             return
         if not self.forecast.is_known():
-            self.next_step = math.inf  # nobody can plan this model
+            self.next_step = math.inf  # there is no planner for this model
             return
         peaks = {name: float(size) for name, size in self._memory.peaks().items() if name in STEP_PHASES}
         if not peaks:  # the memory plan has changed after the step, or there was nothing to compute

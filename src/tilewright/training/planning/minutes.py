@@ -130,7 +130,7 @@ def with_known_steps(loaded: Loaded, folder: Path, *, resuming: bool) -> Loaded:
         loaded: a recipe.
         folder: of its run.
         resuming: there is a checkpoint. Without one a number that was found for other settings, which decide what a
-            step takes, is found anew.
+            step takes, is found again.
     """
     before = _before(folder) if is_open(loaded.recipe) else None
     if before is None or before[0].train.minutes != loaded.recipe.train.minutes or is_open(before[0]):

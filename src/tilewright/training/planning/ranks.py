@@ -1,4 +1,4 @@
-"""Ranks of a run that watch each other, and what must hold before they begin. A process alone watches nobody."""
+"""Ranks of a run that watch each other, and what must hold before they begin. A process alone has none to watch."""
 
 import os
 import shutil
@@ -23,6 +23,7 @@ from tilewright.parallel.liveness.failure import (
     RankEnd,
     RankFailedError,
     ending_with_others,
+    is_running,
     is_timeout,
     speaks_for_others,
 )
@@ -38,7 +39,7 @@ from tilewright.training.runlog.run_folder import RunFolder
 
 
 class LoneWatch:
-    """Of a process alone: there is nobody to watch."""
+    """Of a process alone: there are no others to watch."""
 
     world = World.alone()
 
@@ -167,7 +168,7 @@ def watched(world: World, shared: Path, tell_end: Callable[[RankFailedError], No
     """The ranks of work that has no run folder watch each other inside as those of a run do; gives their world.
 
     Args:
-        world: of any size; a single process has nobody to watch.
+        world: of any size; a single process has no others to watch.
         shared: a folder that all machines of the run see. On one machine a temporary folder takes the records.
         tell_end: see `RankWatch`.
     """
@@ -176,19 +177,26 @@ def watched(world: World, shared: Path, tell_end: Callable[[RankFailedError], No
         return
 
     def make() -> str:
-        if world.local_size == world.size:
-            return tempfile.mkdtemp(prefix="tilewright-ranks-")
-        shared.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=".ranks-", dir=shared)
+        one_machine = world.local_size == world.size
+        parent, prefix = (Path(tempfile.gettempdir()), "tilewright-ranks-") if one_machine else (shared, ".ranks-")
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f"{prefix}*"):  # by ranks of which the last one was killed
+            _remove_unread(left)
+        return tempfile.mkdtemp(prefix=prefix, dir=parent)
 
     folder = Path(on_first(world, make, named="the records of ranks"))
     try:
         with RankWatch(folder, world, resumes=False, tell_end=tell_end).running() as watch:
             yield watch.world
     finally:
-        ended = [record.end for record in records(folder).values()]
-        if len(ended) == world.size and all(ended):  # the last one out: nobody reads them any more
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_unread(folder, world.size)
+
+
+def _remove_unread(folder: Path, ranks: int = 1) -> None:
+    """Remove the records of ranks, at least so many, none of which runs any more. Another user's stay."""
+    found = records(folder).values()
+    if len(found) >= ranks and not any(map(is_running, found)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:

@@ -58,7 +58,7 @@ def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loa
     as `plan.device_memory`.
 
     Raises:
-        ConfigError: a size that is none, or more than the machine has; a machine that nobody published; more ranks than
+        ConfigError: a size that is none, or more than the machine has; a machine that is not published; more ranks than
             can share the recipe, or an unknown number of them.
     """
     loaded = pinned(loaded, weights=False)
@@ -82,7 +82,7 @@ def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: boo
         quiet: say nothing of measurements.
 
     Raises:
-        ConfigError: a size that is none, or more than the machine has; a machine that nobody published; an unknown
+        ConfigError: a size that is none, or more than the machine has; a machine that is not published; an unknown
             number of ranks.
     """
     recipe, progress = loaded.recipe, None if quiet else say

@@ -59,7 +59,7 @@ class Counters:
     """When the run was stopped in good order; 0 in checkpoints of a run that went on."""
 
     def begin(self, now: float) -> None:
-        """The run begins or goes on. The time since a stop in good order is nobody's loss, that since a crash is.
+        """The run begins or goes on. The time since a stop in good order is not lost, that since a crash is.
 
         Args:
             now: Unix time.

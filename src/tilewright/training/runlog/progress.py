@@ -58,7 +58,7 @@ class PlainProgress:
 
 
 class NoProgress:
-    """Of steps that nobody is to see."""
+    """Of steps that are not shown."""
 
     def watch(self, what: Callable[[], str]) -> None: ...
 
