@@ -1,6 +1,5 @@
 """What ranks agree on: of a process alone each method returns its argument, of several all find the same."""
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.agreement import Agreement, RankAgreement
+from tilewright.training.hooks.agreement import Agreement, planner_on_first
 from tilewright.training.hooks.base import Step
 from tilewright.training.runlog.signals import StopRequest
 
@@ -43,17 +42,11 @@ def test_a_process_alone_gets_back_what_it_gives(value, peaks, reason):
     assert (one.most(value), one.least(value), one.worst(peaks)) == (value, value, peaks)
     one.save_due = value > 0
     one.agree()
-    assert (one.save_due, one.hooks()) == (value > 0, ())
-    assert one.on_first(lambda: value) == one.only_first(lambda: value) == value
+    assert (one.save_due, one.alone) == (value > 0, True)
+    assert one.on_first(lambda: value) == value
     executor, tight = Placed(), MemoryPlan.uniform(2, activations="recompute")
     one.apply(executor, tight)
     assert executor.memory_plan == tight
-
-
-def test_ranks_agree_on_all_that_one_process_does():
-    """A method that only the one had would be called without agreement on the others."""
-    own = {name for name, found in vars(Agreement).items() if inspect.isfunction(found) and name != "__init__"}
-    assert own <= vars(RankAgreement).keys()
 
 
 class Table:
@@ -87,8 +80,8 @@ def agree(rank):
     """What a rank finds where it measures its number."""
     with launched(MeshSizes(dp_replicate=2), device="cpu", timeout_s=60) as world:
         messages, stop, result = [], StopRequest(), StepResult(1.0, 1, 1, 1.0, None, 1.0, 1.0)
-        agreement = RankAgreement(world, Beats(), Table(), messages)
-        assert agreement.hooks() == (agreement,)
+        agreement = Agreement(replace(world, heartbeat=Beats()), Table(), messages)
+        assert not agreement.alone
         agreement.begin(stop)
         step = Step(1, [], 0.1, (100, 300)[rank], 0.5, True, None, None)
         found = [agreement.before_step(one).row_length for one in (step, replace(step, row_length=None))]
@@ -102,7 +95,11 @@ def agree(rank):
         agreement.after_step(replace(step, memory={"phases": {"forward": 7 + rank}}), result)
         found += [agreement.stop.reason, agreement.save_due, messages, agreement.on_first(lambda: f"of {rank}")]
         assert agreement.table.told == [0.5, 0.5, "end", "end", *([(1, [7])] * (rank == 0))]
-        assert (agreement.only_first(lambda: 1) is None) == (rank > 0)
+        asked = []
+        planner = planner_on_first(lambda: asked.append(rank) or divmod, agreement)
+        assert asked == [0] * (rank == 0), "made on the first rank alone"
+        found.append(planner.__call__(7, 2 + rank))
+        assert planner_on_first(lambda: None, agreement) is None
         executor = Placed(ConfigError("no", got="a", need="b", try_="c") if rank else None)
         with pytest.raises(ConfigError):
             agreement.apply(executor, MemoryPlan.uniform(2, activations="recompute"))
@@ -115,4 +112,4 @@ def test_two_ranks_find_the_same():
     first, second = on_ranks(2, agree)
     assert first == second
     expected = [300, None, 1, 0, {"forward": 5, "0": 1, "1": 1}, None, False]
-    assert first == [*expected, "asked (rank 1)", True, ["no memory"], "of 0", True]
+    assert first == [*expected, "asked (rank 1)", True, ["no memory"], "of 0", (3, 1), True]

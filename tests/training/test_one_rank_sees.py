@@ -14,7 +14,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.hooks import run_memory
+from tilewright.training.hooks import replan_setup
 from tilewright.training.loop import train
 from tilewright.training.run import Run
 
@@ -70,10 +70,10 @@ def _minutes():
 
 
 def _memory():
-    real = run_memory.there_bytes
+    real = replan_setup.there_bytes
     less = []
-    run_memory.there_bytes = lambda *args: 1000 if less else real(*args)
-    run_memory.LOOK_S = 0.0
+    replan_setup.there_bytes = lambda *args: 1000 if less else real(*args)
+    replan_setup.LOOK_S = 0.0
     at_step(4, lambda run: less.append(1))
 
 

@@ -106,17 +106,10 @@ class PlayedExecutor:
 
 
 @dataclass
-class PlayedMemory:
+class PlayedTracker:
     """Of one process."""
 
-    allowed: Callable
-    peaks: Callable
-
-    def apply(self, executor, memory_plan):
-        executor.apply_memory_plan(memory_plan)
-
-    def slowest(self, seconds):
-        return seconds
+    take_peaks: Callable
 
 
 @dataclass
@@ -132,7 +125,8 @@ class Play:
         self.replanner = AdaptiveReplanner(
             self.executor,
             lambda: self.planner,
-            PlayedMemory(lambda: self.budget, self.executor.peaks),
+            PlayedTracker(self.executor.peaks),
+            lambda: self.budget,
             lambda step, text, **numbers: self.events.append((step, text, numbers)),
             steps=1000,
             ladder=self.ladder,

@@ -11,7 +11,7 @@ import torch
 from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
-from tests.training.test_regroup import PlayedMemory, PlayedPlanner, looked_at
+from tests.training.test_regroup import PlayedPlanner, PlayedTracker, looked_at
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -72,7 +72,7 @@ class Run:
 
         self.length = 512
         self.replanner = AdaptiveReplanner(
-            self.executor, lambda: planner, PlayedMemory(lambda: self.budget, peaks),
+            self.executor, lambda: planner, PlayedTracker(peaks), lambda: self.budget,
             lambda step, text, **numbers: self.events.append(numbers["trigger"]),
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from tilewright.report.page import write_report
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.executor.transaction import PartialUpdateError
-from tilewright.training.hooks.run_memory import LOOK_S, MemoryWatch, there_bytes
+from tilewright.training.hooks.replan_setup import LOOK_S, MemoryWatch, there_bytes
 from tilewright.training.loop import train
 
 CASES = {

@@ -6,7 +6,7 @@ differs from rank to rank. It is agreed on before it is acted on, or ranks wait 
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -41,6 +41,15 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
     return float(total)
 
 
+def most_of(group: dist.ProcessGroup | None, value: float) -> float:
+    """The largest of a number over the group, in FP64."""
+    if group is None:
+        return value
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return float(found)
+
+
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
     """Whether the flag is set on any rank."""
     if group is None:
@@ -67,6 +76,16 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """For a user.
+
+    Example:
+        >>> named_ranks([3]), named_ranks((0, 2))
+        ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class OnAllRanksError(torch.OutOfMemoryError):

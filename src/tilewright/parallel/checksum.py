@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from tilewright.ops.base.parts import Place
-from tilewright.parallel.agree import gather
+from tilewright.parallel.agree import gather, named_ranks
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ReplicaDifference:
     """Ranks that hold the same part, with the bits of most."""
 
     def __str__(self) -> str:
-        return f"{self.name} on {_ranks(self.ranks)}, against {_ranks(self.others)}"
+        return f"{self.name} on {named_ranks(self.ranks)}, against {named_ranks(self.others)}"
 
 
 def checksum(tensor: Tensor) -> int:
@@ -82,7 +82,3 @@ def _compare(by_rank: list[dict[Place, int]]) -> Iterable[ReplicaDifference]:
         wrong = tuple(rank for rank, value in values.items() if value != usual)
         if wrong:
             yield ReplicaDifference(name, wrong, tuple(rank for rank, value in values.items() if value == usual))
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -262,7 +262,7 @@ class TrainSession:
                 first = parts.modes.last_from(parts.counters.step + 1)
                 pace = Pace(0.0 if setup.plan.unknown else setup.plan.step_s, first, recipe.train.steps)
                 # Ranks agree on the rows' length before memory is planned for it, and memory is before it is taken.
-                hooks = *agreement.hooks(), replanner, *parts.hooks, pace
+                hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, pace
                 yield Run(
                     setup, parts, parts.state(), self.store, self.folder, recorder, replanner, agreement, hooks,
                     resumed=resumed, left_out=frozenset(self.left_out),

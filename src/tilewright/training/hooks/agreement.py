@@ -15,9 +15,8 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
-from tilewright.parallel.agree import gather
+from tilewright.parallel.agree import gather, most_of, named_ranks
 from tilewright.parallel.launch import on_first
-from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.base import Step, StepHook
@@ -27,16 +26,34 @@ from tilewright.training.runlog.signals import StopRequest
 T = TypeVar("T")
 
 
-class Agreement:
-    """What the processes of a run agree on. This one is of a process alone: each method returns its argument."""
+class Agreement(StepHook):
+    """What the processes of a run agree on, around each step where there are several; each method is called by all of
+    them, in the same order. Of a process alone each returns its argument.
 
-    alone = True
+    Args:
+        world: of the run.
+        table: of several ranks: counts what steps took.
+        messages: of this rank's allocator; those of others are added.
+    """
 
-    def __init__(self) -> None:
-        self.stop = StopRequest()
+    def __init__(
+        self,
+        world: World = World.alone(),  # noqa: B008 (frozen)
+        table: RankTable | None = None,
+        messages: list[str] | None = None,
+    ) -> None:
+        self.world, self.table = world, table
+        self._messages = [] if messages is None else messages
+        self._group = world.everyone.handle
+        self._asked = self.stop = StopRequest()
         """Whether the run is to stop; of several ranks, whether any of them was asked to, as of the last step."""
         self.save_due = False
         """Whether minutes make a save due after this step: of this process, and once ranks have agreed of any."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process."""
+        return self._group is None
 
     def begin(self, stop: StopRequest) -> None:
         """The steps of a run begin.
@@ -44,96 +61,35 @@ class Agreement:
         Args:
             stop: what this process is asked for.
         """
-        self.stop = stop
-
-    def hooks(self) -> tuple[StepHook, ...]:
-        """What agrees around each step."""
-        return ()
-
-    def agree(self) -> None:
-        """Bring together why ranks were asked to stop, whether minutes make a save due, and what allocators said where
-        a piece of the step was called again: from here on all have that of any."""
-
-    def on_first(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank."""
-        return work()
-
-    def only_first(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns, called on the first rank; None on the others, which do not wait."""
-        return work()
-
-    def most(self, value: float) -> float:
-        """The largest value of any rank."""
-        return value
-
-    def least(self, value: float) -> float:
-        """The smallest value of any rank."""
-        return value
-
-    def worst(self, peaks: Mapping[str, int]) -> Mapping[str, int]:
-        """The highest peak of any rank, by phase."""
-        return peaks
-
-    def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """Every layer is treated so from now on, on all ranks or on none.
-
-        Raises:
-            TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.
-        """
-        executor.apply_memory_plan(memory_plan)
-
-
-class RankAgreement(Agreement, StepHook):
-    """Of several ranks. Every method is called by all of them, in the same order.
-
-    Args:
-        world: of more than one process.
-        heartbeat: told where this rank is.
-        table: counts what steps took.
-        messages: of this rank's allocator; those of others are added.
-    """
-
-    alone = False
-
-    def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable, messages: list[str]) -> None:
-        assert world.everyone.handle is not None, "one process has none to agree with"
-        super().__init__()
-        self.world = world
-        self.heartbeat = heartbeat
-        self.table = table
-        self._messages = messages
-        self._group = world.everyone.handle
-        self._asked = StopRequest()
-
-    def begin(self, stop: StopRequest) -> None:
-        """See `Agreement.begin`."""
-        self._asked, self.stop = stop, StopRequest()
+        self._asked, self.stop = stop, stop if self.alone else StopRequest()
 
     # ---- between steps ----
 
-    def hooks(self) -> tuple[StepHook, ...]:
-        """See `Agreement.hooks`."""
-        return (self,)
-
     def before_step(self, step: Step) -> Step:
         """The step with the longest row of any rank. What is called next is computing."""
-        self.heartbeat.waits()
+        self.world.waits()
         longest = self.most(-1 if step.row_length is None else step.row_length)
-        self.heartbeat.works()
-        self.table.begin_step(step.wait_s)
+        self.world.works()
+        if self.table is not None:
+            self.table.begin_step(step.wait_s)
         return replace(step, row_length=None if longest < 0 else int(longest))
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Agree; where a line is due, write the table of ranks. A folder that is gone by then is met by all."""
-        self.table.end_step()
+        table = self.table
+        if table is not None:
+            table.end_step()
         self.agree()
-        if step.memory is not None:
-            rows = self.table.rows(step_peak(step.memory["phases"]))
-            self.on_first(lambda: self.table.write(step.number, rows))
+        if table is not None and step.memory is not None:
+            rows = table.rows(step_peak(step.memory["phases"]))
+            self.on_first(lambda: table.write(step.number, rows))
 
     def agree(self) -> None:
-        """See `Agreement.agree`."""
-        self.heartbeat.waits()
+        """Bring together why ranks were asked to stop, whether minutes make a save due, and what allocators said where
+        a piece of the step was called again: from here on all have that of any."""
+        if self.alone:
+            return
+        self.world.waits()
         flags = torch.tensor([self._asked.reason is not None, self.save_due, bool(self._messages)], dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         stops, self.save_due, tight = (bool(flag) for flag in flags.tolist())
@@ -146,43 +102,40 @@ class RankAgreement(Agreement, StepHook):
         """The reason of the first rank that has one; which ranks, where it is not all."""
         reasons = {rank: reason for rank, reason in enumerate(gather(self._group, stop)) if reason is not None}
         first = next(iter(reasons.values()))
-        return first if len(reasons) == self.world.size else f"{first} ({_ranks(reasons)})"
+        return first if len(reasons) == self.world.size else f"{first} ({named_ranks(reasons)})"
 
     def on_first(self, work: Callable[[], T]) -> T:
         """See `parallel.launch.on_first`."""
         return on_first(self.world, work)
 
-    def only_first(self, work: Callable[[], T]) -> T | None:
-        """See `Agreement.only_first`."""
-        return work() if self.world.is_first else None
-
     # ---- what plans rest on ----
 
     def most(self, value: float) -> float:
-        """See `Agreement.most`."""
-        return self._reduce(value, dist.ReduceOp.MAX)
+        """The largest value of any rank."""
+        return most_of(self._group, value)
 
     def least(self, value: float) -> float:
-        """See `Agreement.least`."""
-        return self._reduce(value, dist.ReduceOp.MIN)
+        """The smallest value of any rank."""
+        return -most_of(self._group, -value)
 
     def worst(self, peaks: Mapping[str, int]) -> dict[str, int]:
-        """See `Agreement.worst`."""
+        """The highest peak of any rank, by phase."""
         found: dict[str, int] = {}
         for of_rank in gather(self._group, dict(peaks)):
             for name, size in of_rank.items():
                 found[name] = max(size, found.get(name, 0))
         return found
 
-    def _reduce(self, value: float, operation: Any) -> float:
-        found = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(found, operation, group=self._group)
-        return float(found)
-
     # ---- acting together ----
 
     def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """See `Agreement.apply`."""
+        """Every layer is treated so from now on, on all ranks or on none.
+
+        Raises:
+            TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.
+        """
+        if self.alone:
+            return executor.apply_memory_plan(memory_plan)
         before = executor.memory_plan
         problem: TilewrightError | torch.OutOfMemoryError | None = None
         try:
@@ -195,7 +148,7 @@ class RankAgreement(Agreement, StepHook):
             problem = torch.OutOfMemoryError(f"rank {self.world.rank}: {str(error).splitlines()[0]}")
         found = next((one for one in gather(self._group, problem) if one is not None), None)
         if found is None:
-            return
+            return None
         if problem is None:
             executor.apply_memory_plan(before)
         raise found
@@ -221,9 +174,5 @@ class PlannerOnFirst:
 
 def planner_on_first(find: Callable[[], Any], agreement: Agreement) -> Any:
     """The planner that `find` gives, made on the first rank alone; None where there is none."""
-    mine = agreement.only_first(find)
+    mine = find() if agreement.world.is_first else None
     return PlannerOnFirst(mine, agreement) if agreement.on_first(lambda: mine is not None) else None
-
-
-def _ranks(ranks: Mapping[int, str]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

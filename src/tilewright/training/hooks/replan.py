@@ -24,18 +24,19 @@ nothing is shown of it, unless its memory plan changes. Plans come from `planner
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.planner.replan import Replan, Replanner
 from tilewright.training.executor.base import Executor, StepResult
+from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.hooks.forecast import Forecast
-from tilewright.training.hooks.run_memory import RunMemory
 from tilewright.training.planning.describe import loosest, tighter, words
 
 CUTS = 6
@@ -62,11 +63,14 @@ class AdaptiveReplanner(StepHook):
     Args:
         executor: what runs.
         planner: gives the planner of this run, made when it is needed first; None where its model cannot be planned.
-        memory: of the device.
+        memory_tracker: measures what steps take of the device.
+        free: bytes of it that this rank may use now.
         record_event: records an event: step, text, shown (on the screen too), numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
         ladder: what layers may be treated as after an out-of-memory, where there is no planner.
         growth: of a step beyond the second, where the allocator keeps free blocks: a share of it.
+        reserve: bytes of the device that this process holds outside of its allocator.
+        agreement: of several ranks: what they measure is the worst of them, so that all decide the same.
         watch: plan again on all of the above; else only after an out-of-memory.
         known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
@@ -76,12 +80,15 @@ class AdaptiveReplanner(StepHook):
         self,
         executor: Executor,
         planner: Callable[[], Replanner | None],
-        memory: RunMemory,
+        memory_tracker: MemoryTracker,
+        free: Callable[[], float],
         record_event: Callable[..., None],
         *,
         steps: int = 10**9,
         ladder: Collection[str] = ("selective", "attention", "recompute"),
         growth: float = 0.0,
+        reserve: int = 0,
+        agreement: Agreement | None = None,
         watch: bool = True,
         known: Replan | None = None,
     ) -> None:
@@ -90,7 +97,8 @@ class AdaptiveReplanner(StepHook):
         """Whether anything but an out-of-memory matters."""
         self.next_step = 0 if watch else math.inf
         self.forecast = Forecast(executor, planner, known)
-        self._memory = memory
+        self._memory_tracker, self._free, self._reserve = memory_tracker, free, reserve
+        self._agreement = agreement or Agreement()
         self._record_event = record_event
         self._steps = steps
         self._ladder = ladder
@@ -138,10 +146,10 @@ class AdaptiveReplanner(StepHook):
         if not self.forecast.is_known():
             self.next_step = math.inf  # there is no planner for this model
             return
-        peaks = {name: float(size) for name, size in self._memory.peaks().items() if name in STEP_PHASES}
+        peaks = {name: float(size) for name, size in self._peaks().items() if name in STEP_PHASES}
         if not peaks:  # the memory plan has changed after the step, or there was nothing to compute
             return
-        seconds = self._memory.slowest(result.seconds)
+        seconds = self._agreement.most(result.seconds)
         self.forecast.measure(peaks.values())
         if self.forecast.looks == 1:
             self._first_s = seconds
@@ -286,7 +294,7 @@ class AdaptiveReplanner(StepHook):
         """Go over to a memory plan; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
-            self._memory.apply(self.executor, memory_plan)
+            self._agreement.apply(self.executor, memory_plan)
         except TilewrightError as error:
             self._record(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
             return False
@@ -300,7 +308,7 @@ class AdaptiveReplanner(StepHook):
         self.forecast.restart(self.forecast.row_length)
         self.next_step = 0 if self.active else math.inf
         self.executor.transaction.free_memory()  # what the old one took is measured no more
-        self._memory.peaks()  # those up to now are of the old one
+        self._peaks()  # those up to now are of the old one
         return True
 
     # ---- what is known ----
@@ -309,7 +317,13 @@ class AdaptiveReplanner(StepHook):
         return not self.forecast.is_known() or self.forecast.peak_bytes <= budget
 
     def _allowed(self) -> float:
-        return min(self._memory.allowed(), self._limit)
+        """Bytes that the run may use on the device now."""
+        return min(self._agreement.least(self._free()), self._limit)
+
+    def _peaks(self) -> Mapping[str, int]:
+        """Peak bytes by phase since it was asked last, on the rank that took most."""
+        own = self._memory_tracker.take_peaks()
+        return self._agreement.worst({name: size + self._reserve for name, size in own.items()})
 
     def _record(self, trigger: str, text: str, *, shown: bool = True, **numbers: Any) -> None:
         text = f"{trigger.replace('_', ' ')}: {text}"

@@ -1,7 +1,11 @@
 """A run's `AdaptiveReplanner`: what it may use, what it measures, whom it asks, whom it tells."""
 
+import time
 from collections.abc import Callable
 from functools import partial
+
+import psutil
+import torch
 
 from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
@@ -11,13 +15,13 @@ from tilewright.planner.replan import Replan
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.hooks.agreement import Agreement, planner_on_first
 from tilewright.training.hooks.replan import AdaptiveReplanner
-from tilewright.training.hooks.run_memory import MemoryWatch, RunMemory
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.runlog.recorder import MetricsLogger
 
 GROWTH = 0.03
 """Of a step beyond the second on a CPU, where the allocator keeps free blocks (measured in eight runs: 3 to 7 %)."""
-_ALONE = Agreement()
+LOOK_S = 1.0
+"""Seconds between two looks at the machine's free memory."""
 LESS = 0.95
 """Of the planned peak of a run that found no memory, what proposals are to stay below."""
 
@@ -28,7 +32,7 @@ def replanner_for(
     recorder: MetricsLogger,
     *,
     budget: Callable[[], float] | None = None,
-    agreement: Agreement = _ALONE,
+    agreement: Agreement | None = None,
 ) -> AdaptiveReplanner:
     """What watches the steps of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
@@ -43,16 +47,20 @@ def replanner_for(
     def record_event(step: int, text: str, *, shown: bool, **numbers: object) -> None:
         recorder.event(step, "replan", text, shown=shown, **numbers)
 
+    agreement = agreement or Agreement()
     reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
     free = budget or MemoryWatch(setup.memory_limit, setup.device, reserve, ranks=setup.world.local_size)
     return AdaptiveReplanner(
         parts.executor,
         partial(planner_on_first, setup.replanner, agreement),
-        RunMemory(parts.memory_tracker, free, reserve, agreement),
+        parts.memory_tracker,
+        free,
         record_event,
         steps=setup.recipe.train.steps,
         ladder=_ladder(setup, parts.executor.memory_plan),
         growth=GROWTH if setup.device.type == "cpu" else 0.0,
+        reserve=reserve,
+        agreement=agreement,
         watch=bool(setup.recipe.memory.plan),
         known=_known(setup, parts.executor.memory_plan),
     )
@@ -82,3 +90,40 @@ def cheapest_fixes(setup: RunContext) -> list[str]:
         return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
     except TilewrightError:  # what is in the error then are settings without numbers
         return []
+
+
+class MemoryWatch:
+    """Bytes that this process may use on its device now: its limit, or what it holds and what is free, if that is less.
+
+    Args:
+        limit: of the run.
+        device: where it trains. On `cpu` the host's memory.
+        reserve: bytes that this process holds of the device outside of its allocator.
+        clock: seconds; the machine is asked once a second at most.
+        ranks: processes of the run on this machine, which share what is free of the host.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        device: torch.device,
+        reserve: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
+    ) -> None:
+        self.limit = limit
+        self._device, self._reserve, self._clock, self._ranks = device, reserve, clock, ranks
+        self._looked, self._there = -LOOK_S, 0
+
+    def __call__(self) -> float:
+        """Asked before each step."""
+        if (now := self._clock()) - self._looked >= LOOK_S:
+            self._looked, self._there = now, there_bytes(self._device, self._ranks) + self._reserve
+        return float(min(self.limit, self._there))
+
+
+def there_bytes(device: torch.device, ranks: int = 1) -> int:
+    """What is free on a device (of a host's memory the share of one of so many ranks), and what this process holds."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss

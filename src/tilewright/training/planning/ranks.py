@@ -32,7 +32,7 @@ from tilewright.parallel.liveness.stall import Stalls
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import Components
-from tilewright.training.hooks.agreement import Agreement, RankAgreement
+from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.runlog.rank_table import RankTable
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
@@ -149,7 +149,7 @@ class RankWatch(LoneWatch):
         group = self.world.everyone.handle
         assert group is not None, "of several ranks"
         table = RankTable(group, folder, parts.memory_tracker.device, planned)
-        return RankAgreement(self.world, self.heartbeat, table, parts.executor.transaction.oom_messages)
+        return Agreement(self.world, table, parts.executor.transaction.oom_messages)
 
     def _tell(self, line: str) -> None:
         if self._recorder is not None and self.world.is_first:
