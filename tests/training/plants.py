@@ -1,11 +1,12 @@
 """Files with something planted in them that leaves a mark when it runs."""
 
+import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-
-import torch.distributed.checkpoint as dcp
+from typing import Any
 
 from tilewright.core.atomic_io import MANIFEST, write_manifest
 from tilewright.training.checkpoint.index import INDEX
@@ -27,26 +28,27 @@ def reseal(folder: Path) -> None:
     write_manifest(folder)
 
 
-def replace_index(checkpoint: Path, data: bytes) -> None:
-    """Other bytes as the index of a checkpoint, with the manifest to match."""
-    (checkpoint / INDEX).write_bytes(data)
-    reseal(checkpoint)
-
-
-def real_index(checkpoint: Path) -> dcp.Metadata:
-    """DCP's own objects, from a checkpoint that this test wrote."""
-    return pickle.loads((checkpoint / INDEX).read_bytes())
-
-
-def planted_index(checkpoint: Path, kind: str, mark: Path) -> bytes:
-    """An index that DCP's reader would run.
+def plant_pickle(checkpoint: Path, kind: str, mark: Path) -> bytes:
+    """DCP's own index of a checkpoint, `.metadata`, as one that DCP's reader would run, with the manifest to match.
 
     Args:
         checkpoint: of one tensor at least; its own index is the base.
         kind: a key of `KINDS`.
         mark: the file that running it makes.
     """
-    return KINDS[kind](real_index(checkpoint), mark)
+    path = checkpoint / ".metadata"
+    data = KINDS[kind](pickle.loads(path.read_bytes()), mark)
+    path.write_bytes(data)
+    reseal(checkpoint)
+    return data
+
+
+def change_index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The index of a checkpoint, changed in place, with the manifest to match."""
+    index = json.loads((checkpoint / INDEX).read_text())
+    change(index)
+    (checkpoint / INDEX).write_text(json.dumps(index))
+    reseal(checkpoint)
 
 
 def _instead(_, mark):

@@ -89,7 +89,10 @@ def test_a_step_in_place_is_not_written_again(tmp_path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(name=st.sampled_from(["__0_0.distcp", ".metadata", "meta.json", "manifest.json"]), where=st.floats(0, 0.999))
+@given(
+    name=st.sampled_from(["__0_0.distcp", ".metadata", "index.json", "meta.json", "manifest.json"]),
+    where=st.floats(0, 0.999),
+)
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_any_damage_to_the_newest_is_found_and_the_one_before_is_used(tmp_path_factory, damage, name, where):
     folder = tmp_path_factory.mktemp("damage")

@@ -28,7 +28,13 @@ def of_four(tmp_path_factory):
 def test_four_ranks_write_one_checkpoint(of_four):
     path, ranks = of_four
     files = sorted(file.name for file in path.iterdir())
-    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "manifest.json", "meta.json"]
+    assert files == [
+        ".metadata",
+        *(f"__{rank}_0.distcp" for rank in range(4)),
+        "index.json",
+        "manifest.json",
+        "meta.json",
+    ]
     assert [path.name for path in path.parent.iterdir()] == ["step_00000003"]
     records = [found["record"] for found in ranks]
     assert {(record.error, record.bytes, record.background) for record in records} == {(None, records[0].bytes, True)}
@@ -88,7 +94,13 @@ def test_of_one_process_into_ranks(of_four, tmp_path):
     does not know draw numbers of their own, the same ones each time."""
     wrote = saved(0, tmp_path, 1)
     path = CheckpointStore(tmp_path).path_of(3)
-    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
+    assert sorted(file.name for file in path.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "index.json",
+        "manifest.json",
+        "meta.json",
+    ]
     first, second = on_ranks(2, _loaded_in_every_way, path, of_four[0])
     for found in (first, second):
         assert found["kinds"] == {"step": "Tensor", "exp_avg": "DTensor", "exp_avg_sq": "DTensor"}

@@ -196,7 +196,7 @@ DAMAGE = {
         (path / "__2_0.distcp").unlink(),
     ),
     "the manifest is another world's": lambda path, others: shutil.copy(others / MANIFEST, path),
-    "the index is another world's": lambda path, others: shutil.copy(others / ".metadata", path),
+    "the index is another world's": lambda path, others: shutil.copy(others / "index.json", path),
     "a file is left of more ranks": lambda path, others: shutil.copy(path / "__3_0.distcp", path / "__4_0.distcp"),
     "all is another world's but for three files": lambda path, others: shutil.copytree(
         others, path, dirs_exist_ok=True

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.training.plants import KINDS, planted_index, replace_index, reseal
+from tests.training.plants import KINDS, change_index, plant_pickle, reseal
 from tests.training.tiny import settings, tiny
 from tilewright.cli.app import run
 from tilewright.core.errors import EXIT_INPUT
@@ -51,25 +51,26 @@ def test_an_untouched_folder_is_used(data, stranger, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["nested", "before the real one"])
 def test_a_planted_index_does_not_run(data, stranger, name, kind, capsys):
+    """DCP's own index is there for other tools, and not read; ours is checked."""
     assert kind in KINDS
     mark = stranger.parent / "mark"
-    for step in (1, 2):
-        checkpoint = stranger / "checkpoints" / f"step_{step:08d}"
-        replace_index(checkpoint, planted_index(checkpoint, kind, mark))
-    assert run(commands(data, stranger)[name]) == EXIT_INPUT
+    checkpoints = [stranger / "checkpoints" / f"step_{step:08d}" for step in (1, 2)]
+    for checkpoint in checkpoints:
+        plant_pickle(checkpoint, kind, mark)
+    assert run(commands(data, stranger)[name]) == 0
     assert not mark.exists()
+    for checkpoint in (stranger / "checkpoints").iterdir():
+        change_index(checkpoint, lambda index: index.update(planted={"dtype": "os.system"}))
+    assert run(commands(data, stranger)[name]) == EXIT_INPUT
     said = capsys.readouterr().err
-    assert ".metadata is not read" in said
+    assert "index.json is not read: planted" in said
     assert "Traceback" not in said
 
 
-def test_the_checkpoint_before_a_planted_one_is_used(data, stranger, capsys):
-    mark = stranger.parent / "mark"
-    checkpoint = stranger / "checkpoints" / "step_00000002"
-    replace_index(checkpoint, planted_index(checkpoint, "nested", mark))
+def test_the_checkpoint_before_a_damaged_one_is_used(data, stranger, capsys):
+    change_index(stranger / "checkpoints" / "step_00000002", lambda index: index.update(planted=7))
     assert run(commands(data, stranger)["resume"]) == 0
-    assert not mark.exists()
-    assert "step_00000002 cannot be used: .metadata is not read" in "".join(capsys.readouterr())
+    assert "step_00000002 cannot be used: index.json is not read: planted" in "".join(capsys.readouterr())
     assert (stranger / "checkpoints" / "step_00000002.rejected").is_dir()
 
 

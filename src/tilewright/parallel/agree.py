@@ -41,15 +41,6 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
     return float(total)
 
 
-def most_of(group: dist.ProcessGroup | None, value: float) -> float:
-    """The largest of a number over the group, in FP64."""
-    if group is None:
-        return value
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
-
-
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
     """Whether the flag is set on any rank."""
     if group is None:

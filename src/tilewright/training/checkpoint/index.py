@@ -1,19 +1,19 @@
-"""The index of a checkpoint, `.metadata` of `torch.distributed.checkpoint` (DCP), read without executing anything.
+"""The index of a checkpoint, `index.json`: dtype and shape of each tensor, and the file and bytes of each part of it.
 
-DCP's own reader unpickles the index, which runs whatever was put there. Here it is parsed (`inert_pickle`), each
-field is checked, and DCP's objects are made from numbers and names. DCP then reads the tensors with
-`torch.load(weights_only=True)`. Entries that are no tensors, which DCP unpickles too, and transforms are refused.
+`torch.distributed.checkpoint` (DCP) writes the same as a pickle, `.metadata`, which other tools read; reading one runs
+whatever was put there, so nothing here does. Each field is checked, and DCP's objects are made from numbers and names.
+DCP then reads the tensors with `torch.load(weights_only=True)`.
 """
 
 import io
 import math
 import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,26 +25,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tilewright.training.checkpoint.inert_pickle import Call, Global, InertPickleError, read_inert_pickle
+INDEX = "index.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_Count = Annotated[int, Field(ge=0, le=1 << 62)]
+_Size = Annotated[tuple[_Count, ...], Field(max_length=64)]
 
-INDEX = ".metadata"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_DTYPES = {Global("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-_CLASSES = (
-    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-)
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_KNOWN = {
-    *_DTYPES,
-    *(Global(_METADATA, name) for name in _CLASSES),
-    *(Global(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    *(Global(_FILES, "_StorageInfo"), Global("torch", "Size"), Global("torch.serialization", "_get_layout")),
-}
-"""All that torch 2.11 to 2.13 write into an index."""
-_MAX_NUMBER = 1 << 62
-_MAX_DIMS = 64
+
+class _Part(BaseModel):
+    """A part of a tensor: where it begins in the tensor, its shape, and the bytes of a file that hold it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    offsets: _Size
+    sizes: _Size
+    file: str
+    offset: _Count
+    length: _Count
+
+
+class _Tensor(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    dtype: str
+    size: _Size
+    parts: tuple[_Part, ...]
+
+
+_INDEX = TypeAdapter(dict[str, _Tensor])
 
 
 class IndexFormatError(ValueError):
@@ -66,10 +71,10 @@ class TensorReader(FileSystemReader):
         """The index.
 
         Raises:
-            IndexFormatError: it is not one, or not one of tensors in files of this folder.
+            IndexFormatError: it is not one, or names what is no file of this folder.
             OSError: it cannot be read.
         """
-        metadata = parse_index((self._folder / INDEX).read_bytes())
+        metadata = read_index(self._folder)
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -125,6 +130,35 @@ class TensorLoadPlanner(DefaultLoadPlanner):
         raise IndexFormatError(f"{read_item.dest_index.fqn} is no tensor")
 
 
+def index_of(metadata: Metadata) -> bytes:
+    """The bytes of the index of what DCP has written."""
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise AssertionError(f"{name} is no tensor")
+        parts = []
+        for chunk in entry.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            where = {"file": place.relative_path, "offset": place.offset, "length": place.length}
+            parts.append(_Part(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), **where))
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = _Tensor(dtype=dtype, size=tuple(entry.size), parts=tuple(parts))
+    return _INDEX.dump_json(tensors)
+
+
+def read_index(folder: Path) -> Metadata:
+    """See `parse_index`.
+
+    Raises:
+        IndexFormatError: there is none, or it is not one.
+        OSError: it cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        missing = f"{INDEX} is missing: the checkpoint is of an earlier version of tilewright, or was not written by it"
+        raise IndexFormatError(missing)
+    return parse_index((folder / INDEX).read_bytes())
+
+
 def parse_index(data: bytes) -> Metadata:
     """The objects of DCP that the bytes of an index describe.
 
@@ -132,41 +166,33 @@ def parse_index(data: bytes) -> Metadata:
         IndexFormatError: for any other bytes.
     """
     try:
-        fields = _state(read_inert_pickle(data, _KNOWN), _METADATA, "Metadata")
-    except InertPickleError as error:
-        raise IndexFormatError(f"{INDEX} is not read: {error}") from error
-    storage = dict(_storage(item) for item in _items(fields.get("storage_data")))
-    tensors = dict(_tensor(name, entry, storage) for name, entry in _items(fields.get("state_dict_metadata")))
-    if sum(len(tensor.chunks) for tensor in tensors.values()) != len(storage):
-        raise _refused("parts that belong to no tensor", len(storage))
-    return Metadata(tensors, {name: (name,) for name in tensors}, storage, version=_text(fields.get("version", "")))
+        tensors = _INDEX.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _refused(".".join(map(str, first["loc"])) or "the whole", first["msg"]) from error
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    entries = {name: _entry(name, tensor, storage) for name, tensor in tensors.items()}
+    return Metadata(entries, {name: (name,) for name in tensors}, storage)
 
 
-def _tensor(name: Any, entry: Any, storage: dict[MetadataIndex, Any]) -> tuple[str, TensorStorageMetadata]:
-    name = _text(name)
-    if isinstance(entry, Call) and entry.function == Global(_METADATA, "BytesStorageMetadata"):
-        raise _refused("an object that is no tensor", name)
-    fields = _state(entry, _METADATA, "TensorStorageMetadata")
-    size, dtype = _size(fields.get("size")), _dtype(fields.get("properties"))
-    chunks = fields.get("chunks")
-    if type(chunks) is not list or len(chunks) > len(storage):
-        raise _refused("parts of a tensor", name)
-    parts = []
-    for chunk in chunks:
-        state = _state(chunk, _METADATA, "ChunkStorageMetadata")
-        part = ChunkStorageMetadata(_size(state.get("offsets")), _size(state.get("sizes")))
-        inside = len(part.offsets) == len(part.sizes) == len(size) and all(
-            offset + length <= whole for offset, length, whole in zip(part.offsets, part.sizes, size, strict=True)
+def _entry(name: str, tensor: _Tensor, storage: dict[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+    if tensor.dtype not in _DTYPES:
+        raise _refused("dtype", tensor.dtype)
+    dtype, chunks = _DTYPES[tensor.dtype], []
+    for part in tensor.parts:
+        inside = len(part.offsets) == len(part.sizes) == len(tensor.size) and all(
+            offset + length <= whole
+            for offset, length, whole in zip(part.offsets, part.sizes, tensor.size, strict=True)
         )
-        place = storage.get(MetadataIndex(name, part.offsets))
-        if not inside or place is None or place.length < math.prod(part.sizes) * dtype.itemsize:
+        if not inside or part.length < math.prod(part.sizes) * dtype.itemsize:
             raise _refused("part of a tensor", f"{name} {part}")
-        parts.append(part)
-    if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
+        chunks.append(ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)))
+        storage[MetadataIndex(name, part.offsets)] = _StorageInfo(part.file, part.offset, part.length)
+    if sum(math.prod(part.sizes) for part in tensor.parts) != math.prod(tensor.size):
         raise _refused("parts that are not the whole", name)
-    if _overlap(parts):
+    if len({chunk.offsets for chunk in chunks}) < len(chunks) or _overlap(chunks):
         raise _refused("parts on top of each other", name)
-    return name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, parts)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.size), chunks)
 
 
 def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
@@ -190,23 +216,6 @@ def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
     return False
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    """The dtype is the first of the fields in the order of `TensorProperties.__getstate__`; the others are not used."""
-    state = _made(properties, _METADATA, "TensorProperties").state
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Global) or dtype not in _DTYPES:
-        raise _refused("dtype", dtype)
-    return _DTYPES[dtype]
-
-
-def _storage(item: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
-    index, info = _state(item[0], _METADATA, "MetadataIndex"), _state(item[1], _FILES, "_StorageInfo")
-    if info.get("transform_descriptors") is not None:
-        raise _refused("transform of a tensor's bytes", info["transform_descriptors"])
-    place = _StorageInfo(_text(info.get("relative_path")), _count(info.get("offset")), _count(info.get("length")))
-    return MetadataIndex(_text(index.get("fqn")), _size(index.get("offset"))), place
-
-
 def _check_file(folder: Path, name: str, end: int) -> None:
     """A file of the folder itself, whatever its name says, that holds `end` bytes.
 
@@ -224,46 +233,5 @@ def _check_file(folder: Path, name: str, end: int) -> None:
         raise _refused("file", f"{name}, which has {size} bytes and needs {end}")
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    if type(value) is not dict:
-        raise _refused("table", value)
-    yield from value.items()
-
-
-def _made(value: Any, module: str, name: str) -> Call:
-    if not isinstance(value, Call) or value.function != Global(module, name):
-        raise _refused(f"object where {name} must be", value)
-    return value
-
-
-def _state(value: Any, module: str, name: str) -> dict[str, Any]:
-    state = _made(value, module, name).state
-    if type(state) is not dict:
-        raise _refused(f"content of {name}", state)
-    return state
-
-
-def _size(value: Any) -> torch.Size:
-    made = _made(value, "torch", "Size")
-    if len(made.args) != 1 or type(made.args[0]) is not tuple or len(made.args[0]) > _MAX_DIMS:
-        raise _refused("size", made.args)
-    return torch.Size([_count(dim) for dim in made.args[0]])
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise _refused("number", value)
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _refused("name", value)
-    return value
-
-
-def _refused(what: str, value: Any) -> IndexFormatError:
-    """The value shortened; containers are not shown, since a shared one can unfold without end."""
-    shown = value.function if isinstance(value, Call) else value
-    shown = type(shown).__name__ if isinstance(shown, (dict, list, tuple)) else str(shown)[:200]
-    return IndexFormatError(f"{INDEX} is not read: {what}: {shown}")
+def _refused(what: str, value: str) -> IndexFormatError:
+    return IndexFormatError(f"{INDEX} is not read: {what}: {value[:200]}")

@@ -24,6 +24,6 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read",
             got=f"{META}: {error}",
-            need=f"a folder written by tilewright, with {META}, manifest.json and .metadata",
+            need=f"a folder written by tilewright, with {META}, manifest.json and index.json",
             try_="name a folder checkpoints/step_... of a run",
         ) from error

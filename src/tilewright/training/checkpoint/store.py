@@ -36,7 +36,7 @@ from tilewright.training.checkpoint.failures import (
     on_all,
     short_reason,
 )
-from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, parse_index
+from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, read_index
 from tilewright.training.checkpoint.staging import Staging
 from tilewright.training.checkpoint.writing import (
     Content,
@@ -352,10 +352,7 @@ def why_unsound(folder: Path) -> str | None:
 def _misfits(folder: Path) -> Iterator[str]:
     listed = listed_files(folder)
     try:
-        index = parse_index((folder / INDEX).read_bytes())
-    except FileNotFoundError:
-        yield f"{INDEX} is missing"
-        return
+        index = read_index(folder)
     except (OSError, IndexFormatError) as error:
         yield str(error)
         return

@@ -23,6 +23,7 @@ from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publi
 from tilewright.ops.base.parts import local, place_of
 from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
+from tilewright.training.checkpoint.index import INDEX, index_of
 from tilewright.training.checkpoint.meta import META
 from tilewright.training.executor.base import Live
 
@@ -167,6 +168,10 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(folder, **kwargs)
         self.fs = _MadeFolder()
         self._done = done
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        (Path(self.path) / INDEX).write_bytes(index_of(metadata))
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:

@@ -15,7 +15,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
-from tilewright.parallel.agree import gather, most_of, named_ranks
+from tilewright.parallel.agree import gather, named_ranks
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor, StepResult
@@ -45,15 +45,12 @@ class Agreement(StepHook):
         self.world, self.table = world, table
         self._messages = [] if messages is None else messages
         self._group = world.everyone.handle
+        self.alone = self._group is None
+        """Whether there is one process."""
         self._asked = self.stop = StopRequest()
         """Whether the run is to stop; of several ranks, whether any of them was asked to, as of the last step."""
         self.save_due = False
         """Whether minutes make a save due after this step: of this process, and once ranks have agreed of any."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one process."""
-        return self._group is None
 
     def begin(self, stop: StopRequest) -> None:
         """The steps of a run begin.
@@ -112,11 +109,15 @@ class Agreement(StepHook):
 
     def most(self, value: float) -> float:
         """The largest value of any rank."""
-        return most_of(self._group, value)
+        if self.alone:
+            return value
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return float(found)
 
     def least(self, value: float) -> float:
         """The smallest value of any rank."""
-        return -most_of(self._group, -value)
+        return -self.most(-value)
 
     def worst(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """The highest peak of any rank, by phase."""
