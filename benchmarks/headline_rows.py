@@ -60,9 +60,7 @@ def why_not(name: str) -> str | None:
 def load_libraries(name: str) -> None:
     """Import what a row's user imports, so that its size can be reported from that of the training."""
     for module in (
-        ("tilewright.training.executor.layer_major_setup",)
-        if name in OURS
-        else ("transformers.models.llama.modeling_llama",)
+        ("tilewright.training.executor.kinds",) if name in OURS else ("transformers.models.llama.modeling_llama",)
     ):
         import_module(module)
     if name in PEERS:
@@ -112,7 +110,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     from tilewright.precision.policy.policy import Policy
     from tilewright.training.components.model import first_values
     from tilewright.training.executor.base import ExecutorInputs
-    from tilewright.training.executor.layer_major_setup import layer_major_executor
+    from tilewright.training.executor.kinds import layer_major_executor
     from tilewright.training.executor.standard import StandardExecutor
 
     recipe = recipe_of(name, tiny)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import ENDED, RankRecord
-from tilewright.parallel.liveness.repeat import Repeat
-from tilewright.parallel.liveness.stall import Stalls
-from tilewright.parallel.liveness.work import WorkMeter
+from tilewright.parallel.liveness.repeat import Repeat, WorkMeter
 
 LIMIT_S = 10.0
 

@@ -24,9 +24,9 @@ from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.state import load_newest
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.tokenizer_files import surrounding
-from tilewright.training.components.trained_weights import load_newest
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
 
 PATIENCE = timedelta(days=7)
 """How long ranks wait for work of unknown length that one of them does, such as preparing data. Who does not go on with
-it is seen in its record (`liveness.stall`). Below the 25 days that 32 bits of milliseconds hold, should a backend count
-in them."""
+it is seen in its record (`liveness.failure`). Below the 25 days that 32 bits of milliseconds hold, should a backend
+count in them."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,7 @@ from tilewright.training.executor.base import Executor, ExecutorInputs, Executor
 from tilewright.training.executor.evaluate import HeldOut
 from tilewright.training.executor.kinds import executor_of
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name
-from tilewright.training.hooks.precision_hook import precision_hook
-from tilewright.training.hooks.precision_modes import PrecisionModes
+from tilewright.training.hooks.precision_hook import PrecisionModes, precision_hook
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run

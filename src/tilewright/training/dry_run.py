@@ -21,7 +21,7 @@ from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
 from tilewright.training.planning.ranks import watched
 from tilewright.training.runlog.files import RunLog
-from tilewright.training.runlog.progress import NoProgress
+from tilewright.training.runlog.progress import TrainProgress
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 
@@ -56,7 +56,7 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
     world.begin("making the model")
     parts, folder = build(setup, fresh=True), RunFolder(Path(os.devnull), follows=True)
     log = RunLog(folder.path, follows=True)
-    recorder = MetricsLogger(log, NoProgress(), (), steps=NUM_STEPS, memory_limit=setup.memory_limit, scaled=False)
+    recorder = MetricsLogger(log, TrainProgress(), (), steps=NUM_STEPS, memory_limit=setup.memory_limit, scaled=False)
     if world.heartbeat is not None:
         parts.memory_tracker.on_phase = world.heartbeat.phase
     try:

@@ -32,7 +32,6 @@ from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.executor.kinds import check_executor, executor_of
-from tilewright.training.hooks.pace import Pace
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
     LONG,
@@ -43,13 +42,14 @@ from tilewright.training.planning.minutes import (
     with_known_steps,
     with_time_left,
 )
+from tilewright.training.planning.pace import Pace
 from tilewright.training.planning.ranks import LoneWatch, check_world, facts_of, settings_of, watch_of
 from tilewright.training.planning.resolve import load_run_plan
 from tilewright.training.planning.trial import time_steps
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
-from tilewright.training.runlog.progress import NoProgress, open_progress, open_pulse
+from tilewright.training.runlog.progress import TrainProgress, open_progress, open_pulse
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest
@@ -237,7 +237,7 @@ class TrainSession:
         parts.hooks += tuple(make(setup, parts) for make in self.hooks)
         recorder = MetricsLogger(
             RunLog(path, resumed_step=found.step if resumed else None, elapsed_s=found.elapsed_s, follows=follows),
-            open_progress(pulse, follows=follows) if shown else NoProgress(),
+            open_progress(pulse, follows=follows) if shown else TrainProgress(),
             sinks,
             steps=recipe.train.steps,
             memory_limit=setup.memory_limit,

@@ -20,8 +20,10 @@ from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
+from tilewright.training.components import lifecycle
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
+from tilewright.training.components.lifecycle import RunResult, check_files
 from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
@@ -32,8 +34,6 @@ from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.hooks.replan_setup import cheapest_fixes
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.pace import told_before
-from tilewright.training.runlog import lifecycle
-from tilewright.training.runlog.lifecycle import RunResult, check_files
 from tilewright.training.runlog.recorder import OVERDUE_S, MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import run_samples

@@ -7,7 +7,7 @@
 
 Which activations are kept and where bytes are stored changes no number, so it may change at any time. Into how many
 parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by
-`training.executor.layer_major` and `training.executor.layer_major_setup`.
+`training.executor.layer_major` and `training.executor.kinds`.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ layer group's parameters are named as in the model, its states `<parameter>.<sta
 no bytes to speak of and stay where they are. The layer group of parameters that several others read stays on the
 device.
 
-Built by `training.executor.layer_major_setup`.
+Built by `training.executor.kinds`.
 """
 
 from collections.abc import Mapping

@@ -23,8 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilewright.parallel.liveness.repeat import Repeat
-from tilewright.parallel.liveness.work import WorkMeter
+from tilewright.parallel.liveness.repeat import Repeat, WorkMeter
 
 FOLDER = "ranks"
 ENDED = "ended"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import CheckpointError, Problem
+from tilewright.core.log import say
 from tilewright.ops.base.parts import zeros_beside
 from tilewright.parallel.agree import gather
 from tilewright.parallel.world import World
@@ -29,7 +30,7 @@ from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.executor.base import TensorAccess
+from tilewright.training.executor.summon import TensorAccess
 from tilewright.training.executor.transaction import Stateful
 
 _MAX_DIFFERENCES = 5
@@ -197,6 +198,29 @@ def load_model(path: Path, model: nn.Module) -> None:
     targets = model_tensors(model)
     _compare(f"{path} is a checkpoint of another model.", "model.", _shapes(targets), stored_tensors(path))
     read_tensors(path, targets)
+
+
+def load_newest(run: Path, model: nn.Module) -> Path:
+    """The weights of a run's newest valid checkpoint into a model, as `load_model`; the checkpoint's path.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    store = CheckpointStore(run / "checkpoints")
+    path, rejected = store.newest_sound()
+    store.close()
+    for rejection in rejected:
+        say(f"note: {rejection.path.name} is not used: {rejection.reason}", error=True)
+    if path is None:
+        raise CheckpointError(
+            "No valid checkpoint in the run folder",
+            got=f"{len(rejected)} that are truncated or corrupt" if rejected else "none",
+            need="one written by train",
+            try_=f"tilewright train {run / 'run.toml'}",
+            where=str(run / "checkpoints"),
+        )
+    load_model(path, model)
+    return path
 
 
 def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:

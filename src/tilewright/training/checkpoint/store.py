@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from tilewright.core.atomic_io import check_manifest, listed_files
 from tilewright.core.errors import CheckpointError
-from tilewright.parallel.checksum import ReplicaDifference
 from tilewright.parallel.world import World
 from tilewright.training.checkpoint.failures import (
     DISK_ERRORS,
@@ -53,7 +52,7 @@ _PARTIAL = ".partial"
 _REJECTED = ".rejected"
 _PATIENCE = timedelta(days=1)
 """For which ranks that have written wait for one that has not. A rank that dies ends the wait at once; one that neither
-computes nor writes is seen in its record (`liveness.stall`), once training waits for the save too."""
+computes nor writes is seen in its record (`liveness.failure`), once training waits for the save too."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,6 @@ class SaveRecord:
     error: str | None
     dropped: tuple[str, ...] = ()
     """Names of older checkpoints that were deleted because the disk was full."""
-    differing: tuple[ReplicaDifference, ...] = ()
-    """Tensors that ranks should hold alike and do not: the run's numbers are corrupt since some step after the newest
-    checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,7 @@ class CheckpointStore:
         final = self.path_of(step)
         again = content.live is None if again is None else again
         begun = time.perf_counter()
-        size, error, differing, dropped = 0, None, (), []
+        size, error, dropped = 0, None, []
         while True:
             try:
                 size = write_folder(content, final, self._group, partial(self.world.aside, f"save of step {step}"))
@@ -200,7 +196,6 @@ class CheckpointStore:
                 self._on_first(self._prune)
             except DISK_ERRORS as problem:
                 error, oldest = short_reason(problem), None
-                differing = problem.differences if isinstance(problem, ReplicasDifferError) else ()
                 if self._group is None or isinstance(problem, RanksFailedError | ReplicasDifferError):
                     full = is_full(problem)
                     oldest = self._on_first(lambda: self._clear_up(final, full))  # noqa: B023 - called before it ends
@@ -211,7 +206,7 @@ class CheckpointStore:
                     if again:
                         continue
             write_s = time.perf_counter() - begun
-            return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped), differing)
+            return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped))
 
     def _on_first(self, work: Callable[[], T]) -> T | None:
         """What the first rank's work returns, on all ranks."""

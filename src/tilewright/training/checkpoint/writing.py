@@ -25,7 +25,7 @@ from tilewright.parallel.checksum import ReplicaDifference, checksum, find_diffe
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
 from tilewright.training.checkpoint.index import INDEX, index_of
 from tilewright.training.checkpoint.meta import META
-from tilewright.training.executor.base import Live
+from tilewright.training.executor.summon import Live
 
 
 class ReplicasDifferError(RuntimeError):

@@ -29,7 +29,7 @@ from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
-from tilewright.training.executor.base import Live
+from tilewright.training.executor.summon import Live
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""

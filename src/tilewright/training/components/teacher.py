@@ -28,8 +28,8 @@ from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
+from tilewright.training.checkpoint.state import load_newest
 from tilewright.training.components.model import build_adapted
-from tilewright.training.components.trained_weights import load_newest
 from tilewright.training.hooks.base import Step, StepHook
 
 

@@ -6,13 +6,12 @@ have their bytes (`TensorAccess`), what of a step goes into a checkpoint, and wh
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
@@ -20,7 +19,6 @@ from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.data.batches.microbatches import Batch, count_targets, count_tokens
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.ops.base.codes import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -28,11 +26,8 @@ from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.bad_steps import all_finite
+from tilewright.training.executor.summon import TensorAccess
 from tilewright.training.executor.transaction import Stateful, StepTransaction
-
-Live = Callable[[str, Tensor], Tensor]
-"""A tensor with its bytes, from its name and one that has its shape and dtype; until the next is asked for."""
 
 
 @dataclass(frozen=True)
@@ -72,43 +67,6 @@ def keep_fp32_gradients(params: Iterable[Tensor]) -> None:
     for param in params:
         if param.dtype in (torch.float16, torch.bfloat16):
             param.grad_dtype = torch.float32
-
-
-class Summoned:
-    """Tensors with their bytes, of a model all of which is on the device: they have them."""
-
-    @property
-    def live(self) -> Live | None:
-        """A tensor with its bytes, from its name and itself; None where each has them all the time."""
-        return None
-
-    def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, in the order in which they are best asked for."""
-        return dict(tensors)
-
-
-class TensorAccess:
-    """Tensors of a model and its optimizer otherwise than by a step; here of one that is on the device."""
-
-    def summon(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, changes: bool = False
-    ) -> AbstractContextManager[Summoned]:
-        """Any tensor, with its bytes.
-
-        Args:
-            model: whose parameters are wanted.
-            optimizer: whose states are, too; None for none.
-            changes: what is summoned is written to.
-        """
-        return nullcontext(Summoned())
-
-    def forward_passes(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Forward passes of the model are possible inside: evaluation, samples."""
-        return nullcontext()
-
-    def is_finite(self, model: nn.Module) -> bool:
-        """Whether every parameter and buffer is finite."""
-        return all_finite(model.named_parameters()) and all_finite(named_constants(model).items())
 
 
 class Executor(Protocol):

@@ -54,7 +54,7 @@ from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.bad_steps import NOT_FINITE, BadSteps, UnrecoverableStepError
 from tilewright.training.executor.base import StepResult, keep_fp32_gradients
 from tilewright.training.executor.standard import after_step
-from tilewright.training.executor.summon import TieredAccess
+from tilewright.training.executor.summon import TensorAccess
 from tilewright.training.executor.transaction import (
     PartialUpdateError,
     Stateful,
@@ -158,7 +158,7 @@ class LayerMajorExecutor:
         )
         self._policy = PlanApplier(self.run, memory_plan, weights)
         self._bad_steps = BadSteps(model)
-        self.access = TieredAccess(view, layer_groups, self.run.offloader)
+        self.access = TensorAccess(view, layer_groups, self.run.offloader)
         keep_fp32_gradients(self._params)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:

@@ -1,8 +1,10 @@
-"""What a run does around each step for its precision controller: formats, samples, the learning rate, the record.
+"""What a run does around each step for its precision: the mode that the step belongs to; for the precision controller
+formats, samples, the learning rate, the record.
 
-`precision.controller.runtime` does the work; here it meets batches of a run and its files.
+`precision.convert` and `precision.controller.runtime` do the work; here they meet batches of a run and its files.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +19,10 @@ from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
-from tilewright.precision.policy.schedule import FormatSchedule, lr_factor
+from tilewright.precision.convert import set_mode
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.runlog.recorder import MetricsLogger
@@ -143,3 +148,51 @@ def precision_hook(
     schedule = FormatSchedule.from_section(section, recipe.train.steps)
     controller = PrecisionController(model, settings, schedule, group=everyone)
     return PrecisionHook(controller, model, device, section.lr_noise_damping)
+
+
+@dataclass
+class PrecisionModes(StepHook):
+    """The precision of the run, step by step: enters the mode that a step belongs to."""
+
+    model: Model
+    policy: Policy
+    schedule: ModeSchedule
+    mode: str
+    needs_loss_scaling: bool
+    """True where one of the run's modes passes gradients through FP16."""
+    weights: QuantizedWeights | None
+    """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device,
+    and where they are sharded (None), the codes are made in each pass."""
+    next_step: float = 0
+    """The next switch; infinite after the last one."""
+
+    def before_step(self, step: Step) -> Step:
+        """Enter the mode of the step; a switch is recorded."""
+        if (switched := self.enter(step.number - 1)) is not None:
+            step.recorder.event(step.number, "precision_switch", switched)
+            step.folder.write_json("precision.json", self.rows())
+        return step
+
+    def last_from(self, step: int) -> int:
+        """The step, counted from 1, from which on a run that begins with `step` is in its last mode."""
+        switch = self.schedule.next_switch(step - 1)
+        return step if switch == math.inf else int(switch) + 1
+
+    def enter(self, step: int) -> str | None:
+        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
+        mode, self.next_step = self.schedule.at(step), self.schedule.next_switch(step) + 1
+        if mode == self.mode:
+            return None
+        before, self.mode = self.mode, mode
+        set_mode(self.model, self.policy.in_mode(mode))
+        self.refresh()
+        return f"{before} -> {mode} from step {step + 1} on"
+
+    def refresh(self) -> None:
+        """Make the codes of the weights as they are now."""
+        if self.weights is not None:
+            self.weights.refresh()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The precision table of the present mode, for precision.json."""
+        return self.model.precision_report.rows.to_json()

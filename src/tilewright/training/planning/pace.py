@@ -1,5 +1,6 @@
 """Seconds of a run beside the plan's: how long it will take, before it starts; steps that are far off, early."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
@@ -8,6 +9,8 @@ from tilewright.core.hardware import Machine
 from tilewright.core.units import format_seconds
 from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.training.executor.base import StepResult
+from tilewright.training.hooks.base import Step, StepHook
 
 OFF = 1.5
 """Measured over planned seconds, or planned over measured, from which on a plan was wrong."""
@@ -82,3 +85,24 @@ def hold_against_plan(
     if found > planned_s:
         text += ". Other programs, or a format that this machine is slow in (tilewright doctor), may be the cause"
     record_event(step, "pace", text, planned_s=planned_s, measured_s=found, threshold=OFF)
+
+
+class Pace(StepHook):
+    """Says where steps are far off the plan, once.
+
+    Args:
+        planned_s: seconds of a step; 0 where they are not known.
+        first: step, counted from 1, from which on the process runs what was planned.
+        steps: of the run.
+    """
+
+    def __init__(self, planned_s: float, first: float, steps: int) -> None:
+        self._planned_s, self._steps = planned_s, steps
+        self.next_step = first + COUNTED - 1
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Compare the step and those before it."""
+        if step.number >= self.next_step:
+            self.next_step = math.inf
+            seconds = list(step.recorder.log.recent_s)[-COUNTED:]
+            hold_against_plan(step.recorder.event, self._planned_s, seconds, step.number, self._steps)

@@ -22,13 +22,13 @@ from tilewright.parallel.liveness.failure import (
     Blame,
     RankEnd,
     RankFailedError,
+    Stalls,
     ending_with_others,
     is_running,
     is_timeout,
     speaks_for_others,
 )
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
-from tilewright.parallel.liveness.stall import Stalls
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import Components

@@ -10,7 +10,7 @@ Everything shown is in metrics.jsonl too.
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tilewright.core import env
 from tilewright.core.log import ROOT, Pulse, get_logger, say, wrap_text
@@ -19,12 +19,11 @@ from tilewright.core.units import format_loss, format_seconds, format_share
 _GIB = 2**30
 
 
-class TrainProgress(Protocol):
-    """Shows lines that replace each other, and notes that stay."""
+class TrainProgress:
+    """Lines that replace each other, and notes that stay; here nothing is shown: of steps that are thrown away."""
 
     def watch(self, what: Callable[[], str]) -> None:
         """Asked what the run does while it says nothing."""
-        ...
 
     def line(self, text: str) -> None: ...
 
@@ -33,7 +32,7 @@ class TrainProgress(Protocol):
     def close(self) -> None: ...
 
 
-class PlainProgress:
+class PlainProgress(TrainProgress):
     """Every line stays: for files, pipes and grep.
 
     Args:
@@ -53,23 +52,8 @@ class PlainProgress:
     def note(self, text: str) -> None:
         self.line(text)
 
-    def close(self) -> None:
-        """Nothing to end."""
 
-
-class NoProgress:
-    """Of steps that are not shown."""
-
-    def watch(self, what: Callable[[], str]) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LiveProgress:
+class LiveProgress(TrainProgress):
     """One line that is rewritten, notes above it."""
 
     def __init__(self) -> None:
@@ -79,9 +63,6 @@ class LiveProgress:
         self._text = Text
         self._live = Live(Text(""), auto_refresh=False, transient=False)
         self._live.start()
-
-    def watch(self, what: Callable[[], str]) -> None:
-        """Nothing: the last line stays."""
 
     def line(self, text: str) -> None:
         self._live.update(self._text(wrap_text(text, env.columns())), refresh=True)

@@ -1,10 +1,10 @@
 """How a run began and ended, that it recovered, what was saved, and what its time went into."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from torch import nn
@@ -12,35 +12,11 @@ from torch import nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
 from tilewright.ops.base.codes import named_codes
+from tilewright.training.checkpoint.store import SaveRecord
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import Counters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
-
-
-class Saved(Protocol):
-    """A save that ended: `checkpoint.writing.SaveRecord`."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def stall_s(self) -> float: ...
-
-    @property
-    def write_s(self) -> float: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def background(self) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-    @property
-    def dropped(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +93,7 @@ def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, ela
     recorder.event(counters.step, "done", text, stall_s=stall_s, stall_share=share, goodput=goodput)
 
 
-def record_save(recorder: MetricsLogger, save: Saved, newest: int | None) -> None:
+def record_save(recorder: MetricsLogger, save: SaveRecord, newest: int | None) -> None:
     """A save that ended, well or not.
 
     Args:
@@ -140,7 +116,7 @@ def record_save(recorder: MetricsLogger, save: Saved, newest: int | None) -> Non
     recorder.event(save.step, "save", text, background=save.background, **numbers)
 
 
-def not_written(save: Saved, folder: Path) -> CheckpointError:
+def not_written(save: SaveRecord, folder: Path) -> CheckpointError:
     """The error of a last checkpoint that failed.
 
     Args:
