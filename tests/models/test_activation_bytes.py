@@ -31,8 +31,10 @@ from tilewright.precision.policy.policy import Policy, Rule
 
 ROWS, POSITIONS = 2, 32
 TOKENS = ROWS * POSITIONS
-STREAM = {"fp32": 4, "hybrid": 4, "bf16_mixed": 2, "fp8_tile": 2, "fp8_value": 2, "mixed_rules": 2}
-PRODUCT = {"fp32": 4, "hybrid": 2, "bf16_mixed": 2, "fp8_tile": 2, "fp8_value": 2, "mixed_rules": 2}
+SCALES = ("fp8_tensorwise", "mxfp8", "mxfp4", "nvfp4")
+"""Modes whose scales are not those of 1x128."""
+STREAM = {"fp32": 4, "hybrid": 4} | dict.fromkeys(("bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules", *SCALES), 2)
+PRODUCT = STREAM | {"hybrid": 2}
 FP8 = Policy("fp8_tile", device_type="cpu")
 POLICIES = {
     "fp8_tile": FP8,
@@ -90,10 +92,13 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
     layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
     experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
-    qdata = {name for name in tiled if tiled[name].wgrad.scaled and (policy != "fp8_value" or name in experts)}
-    fused = {name for name in qdata if tiled[name].fprop.scaled and tiled[name].operands.input.in_rows}
-    sets = {"tiled": frozenset(tiled), "qdata": frozenset(qdata), "fused": frozenset(fused)}
-    storage = Storage(STREAM[policy], PRODUCT[policy], compiled, **sets)
+    qdata = {
+        name: gemms.operands.input
+        for name, gemms in tiled.items()
+        if gemms.wgrad.scaled and (policy != "fp8_value" or name in experts)
+    }
+    fused = frozenset(name for name, form in qdata.items() if tiled[name].fprop.scaled and form.in_rows)
+    storage = Storage(STREAM[policy], PRODUCT[policy], compiled, tiled=frozenset(tiled), qdata=qdata, fused=fused)
     per_token = layer_bytes(config, layer, mode, storage)
     fixed = weight_copy_bytes(config, layer, mode, storage)
     # Of the 64 tokens some go to each of the experts, none gets more than 128: a tile of rows each.
@@ -109,6 +114,13 @@ def test_eager_layer(name, mode, policy):
         out = block(leaf * 1, *rest)
     returned = sum(t.nbytes for t in out if t is not None)
     assert storages.alive_bytes() - returned == predicted(name, block, layer, mode, policy, compiled=False)
+
+
+@pytest.mark.parametrize("policy", SCALES)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["gqa", "mla_q_rank"])
+def test_eager_layer_with_scales_of_any_tile(name, mode, policy):
+    test_eager_layer(name, mode, policy)
 
 
 FAST = ("gqa", "none", "bf16_mixed")

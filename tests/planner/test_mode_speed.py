@@ -14,7 +14,7 @@ from tilewright.core.hardware import fp8_choice
 from tilewright.planner.cost.mode_speed import SLOWER, mode_speeds, slow_mode_notes, slow_modes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.summary import make_plan
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 from tilewright.precision.policy.policy import MODES
 
 CPU = make_machine()
@@ -34,8 +34,9 @@ def test_speeds_are_those_of_the_matmuls(fp32, bf16, fp16, bandwidth, machine):
     hybrid = fp16 if machine is GPU else bf16
     expected = {"fp32": fp32, "tf32": fp32, "bf16_mixed": bf16, "hybrid": hybrid, "pure_fp16": fp16}
     assert {mode: found[mode] for mode in expected} == pytest.approx({m: rate / fp32 for m, rate in expected.items()})
-    for mode in FP8_FORMATS:  # the same operands, after they were made and, without a unit, decoded
-        assert found[mode] < found["bf16_mixed"] or machine is GPU
+    for mode in SCALED_FORMATS:  # the same operands, after they were made and, without a unit, decoded
+        decoded_to = "fp32" if mode == "nvfp4" else "bf16_mixed"  # whose values BF16 does not hold
+        assert found[mode] < found[decoded_to] or machine is GPU
     assert slow_modes(rates(fp32, bf16, fp16, bandwidth=bandwidth), machine).keys() == {
         mode for mode, speed in found.items() if speed < SLOWER
     }

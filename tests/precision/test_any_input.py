@@ -15,10 +15,10 @@ from tilewright.precision.convert import convert
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.lora.lora import add_lora
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 
 KERNELS = Kernels.default()
-KINDS = [*FP8_FORMATS, "lora"]
+KINDS = [*SCALED_FORMATS, "lora"]
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from tilewright.ops.base.compile import compile_options
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 
 KERNELS = Kernels.default()
 WIDTH = 136  # no multiple of a tile
@@ -65,7 +65,7 @@ def check(model, mode, x, said):
         assert torch.equal(got, want), f"{said}: {name} is off by up to {worst}"
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_write_is_seen(way, mode):
     case = managed(mode)
@@ -75,7 +75,7 @@ def test_a_write_is_seen(way, mode):
         check(case.model, mode, case.x, f"{way}, {times}")
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_a_write_is_seen_by_compiled_code(mode):
     torch.compiler.reset()
     case = managed(mode)
@@ -91,7 +91,7 @@ def test_a_write_is_seen_by_compiled_code(mode):
             case.model.load_state_dict(start)
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_a_write_between_forward_and_backward_is_an_error_or_of_no_consequence(mode):
     """As in plain PyTorch: the gradient of a weight that was written is refused where the write is seen."""
     case = managed(mode)
@@ -102,7 +102,7 @@ def test_a_write_between_forward_and_backward_is_an_error_or_of_no_consequence(m
         loss.backward()
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_compiled_layers_run_twice_before_their_backward(mode):
     torch.compiler.reset()
     case = managed(mode)
@@ -115,7 +115,7 @@ def test_compiled_layers_run_twice_before_their_backward(mode):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_other_weights_for_one_call_leave_nothing_behind(mode):
     case = managed(mode)
     others = {name: -3 * param.detach() for name, param in case.model.named_parameters()}
@@ -144,7 +144,7 @@ def _saved(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 @pytest.mark.parametrize("kind", COPIES)
 def test_a_copy_is_a_model_of_its_own(kind, mode):
     case = managed(mode)
@@ -175,7 +175,7 @@ def test_averaged_weights_are_those_of_the_average():
         check(average.module, "fp8_tile", case.x, "average")
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 @pytest.mark.parametrize("other", ["bf16_mixed", "fp8_tile", "fp8_tensorwise", "evaluating"])
 def test_modes_there_and_back(mode, other):
     case = managed(mode)

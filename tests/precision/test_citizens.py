@@ -13,10 +13,10 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.lora.lora import add_lora
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 
 KERNELS = Kernels.default()
-KINDS = [*FP8_FORMATS, "kept values", "lora"]
+KINDS = [*SCALED_FORMATS, "kept values", "lora"]
 
 
 class Net(nn.Module):
@@ -89,7 +89,7 @@ def test_gradients_of_each_sample(kind, x):
         assert_same({name: value[index] for name, value in each.items()}, by_autograd(model, x[index : index + 1]))
 
 
-@pytest.mark.parametrize("kind", FP8_FORMATS)
+@pytest.mark.parametrize("kind", SCALED_FORMATS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_an_ensemble_in_one_call(kind, x):
     models = [converted(kind, seed) for seed in range(3)]
@@ -178,7 +178,7 @@ def test_moving_without_values(kind, x):
     assert torch.equal(model(x), want)
 
 
-@pytest.mark.parametrize("kind", FP8_FORMATS)
+@pytest.mark.parametrize("kind", SCALED_FORMATS)
 def test_sparse_gradients_of_an_embedding(kind):
     model = nn.Sequential(nn.Embedding(50, 136, sparse=True), nn.Linear(136, 8))
     dense = nn.Sequential(nn.Embedding(50, 136), nn.Linear(136, 8))

@@ -16,11 +16,12 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.convert import convert, evaluating, explain, set_mode
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 from tilewright.precision.policy.policy import MODES, Policy, Rule
 
 KERNELS = Kernels(detect_machine(), compile=False)
-STREAM = {mode: torch.bfloat16 for mode in ("bf16_mixed", *FP8_FORMATS)} | {"pure_fp16": torch.float16}
+FOUR_BITS = ("mxfp4", "nvfp4")
+STREAM = {mode: torch.bfloat16 for mode in ("bf16_mixed", *SCALED_FORMATS)} | {"pure_fp16": torch.float16}
 
 
 def decoder(**shape) -> Decoder:
@@ -71,10 +72,13 @@ def test_decoder_in_every_mode_is_near_fp32(mode, shape):
     convert(model, mode, kernels=KERNELS)
     got, got_gradient = loss_and_gradient(model)
     bound = {"fp32": 0.0, "tf32": 2e-5, "bf16_mixed": 2e-3, "hybrid": 2e-3, "pure_fp16": 2e-4}.get(mode, 4e-3)
+    bound = 2e-2 if mode in FOUR_BITS else bound
     assert abs(got - loss) <= bound * loss, f"{got} against {loss}"
     cosine = torch.cosine_similarity(got_gradient, gradient, dim=0).item()
     least = {"fp32": 1 - 1e-9, "tf32": 1 - 1e-5, "pure_fp16": 1 - 1e-4}.get(mode, 1 - 3e-3)
-    assert cosine > (0.985 if mode.startswith("fp8") else least), cosine
+    # An element in E2M1 errs by up to a quarter of itself, in E4M3 by a sixteenth.
+    least = 0.9 if mode in FOUR_BITS else 0.985 if mode in SCALED_FORMATS else least
+    assert cosine > least, cosine
     assert list(model.state_dict()) == names
     assert model.hidden(batch()["input_ids"]).dtype == STREAM.get(mode, torch.float32)
 

@@ -9,7 +9,7 @@ from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.experts import ExpertRunner
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels.default()
@@ -74,7 +74,7 @@ def test_experts_of_different_formats_run_one_by_one(rule):
     assert loss_and_gradients(model)[0] > 0
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_the_router_stays_in_fp32(mode):
     rows = {row.fqn: row for row in moe_model(mode).precision_report.rows}
     assert rows["model.layers.1.mlp.gate"].compute == "fp32"

@@ -3,6 +3,7 @@ here changes a file of the package, so nothing there names the formats that it c
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,9 +45,9 @@ NEW = (
     GemmFormat(
         "e3m4_1x64", Operands(OperandFormat(E3M4, ROW64), OperandFormat(E3M4, BLOCK64), OperandFormat(E5M2, ROW64))
     ),
-    GemmFormat("mxfp8", same(OperandFormat(E4M3, MX_SCALE))),
-    GemmFormat("mxfp8_e5m2", Operands(OperandFormat(E4M3, MX_SCALE), FP8_BLOCK, OperandFormat(E5M2, MX_SCALE))),
-    GemmFormat("nvfp4", same(OperandFormat(E2M1, NVFP4_SCALE))),
+    GemmFormat("mx_e4m3", same(OperandFormat(E4M3, MX_SCALE))),
+    GemmFormat("mx_e5m2", Operands(OperandFormat(E4M3, MX_SCALE), FP8_BLOCK, OperandFormat(E5M2, MX_SCALE))),
+    GemmFormat("nv_e2m1", same(OperandFormat(E2M1, NVFP4_SCALE))),
     GemmFormat("e2m3_bf16", same(OperandFormat(E2M3, EXACT))),
     GemmFormat(
         "floor", Operands(FP8_ROW, FP8_BLOCK, OperandFormat(E4M3, ScaleSpec(Tile(1, 128), torch.float32, "floor")))
@@ -73,7 +74,7 @@ def wanted(layer, x, dy, form):
     forms, weight = form.operands, layer.weight.detach()
     return (
         values(x, forms.input) @ values(weight, forms.weight).T + layer.bias.detach().double(),
-        values(dy, forms.gradient) @ values(weight, forms.weight),
+        values(dy, forms.gradient) @ values(weight.T, forms.weight).T,  # along what is summed; the same of square tiles
         values(dy.T, forms.gradient) @ values(x.T, forms.input).T,
     )
 
@@ -123,7 +124,9 @@ def test_its_weight_is_kept_and_planned_to_the_byte(form):
     eight_bit, wide = (
         OperandBytes.of([LinearGemm("0", 200, 72, 1.0, Gemms.all(name))], 100, MACHINE, True) for name in (form, "bf16")
     )
-    assert eight_bit == OperandBytes.of([LinearGemm("0", 200, 72, 1.0, Gemms.all("fp8_tile"))], 100, MACHINE, True)
+    tile = OperandBytes.of([LinearGemm("0", 200, 72, 1.0, Gemms.all("fp8_tile"))], 100, MACHINE, True)
+    again = 0 if form.operands.weight.is_square else 5 * 200 * 72  # the weight, along its other dimension
+    assert eight_bit == replace(tile, backward=tile.backward + again)
     assert wide == OperandBytes()
 
 
@@ -148,6 +151,14 @@ def test_a_layer_can_be_made_for_one_after_the_other():
         layer.configure(Gemms.all(form), power_of_two=True)
         assert torch.equal(layer(x), layer_in(Gemms.all(form))(x)), form
     assert layer.executed()["fprop"] == {NEW[0].name: 1, "bf16": 1}  # counted as long as it knows them
+
+
+def test_a_format_of_the_caller_s_is_not_taken_for_one_of_a_recipe_that_has_its_name():
+    named = replace(NEW[3], name="nvfp4")
+    layer, ours = layer_in(Gemms.all(named), keep="value"), layer_in(Gemms.all(NEW[3]))
+    x = torch.randn(9, 200)
+    assert torch.equal(layer(x), ours(x))
+    assert not torch.equal(layer(x), layer_in(Gemms.all("nvfp4"))(x))
 
 
 def test_a_layer_that_was_not_made_for_it_refuses_it():
@@ -196,7 +207,7 @@ def test_a_whole_model_trains_in_it(form, num_experts, monkeypatch):
     _, wide_loss, wide_grads = step(Policy("bf16_mixed", device_type="cpu"))
     assert loss == pytest.approx(wide_loss, rel=0.02)
     assert loss != wide_loss
-    assert sqnr_db(wide_grads, grads) > (2 if form.name == "nvfp4" else 10)
+    assert sqnr_db(wide_grads, grads) > (2 if form.name == "nv_e2m1" else 10)
     if num_experts:
         runs_as_one = isinstance(model.blocks[1].mlp.expert_runner, ExpertRunner)
         forms = form.operands

@@ -16,14 +16,14 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over
 from tilewright.precision.float8.weight import Float8Weight
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS, Gemms, Operands, named_format
 
 KERNELS = Kernels.default()
 EXACT = Kernels(detect_machine("cpu"), {"tile_gemm": "ref"})
 """Sums in FP32 that are rounded nowhere; matrix units of a CPU round results to BF16."""
 MIXED = Gemms.of("fp8_tile", "bf16", "fp32")
 GEMMS = [
-    *map(Gemms.all, FP8_FORMATS),
+    *map(Gemms.all, SCALED_FORMATS),
     Gemms.of("bf16", "fp8_tile", "bf16"),
     Gemms.of("bf16", "bf16", "fp8_hybrid"),
     MIXED,
@@ -117,13 +117,22 @@ def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
     assert weight.executed()["wgrad"] == ({gemms.wgrad.name: busy} if busy else {})
 
 
-def values(x, spec, tile, power_of_two):
+def values(x, form, power_of_two):
     """What an operand is after it was quantised, in FP64."""
-    return KERNELS.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two)).dequantize().double()
+    return KERNELS.quantize(x, form.relaxed(power_of_two=power_of_two)).dequantize().double()
+
+
+def forms_of(mode):
+    """Of input, weight and gradient; those of other formats than FP8 are written out in `test_recipe_formats`."""
+    if not mode.startswith("fp8"):
+        return named_format(mode).operands
+    tensorwise, spec = mode == "fp8_tensorwise", E4M3 if mode == "fp8_tile" else E5M2
+    rows, blocks = (TENSORWISE, TENSORWISE) if tensorwise else (ROW_TILE, BLOCK_TILE)
+    return Operands(fp8_format(E4M3, rows), fp8_format(E4M3, blocks), fp8_format(spec, rows))
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_products_are_those_of_the_quantised_operands_in_fp64(mode, power_of_two):
     torch.manual_seed(0)
     counts, stack = (130, 0, 70), torch.randn(3, 72, 200, requires_grad=True)
@@ -133,19 +142,18 @@ def test_products_are_those_of_the_quantised_operands_in_fp64(mode, power_of_two
     weight.set_gemms(Gemms.all(mode), "fp32", power_of_two=power_of_two)
     out = weight.grouped(x, counts, stack, None)
     out.backward(up)
-    tensorwise, spec = mode == "fp8_tensorwise", E4M3 if mode == "fp8_tile" else E5M2
-    rows, blocks = (TENSORWISE, TENSORWISE) if tensorwise else (ROW_TILE, BLOCK_TILE)
+    forms = forms_of(mode)
     for expert, (start, count) in enumerate(zip((0, 130, 130), counts, strict=True)):
         if not count:
             continue
         here = slice(start, start + count)
         xs, dy, matrix = x.detach()[here], up[here], stack.detach()[expert]
-        w = values(matrix, E4M3, blocks, power_of_two)
-        column = values(xs.T.contiguous(), E4M3, rows, power_of_two)
+        column = values(xs.T.contiguous(), forms.input, power_of_two)
+        along_outputs = values(matrix.T.contiguous(), forms.weight, power_of_two)
         wants = (
-            (out[here], values(xs, E4M3, rows, power_of_two) @ w.T),
-            (x.grad[here], values(dy, spec, rows, power_of_two) @ w),
-            (stack.grad[expert], values(dy.T.contiguous(), spec, rows, power_of_two) @ column.T),
+            (out[here], values(xs, forms.input, power_of_two) @ values(matrix, forms.weight, power_of_two).T),
+            (x.grad[here], values(dy, forms.gradient, power_of_two) @ along_outputs.T),
+            (stack.grad[expert], values(dy.T.contiguous(), forms.gradient, power_of_two) @ column.T),
         )
         for ours, want in wants:
             error = ((ours.detach().double() - want).norm() / want.norm()).item()

@@ -6,7 +6,7 @@ import pytest
 
 from tilewright.core.config.sections.precision import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS, Gemms
 from tilewright.precision.policy.policy import MODES, Policy, Rule
 from tilewright.precision.policy.rules import ALWAYS_FP32, KINDS
 
@@ -19,6 +19,9 @@ FORMATS_BY_MODE = {  # (matmul, embedding, storage) on CPU
     "fp8_tile": ("bf16", "bf16", "fp32"),  # and linear layers: see test_fp8_modes
     "fp8_hybrid": ("bf16", "bf16", "fp32"),
     "fp8_tensorwise": ("bf16", "bf16", "fp32"),
+    "mxfp8": ("bf16", "bf16", "fp32"),
+    "mxfp4": ("bf16", "bf16", "fp32"),
+    "nvfp4": ("bf16", "bf16", "fp32"),
 }
 
 
@@ -42,7 +45,7 @@ def test_every_decision_has_a_reason(mode, kind, device):
     assert len(Policy(mode, device_type=device).decide("a.b", kind).reason) > 10
 
 
-@pytest.mark.parametrize("mode", FP8_FORMATS)
+@pytest.mark.parametrize("mode", SCALED_FORMATS)
 def test_fp8_modes(mode):
     policy = Policy(mode, device_type="cpu")
     assert policy.decide("layers.0.up_proj", "linear", (64, 64)).gemms == Gemms.all(mode)
@@ -69,7 +72,7 @@ def test_layers_too_small_to_gain_are_left_alone_on_a_gpu_with_the_number():
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
 @pytest.mark.parametrize(
-    "rule", [*(Rule(op="head", compute=name) for name in FP8_FORMATS), Rule(op="head", fprop="fp8_tile")]
+    "rule", [*(Rule(op="head", compute=name) for name in SCALED_FORMATS), Rule(op="head", fprop="fp8_tile")]
 )
 def test_a_head_in_8_bits_gives_bf16(mode, rule):
     assert Policy(mode, (rule,), device_type="cpu").decide("lm_head", "head").output == "bf16"

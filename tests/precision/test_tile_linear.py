@@ -23,7 +23,7 @@ from tilewright.precision.float8.gemm.operands import quantize_copies
 from tilewright.precision.float8.gemm.weight_store import contents
 from tilewright.precision.float8.linear import Float8Linear, new_switch, operands_of
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.gemm_formats import SCALED_FORMATS, Gemms, named_format
 from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels.default()
@@ -47,24 +47,26 @@ def rounded(x, spec, tile):
 def operands(x, weight, dy, gemms):
     """(x for fprop, W for fprop, dy for dgrad, W for dgrad, dy for wgrad, x for wgrad), independent of the layer."""
 
-    def pick(name, tensor, spec, tile):
+    def pick(name, tensor, spec, tile, role):
         if name == "bf16":
             return tensor.bfloat16().double()
         if name == "fp32":
             return tensor.double()
+        if not name.startswith("fp8"):  # whose bits `test_recipe_formats` writes out
+            return quantize(tensor, getattr(named_format(name).operands, role)).dequantize().double()
         return rounded(tensor, spec, TENSORWISE if name == "fp8_tensorwise" else tile)
 
     def grad_spec(name):
         return E4M3 if name == "fp8_tile" else E5M2
 
-    column = lambda name, t, spec: pick(name, t.T.contiguous(), spec, ROW_TILE).T  # noqa: E731
+    column = lambda name, t, spec, role: pick(name, t.T.contiguous(), spec, ROW_TILE, role).T  # noqa: E731
     return (
-        pick(gemms.fprop.name, x, E4M3, ROW_TILE),
-        pick(gemms.fprop.name, weight, E4M3, BLOCK_TILE),
-        pick(gemms.dgrad.name, dy, grad_spec(gemms.dgrad.name), ROW_TILE),
-        pick(gemms.dgrad.name, weight, E4M3, BLOCK_TILE),
-        column(gemms.wgrad.name, dy, grad_spec(gemms.wgrad.name)),
-        column(gemms.wgrad.name, x, E4M3),
+        pick(gemms.fprop.name, x, E4M3, ROW_TILE, "input"),
+        pick(gemms.fprop.name, weight, E4M3, BLOCK_TILE, "weight"),
+        pick(gemms.dgrad.name, dy, grad_spec(gemms.dgrad.name), ROW_TILE, "gradient"),
+        pick(gemms.dgrad.name, weight.T, E4M3, BLOCK_TILE, "weight").T,
+        column(gemms.wgrad.name, dy, grad_spec(gemms.wgrad.name), "gradient"),
+        column(gemms.wgrad.name, x, E4M3, "input"),
     )
 
 
@@ -79,7 +81,7 @@ def assert_rounding_only(ours, exact, magnitude, what):
 
 
 MIXTURES = [
-    *(Gemms.all(name) for name in FP8_FORMATS),
+    *(Gemms.all(name) for name in SCALED_FORMATS),
     Gemms.of("fp8_tile", "bf16", "bf16"),
     Gemms.of("bf16", "fp8_tile", "bf16"),
     Gemms.of("bf16", "bf16", "fp8_tile"),
@@ -281,9 +283,9 @@ def test_managed_and_unmanaged_weights_give_the_same_bits():
 @pytest.mark.parametrize(
     ("mode", "managed"),
     [
-        *((mode, True) for mode in FP8_FORMATS),
-        (FP8_FORMATS[0], False),
-        *(pytest.param(mode, False, marks=pytest.mark.slow) for mode in FP8_FORMATS[1:]),
+        *((mode, True) for mode in SCALED_FORMATS),
+        (SCALED_FORMATS[0], False),
+        *(pytest.param(mode, False, marks=pytest.mark.slow) for mode in SCALED_FORMATS[1:]),
     ],
 )
 def test_compiled_equals_eager(mode, managed):
@@ -299,8 +301,9 @@ def test_compiled_equals_eager(mode, managed):
     out = compiled(x)
     out.sum().backward()
     for (name, parameter), expected in zip(model.named_parameters(), eager, strict=True):
-        assert sqnr_db(expected, parameter.grad) > 30, name  # tanh and sums are fused, so operands may round elsewhere
-    assert sqnr_db(model(x), out) > 35
+        # Tanh and sums are fused, so operands may round elsewhere; E2M1's steps are four times E4M3's (12 dB).
+        assert sqnr_db(expected, parameter.grad) > (18 if mode.endswith("p4") else 30), name
+    assert sqnr_db(model(x), out) > (23 if mode.endswith("p4") else 35)
 
 
 def test_recomputation_gives_the_same_bits():

@@ -49,6 +49,11 @@ class OperandFormat:
         return OperandFormat(self.element, self.scale.transposed())
 
     @property
+    def is_square(self) -> bool:
+        """Codes and scales of a matrix are those of its transpose too: quantised once, it is multiplied both ways."""
+        return self.tile.rows == self.tile.cols
+
+    @property
     def in_rows(self) -> bool:
         """No scale is shared by two rows, and along a row tiles have a width: matrices can be cut and joined."""
         return self.tile.rows == 1 and self.tile.cols > 0 and not self.scale.second
@@ -68,8 +73,12 @@ class OperandFormat:
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
         """`TiledTensor.nbytes` of a matrix of this shape."""
+        return shape[0] * shape[1] + self.scale_bytes(shape)
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int:
+        """Those of them that are scales."""
         down, across = self.tile.grid(shape)
-        return shape[0] * shape[1] + down * across * self.scale.dtype.itemsize + 4 * self.scale.second
+        return down * across * self.scale.dtype.itemsize + 4 * self.scale.second
 
 
 def fp8_format(element: FloatSpec, tile: Tile, *, power_of_two: bool = True) -> OperandFormat:
@@ -82,6 +91,8 @@ FP8_BLOCK = fp8_format(E4M3, BLOCK_TILE)
 MXFP8 = OperandFormat(E4M3, MX_SCALE)
 MXFP4 = OperandFormat(E2M1, MX_SCALE)
 NVFP4 = OperandFormat(E2M1, NVFP4_SCALE)
+NVFP4_BLOCK = OperandFormat(E2M1, replace(NVFP4_SCALE, tile=Tile(16, 16)))
+"""Of weights, as NVIDIA trains in NVFP4 (appendix B of the report in `scaling`): the same scales both ways."""
 
 
 @dataclass(frozen=True)

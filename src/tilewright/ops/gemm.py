@@ -52,7 +52,7 @@ def _dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -
     from tilewright.ops.backends.native import dequant_gemm  # it registers a torch operator
 
     if kind_of(a, b) == "decoded":
-        return dequant_gemm.decoded_matmul(a.dequantize(), b.dequantize(), bias_N, out_dtype)
+        return dequant_gemm.wide_matmul(a.dequantize(), b.dequantize(), bias_N, out_dtype)
     return dequant_gemm.dequant(a, b, bias_N, out_dtype)
 
 

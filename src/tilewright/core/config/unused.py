@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable
+from typing import get_args
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.precision import ScaledFormat
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = (
@@ -22,7 +24,6 @@ _SHAPE = (
     *(_MLA + _EXPERTS),
 )
 _TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
-_FP8_MODE = ("fp8_min_gain", "bf16_grad_layers")
 _CONTROL = (
     *("granularity", "budget", "interval", "cooldown", "patience"),
     *("recalibrate_interval", "retry_steps", "spike_factor"),
@@ -34,8 +35,7 @@ _LOSS_SCALE = ("loss_scale_window", "loss_scale_min", "loss_scale_max")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
     *_LOSS_SCALE,
-    *(_FP8_MODE + _SCHEDULE),
-    "lr_noise_damping",
+    *("fp8_min_gain", "bf16_grad_layers", *_SCHEDULE, "lr_noise_damping"),
 )
 
 
@@ -47,6 +47,10 @@ _OFFLOAD = (
 
 def _tiers(recipe: Recipe) -> set[str]:
     return set(recipe.memory.tiers)
+
+
+def _scaled_modes(recipe: Recipe) -> bool:
+    return bool({recipe.precision.mode, recipe.precision.start_mode} & set(get_args(ScaledFormat)))
 
 
 def _fp8_modes(recipe: Recipe) -> bool:
@@ -100,7 +104,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.model.task != "causal_lm", "only causal_lm learns text as it is", "data", ("eval_source",)),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision.controller", ("enabled", *_CONTROL)),
-    (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),
+    (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", ("fp8_min_gain",)),
+    (lambda r: not _scaled_modes(r), "no mode here has matmuls in 8 or 4 bits", "precision", ("bf16_grad_layers",)),
     (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision.controller", _CONTROL),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision", ("lr_noise_damping",)),

@@ -13,15 +13,20 @@ Selective and full modes rebuild one layer at a time in backward: add that layer
 Legend in names: dim D, hidden F, heads H, experts a token K.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.decoder.config import DecoderConfig
 
+if TYPE_CHECKING:
+    from tilewright.formats.tiled import OperandFormat
+
 FP32 = 4
 _INT64 = 8
 TILE = 128
-"""Elements that share a scale."""
+"""Elements that share a scale of a layer's input that is kept rounded (`train.checkpoint_inputs`)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Storage:
         inputs: what a layer that is recomputed whole keeps of its input.
         tiled: linear layers of the layer, by role (see `role`), that keep no copy of their weight, because they read
             the weight itself or codes that someone else keeps.
-        codes: those of them that keep their input in 8 bits.
+        qdata: those of them that keep their input in codes, with its format.
         fused: those of them that take it in 8 bits from the norm or SwiGLU before them, if all its readers do so.
     """
 
@@ -44,13 +49,14 @@ class Storage:
     compiled: bool = True
     inputs: CheckpointInputs = "exact"
     tiled: frozenset[str] = frozenset()
-    qdata: frozenset[str] = frozenset()
+    qdata: Mapping[str, "OperandFormat"] = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
 
     @property
     def grouped(self) -> bool:
         """Whether experts run as one operation on rows padded to whole tiles."""
-        return {f"experts.{name}" for name in _MLP} <= self.qdata
+        forms = [self.qdata.get(f"experts.{name}") for name in _MLP]
+        return all(form is not None and form.in_rows for form in forms)
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -101,8 +107,7 @@ def tile_bytes(
     num_tokens: int,
     expert_rows: int | None = None,
 ) -> int:
-    """Bytes that inputs in 8 bits add to `layer_bytes`: a scale for each feature and 128 tokens, and the rows that
-    experts are padded with.
+    """Bytes that inputs in codes add to `layer_bytes`: their scales, and the rows that experts are padded with.
 
     Args:
         num_tokens: of a micro-batch.
@@ -110,19 +115,23 @@ def tile_bytes(
     """
     moe = config.is_moe(layer)
     chosen = config.num_experts_per_token * num_tokens if moe else 0
-    rows = chosen + config.num_experts * TILE // 2 if expert_rows is None else expert_rows
+    rows = chosen if expert_rows is None else expert_rows
+    if storage.grouped and expert_rows is None:
+        rows += config.num_experts * storage.qdata["experts.gate_proj"].tile.cols // 2
     padding = rows - chosen if moe and storage.grouped else 0
     matmuls = storage.matmul * 2 * config.expert_dim
     if mode != "none":
         return padding * (matmuls + storage.matmul * config.dim) if mode in ("selective", "matmuls") else 0
     shapes = _linears(config, layer)
-    widths = (shapes[roles[0]][0] for roles in _readers(config, layer) if storage.qdata.intersection(roles))
-    scales = -(-num_tokens // TILE) * sum(widths)
+    readers = [(roles, num_tokens) for roles in _readers(config, layer)]
     if moe:
-        readers = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
-        qdata = sum(shapes[roles[0]][0] for roles in readers if storage.qdata.intersection(roles))
-        scales += -(-rows // TILE) * qdata
-    return FP32 * scales + padding * (config.dim + config.expert_dim + matmuls)
+        readers += [(("experts.gate_proj", "experts.up_proj"), rows), (("experts.down_proj",), rows)]
+    scales = sum(
+        form.scale_bytes((shapes[roles[0]][0], length))  # transposed: along the tokens
+        for roles, length in readers
+        for form in {storage.qdata[name] for name in roles if name in storage.qdata}
+    )
+    return scales + padding * (config.dim + config.expert_dim + matmuls)
 
 
 def weight_copy_bytes(

@@ -17,6 +17,7 @@ from tilewright.planner.cost.shards import layer_backward, layer_forward
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import SELECTED
+from tilewright.planner.model.gemms import multiplied_in
 from tilewright.planner.model.roofline import (
     CALL_SHARE,
     CAST_BYTES,
@@ -65,8 +66,7 @@ class GemmCost:
             if which == "wgrad" and matmul.frozen:
                 continue
             flops = 2.0 * rows * shape.seq_len * matmul.share * matmul.num_weights
-            form = matmul.gemms[which]
-            name = form.name if not form.scaled else "fp8" if "fp8" in rates.matmul else "bf16"
+            name = multiplied_in(matmul.gemms[which], rates.matmul)
             padded = flops * (shape.expert_rows if matmul.share < 1 else 1.0)
             total += rates.matmul_s(name, matmul.num_weights**0.5, padded, compiled=shape.compiled)
         for kind, (calls, flops) in found.others.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.gemms import LinearGemm
+from tilewright.planner.model.gemms import LinearGemm, multiplied_in
 from tilewright.planner.model.operands import OperandBytes
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import MODES, Policy
@@ -77,5 +77,5 @@ def _seconds(mode: str, width: int, rates: Ceilings, machine: Machine) -> float:
         return 3 * rates.matmul_s(policy.matmul, width, flops)
     layer = LinearGemm("layer", width, width, 1.0, Gemms.all(mode))
     coded = OperandBytes.of([layer], TOKENS, machine, kept=machine.device == "cpu")
-    fmt = "fp8" if "fp8" in rates.matmul else policy.matmul
+    fmt = multiplied_in(layer.gemms.fprop, rates.matmul)
     return len(GEMM_NAMES) * rates.matmul_s(fmt, width, flops) + (coded.forward + coded.backward) / rates.bandwidth

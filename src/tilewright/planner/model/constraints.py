@@ -6,9 +6,10 @@ keep, and where bytes lie) changes no loss.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.config.sections.precision import ScaledFormat
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import Activations
 from tilewright.ops.base.compile import rounds_as_eager
@@ -94,8 +95,8 @@ def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activ
     precision = recipe.precision
     formats = {precision.mode, precision.start_mode or precision.mode}
     formats |= {fmt for rule in precision.rules for fmt in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)}
-    fp8 = precision.enabled and any(fmt.startswith("fp8") for fmt in formats)
-    if recipe.train.checkpoint_inputs != "exact" or (fused and fp8):
+    scaled = precision.enabled and not formats.isdisjoint(get_args(ScaledFormat))
+    if recipe.train.checkpoint_inputs != "exact" or (fused and scaled):
         return frozenset([kind])
     if not fused:
         return KEPT

@@ -219,13 +219,14 @@ def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool,
 
 def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage:
     qdata = {
-        name
+        name: formats.operands.input
         for name, formats in gemms.items()
-        if formats.wgrad.scaled and (keep == "qdata" or name.startswith("experts."))  # these run as one
+        if formats.operands is not None
+        and formats.wgrad.scaled
+        and (keep == "qdata" or name.startswith("experts."))  # these run as one
     }
-    rows = {name for name, formats in gemms.items() if formats.operands and formats.operands.input.in_rows}
-    fused = {name for name in qdata & rows if gemms[name].fprop.scaled}
-    return replace(kept, tiled=frozenset(gemms), qdata=frozenset(qdata), fused=frozenset(fused))
+    fused = {name for name, form in qdata.items() if form.in_rows and gemms[name].fprop.scaled}
+    return replace(kept, tiled=frozenset(gemms), qdata=qdata, fused=frozenset(fused))
 
 
 def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:

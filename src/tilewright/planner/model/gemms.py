@@ -3,7 +3,7 @@
 Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_shape` make layer classes of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from tilewright.precision.convert import explain
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
 from tilewright.precision.float8.gemm.weight_store import store_bytes
-from tilewright.precision.policy.gemm_formats import Gemms
+from tilewright.precision.policy.gemm_formats import GemmFormat, Gemms
 from tilewright.precision.policy.policy import Policy
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
@@ -81,9 +81,21 @@ def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | f
     return tuple(found)
 
 
-def fp8_unit(machine: Machine) -> bool:
-    """Whether matrix units multiply 8-bit operands."""
-    return machine.capability is not None and machine.capability >= (8, 9)
+def fp8_unit(machine: Machine, form: GemmFormat) -> bool:
+    """Whether matrix units multiply operands of this format as they are: with scales that kernels know."""
+    known = form.operands is not None and form.operands.input.is_fp8
+    return known and machine.capability is not None and machine.capability >= (8, 9)
+
+
+def multiplied_in(form: GemmFormat, units: Collection[str]) -> str:
+    """The format in which a matmul runs, of those that a machine has rates of: that of decoded operands where no unit
+    takes them as they are."""
+    if form.operands is None:
+        return form.name
+    if form.operands.input.is_fp8:
+        return "fp8" if "fp8" in units else "bf16"
+    forms = (form.operands.input, form.operands.weight, form.operands.gradient)
+    return "fp32" if any(each.scale.rule == "exact" for each in forms) else "bf16"
 
 
 def keeps_qdata(machine: Machine, recipe: Recipe) -> bool:
@@ -102,9 +114,9 @@ def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:
 def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
     """Bytes of the operands of the busiest 8-bit matmul: both copies of codes, and as decoded where no unit multiplies
     them."""
-    size = 2 if fp8_unit(machine) else 4
     needs = (
-        size * (tokens * matmul.share * (matmul.num_in + matmul.num_out) + matmul.num_weights)
+        (2 if all(fp8_unit(machine, form) for form in matmul.gemms.formats if form.scaled) else 4)
+        * (tokens * matmul.share * (matmul.num_in + matmul.num_out) + matmul.num_weights)
         for matmul in matmuls
         if matmul.gemms.any_scaled
     )

@@ -34,9 +34,10 @@ class OperandBytes:
         """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used. `kept`: codes
         of weights are, from step to step."""
         forward = backward = qdata = 0.0
-        seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)
+        seen = set[tuple[str, int]]()
         for matmul in matmuls:
             gemms, rows = matmul.gemms, tokens * matmul.share
+            has_unit = all(fp8_unit(machine, each) for each in gemms.formats if each.scaled)
             fprop, dgrad, wgrad = (each.scaled for each in gemms.formats)
             wgrad = wgrad and not matmul.frozen
             x, dy, weight = rows * matmul.num_in, rows * matmul.num_out, matmul.num_weights
@@ -50,6 +51,8 @@ class OperandBytes:
                 forward += DECODE_BYTES * fprop * (x + weight)
                 backward += DECODE_BYTES * (dgrad * (dy + weight) + wgrad * (dy + x))
             qdata += WEIGHT_BYTES * weight * gemms.any_scaled * (not matmul.coded)
+            if dgrad and gemms.operands is not None and not gemms.operands.weight.is_square:
+                backward += WEIGHT_BYTES * weight  # quantised along its other dimension, in each pass
         if kept:
             return cls(forward, backward, qdata)
         return cls(forward + qdata, backward + qdata)

@@ -5,10 +5,10 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 
 from tilewright.core.errors import ConfigError, HardwareError, Problem
-from tilewright.core.hardware import detect_machine, fp8_choice
+from tilewright.core.hardware import detect_machine
 from tilewright.precision.assign.module_kinds import ModuleSite
 from tilewright.precision.mixed.autocast import FUNCTIONS
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.gemm_formats import FORMATS, why_emulated
 from tilewright.precision.policy.policy import FUNCTION_OPS, KIND_OPS, FormatDecision, Policy
 from tilewright.precision.policy.report import ConversionReport, fallbacks, worst
 from tilewright.precision.policy.rules import KINDS, kinds_of
@@ -55,12 +55,11 @@ def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
     Raises:
         HardwareError: all that would be, at once, the parts with the most work first.
     """
-    choice = fp8_choice(detect_machine(report.policy.device_type))
-    problems = []
-    for name in FP8_FORMATS:
-        layers = [site.fqn for site, d in decided if d.gemms and name in d.gemms.names]
-        if layers and name not in choice.native:
-            problems.append(_fallback(f"{len(layers)} layers in {name}, the first is {layers[0]}", choice.reason))
+    machine, problems = detect_machine(report.policy.device_type), []
+    for form in FORMATS:
+        layers = [site.fqn for site, d in decided if d.gemms and form.name in d.gemms.names]
+        if layers and (reason := why_emulated(form, machine)):
+            problems.append(_fallback(f"{len(layers)} layers in {form}, the first is {layers[0]}", reason))
     for reason, rows in fallbacks(report.rows).items():
         problems.append(_fallback(worst(rows, report.rows), reason))
     if problems:

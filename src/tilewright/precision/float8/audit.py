@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError, HardwareError, Problem
-from tilewright.core.hardware import fp8_choice
 from tilewright.ops.gemm import UNITS, kind_of
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.audit_table import AuditRow
@@ -21,12 +20,12 @@ from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import Given, counters, tile_weights
 from tilewright.precision.mixed.cast import CastLinear
 from tilewright.precision.policy.gemm_formats import (
-    FP8_FORMATS,
     GEMM_FORMATS,
     GEMM_NAMES,
     GemmFormat,
     named_format,
     of_text,
+    why_emulated,
 )
 from tilewright.precision.policy.report import ModuleRow
 
@@ -176,13 +175,10 @@ def _kernel(
         return _chosen(kernels, ("linear", device, dtype, ""))[0], ""
     dtype = weight.dtype if gemm == "wgrad" else output_dtype or torch.bfloat16
     kernel, rejected = _chosen(kernels, ("tile_gemm", device, dtype, kind_of(*form.operands.of(gemm))))
-    choice = fp8_choice(kernels.machine)
-    if form.name in FP8_FORMATS and form.name not in choice.native:
-        return kernel, choice.reason
-    if kernel not in UNITS:
-        how = "decoded to 16 bits" if form.name in FP8_FORMATS else "decoded"
-        return kernel, f"operands are {how} by {kernel}; {rejected}"
-    return kernel, ""
+    if reason := why_emulated(form, kernels.machine):
+        return kernel, reason
+    how = "decoded to 16 bits" if form.operands.input.is_fp8 else "decoded"
+    return kernel, "" if kernel in UNITS else f"operands are {how} by {kernel}; {rejected}"
 
 
 def _chosen(kernels: Kernels, key: tuple[str, str, torch.dtype, str]) -> tuple[str, str]:

@@ -140,9 +140,9 @@ class _GroupedMatmuls(torch.autograd.Function):
             _, column = quantize_copies(dy_PM, for_column, kernels, row=False, column=True)
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(ctx.spans):
-            weight = ctx.layers[index].quantized_weight(weights_MK[index])
+            weight = ctx.layers[index].quantized_weight(weights_MK[index], transposed=True)
             ctx.layers[index].note_executed("dgrad")
-            dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight.transposed(), out_dtype=ctx.x_dtype))
+            dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight, out_dtype=ctx.x_dtype))
             if not ctx.needs_input_grad[10 + index]:
                 dweights.append(None)
                 continue

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError, HardwareError
-from tilewright.core.hardware import Machine, fp8_choice
+from tilewright.core.hardware import Machine
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
 from tilewright.ops.base.transforms import in_func_transform
@@ -27,18 +27,19 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import quantize_copies
-from tilewright.precision.float8.gemm.weight_store import new_store, stored_weight
+from tilewright.precision.float8.gemm.weight_store import new_store, weight_operand
 from tilewright.precision.mixed.cast import Cast
 from tilewright.precision.policy.gemm_formats import (
     FORMATS,
-    FP8_FORMATS,
     GEMM_NAMES,
+    SCALED_FORMATS,
     TILES,
     GemmFormat,
     Gemms,
     Operands,
     of_text,
     to_text,
+    why_emulated,
 )
 
 
@@ -121,7 +122,7 @@ class Float8Linear(Cast, nn.Linear):
             raise ConfigError(
                 "Weight gradient of this layer must stay in FP8 during a run",
                 got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
-                need=f"wgrad one of {', '.join(FP8_FORMATS)}",
+                need=f"wgrad one of {', '.join(SCALED_FORMATS)}",
                 try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes per element)',
                 where="precision",
             )
@@ -218,15 +219,13 @@ class Float8Linear(Cast, nn.Linear):
             raise AssertionError("convert gives each Float8Linear its kernels")
         return self.kernels
 
-    def quantized_weight(self, weight_MK: Tensor | None = None) -> TiledTensor:
-        """The weight (or another in its place, as a backward has saved it) as the GEMMs read it.
+    def quantized_weight(self, weight_MK: Tensor | None = None, *, transposed: bool = False) -> TiledTensor:
+        """The weight (or another in its place, as a backward has saved it) as the GEMMs read it, see `weight_operand`.
 
         Where the layer keeps FP8 data, these, checked: the next call may write to them.
         """
-        weight_MK, kernels = (self.weight if weight_MK is None else weight_MK).detach(), self._kernels()
-        if self.weight_store is None:
-            return kernels.quantize(weight_MK, self.operand_formats.weight)
-        return stored_weight(self.weight_store, weight_MK, kernels, self.operand_formats.weight)
+        weight_MK, form = (self.weight if weight_MK is None else weight_MK).detach(), self.operand_formats.weight
+        return weight_operand(self.weight_store, weight_MK, self._kernels(), form, transposed=transposed)
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the formats."""
@@ -244,9 +243,9 @@ def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
 
 @functools.lru_cache(maxsize=256)
 def _known(formats: tuple[GemmFormat, ...], power_of_two: bool) -> str:
-    """The formats that recipes name and these, in the order that counts have."""
+    """The formats that recipes name and these, in the order that counts have. Of one name, the one that is given."""
     every = (each.relaxed(power_of_two=power_of_two) for each in (*FORMATS, *formats) if each in FORMATS or each.scaled)
-    return to_text(tuple(dict.fromkeys(every)))
+    return to_text(tuple({each.name: each for each in every}.values()))
 
 
 def _indices(gemms: Gemms, known: str) -> Tensor:
@@ -255,12 +254,11 @@ def _indices(gemms: Gemms, known: str) -> Tensor:
 
 
 def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
-    choice = fp8_choice(machine)
-    lost = [each.name for each in gemms.formats if each.scaled and each.name not in choice.native]
+    lost = [(each.name, reason) for each in gemms.formats if (reason := why_emulated(each, machine))]
     if lost:
         raise HardwareError(
-            f"Matmul in {lost[0]} would be emulated, and precision.strict is set",
-            got=choice.reason,
+            f"Matmul in {lost[0][0]} would be emulated, and precision.strict is set",
+            got=lost[0][1],
             need="a machine or a format in which it runs as it says",
             try_="precision.strict = false, or another format",
             where="precision",

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.formats.scaling import TENSORWISE, ScaleSpec, Tile
 from tilewright.formats.spec import E4M3, E5M2, SPECS, FloatSpec
-from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, OperandFormat, fp8_format
+from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, NVFP4, NVFP4_BLOCK, OperandFormat, fp8_format
 
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")
 
@@ -27,7 +28,8 @@ class Operands:
 
     Args:
         input: of the layer, along its features, and transposed along its tokens.
-        weight: both ways from one copy: square tiles, where kernels are to multiply it as it is.
+        weight: along its input features, and transposed along its output features; from one copy where tiles are
+            square.
         gradient: of the layer's output, likewise both ways from its values.
     """
 
@@ -39,7 +41,7 @@ class Operands:
         """Both operands of a matmul, as `ops.gemm` multiplies them."""
         return {
             "fprop": (self.input, self.weight),
-            "dgrad": (self.gradient, self.weight.transposed()),
+            "dgrad": (self.gradient, self.weight),
             "wgrad": (self.gradient, self.input),
         }[gemm]
 
@@ -96,10 +98,35 @@ FP8_TENSORWISE = GemmFormat(
     Operands(_WHOLE, _WHOLE, fp8_format(E5M2, TENSORWISE)),
     f"E4M3, gradients E5M2, one scale per tensor, {_WIDE}",
 )
-FORMATS = (FP8_TILE, FP8_HYBRID, FP8_TENSORWISE, GemmFormat("bf16"), GemmFormat("fp32"))
+_DECODED = f"emulated: operands are decoded before each matmul, {_WIDE}"
+FORMATS = (
+    FP8_TILE,
+    FP8_HYBRID,
+    FP8_TENSORWISE,
+    GemmFormat("mxfp8", Operands(MXFP8, MXFP8, MXFP8), f"E4M3, an E8M0 scale per 1x32 along the sum, {_DECODED}"),
+    GemmFormat("mxfp4", Operands(MXFP4, MXFP4, MXFP4), f"E2M1, an E8M0 scale per 1x32 along the sum, {_DECODED}"),
+    GemmFormat(
+        "nvfp4",
+        Operands(NVFP4, NVFP4_BLOCK, NVFP4),
+        f"E2M1, an E4M3 scale per 1x16, weights 16x16, under an FP32 scale per tensor, {_DECODED}",
+    ),
+    GemmFormat("bf16"),
+    GemmFormat("fp32"),
+)
 """Formats that recipes name."""
-FP8_FORMATS = tuple(each.name for each in FORMATS if each.scaled)
+SCALED_FORMATS = tuple(each.name for each in FORMATS if each.scaled)
 GEMM_FORMATS = tuple(each.name for each in FORMATS)
+
+
+def why_emulated(form: GemmFormat, machine: Machine) -> str:
+    """Why no unit of a machine multiplies the operands of a format that recipes name as they are; empty where one
+    does, or they have no scales."""
+    choice = fp8_choice(machine)
+    if form.operands is None or form.name not in SCALED_FORMATS or form.name in choice.native:
+        return ""
+    if form.operands.input.is_fp8:
+        return choice.reason
+    return f"no kernel multiplies {form.name}: its operands are decoded, exactly, before each matmul"
 
 
 def named_format(name: str) -> GemmFormat:
@@ -143,8 +170,8 @@ class Gemms:
             raise ConfigError(
                 "Matmuls of one layer need the same kind of scale",
                 got=", ".join(f"{gemm} {name}" for gemm, name in zip(GEMM_NAMES, self.names, strict=True)),
-                need="tiles in all of them, or fp8_tensorwise in all of them",
-                try_='"fp8_tile", or "bf16" for the odd one',
+                need="one of the 8- or 4-bit formats in all of them (fp8_tile and fp8_hybrid may be mixed)",
+                try_='"fp8_tile" in all of them, or "bf16" for the odd one',
                 where="precision.rules",
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain, named_format
+from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, SCALED_FORMATS, Gemms, expected_gain, named_format
 from tilewright.precision.policy.rules import (
     ALWAYS_FP32,
     FP8_KINDS,
@@ -21,7 +21,7 @@ from tilewright.precision.policy.rules import (
     rule_error,
 )
 
-MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
+MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *SCALED_FORMATS)
 KEEPS = ("qdata", "value")
 DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
 """Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
@@ -85,8 +85,8 @@ class Policy:
     Args:
         mode: fp32 | tf32 (FP32 with TF32 matmuls) | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit
             matmuls; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
-            fp8_tile, fp8_hybrid, fp8_tensorwise (bf16_mixed with the matmuls of linear layers in 8 bits, see
-            `gemm_formats.GEMM_FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
+            fp8_tile, fp8_hybrid, fp8_tensorwise, mxfp8, mxfp4, nvfp4 (bf16_mixed with the matmuls of linear layers in 8
+            or 4 bits, see `gemm_formats.FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
             Sums are accumulated in FP32 and masters are FP32 in all of them.
         rules: exceptions by name and kind, later ones win.
         fp32_ops: operations kept in FP32: `layer_norm`, `softmax`, ... (all names: `FP32_OPS`).
@@ -173,8 +173,8 @@ class Policy:
 
     @property
     def is_fp8(self) -> bool:
-        """True for the modes in which linear layers have 8-bit operands."""
-        return self.mode in FP8_FORMATS
+        """True for the modes in which linear layers have operands of 8 or 4 bits with scales."""
+        return self.mode in SCALED_FORMATS
 
     @property
     def rounds_to_integers(self) -> bool:
@@ -227,7 +227,7 @@ class Policy:
                 decision = _follow(rule, index, decision, kind, self.stream if kind == "embedding" else self.matmul)
         if kind == "head":
             name = decision.gemms.fprop.name if decision.gemms else decision.operands
-            wide = {"tf32": "fp32"} | dict.fromkeys(FP8_FORMATS, "bf16")
+            wide = {"tf32": "fp32"} | dict.fromkeys(SCALED_FORMATS, "bf16")
             decision = replace(decision, output=wide.get(name, name))
         if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
             decision = replace(decision, reason=decision.reason + "; slow on CPUs: no matrix unit for FP16")
@@ -242,13 +242,15 @@ class Policy:
             reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
             return FormatDecision("bf16", self.storage, "bf16", reason)
         gain = expected_gain(*features) if features else 0.0
-        if features and self.device_type == "cuda" and gain < self.fp8_min_gain:
+        form = named_format(self.mode)
+        faster = form.operands is not None and form.operands.input.is_fp8  # the others are emulated, and never are
+        if features and self.device_type == "cuda" and faster and gain < self.fp8_min_gain:
             reason = (
                 f"{self.mode}: too small, {features[0]} -> {features[1]} features are expected to run "
                 f"{gain:.2f}x as fast as in BF16, and fp8_min_gain is {self.fp8_min_gain:g}"
             )
             return FormatDecision("bf16", self.storage, "bf16", reason)
-        gemms, reason = Gemms.all(self.mode), f"{self.mode}: {named_format(self.mode).reason}"
+        gemms, reason = Gemms.all(form), f"{self.mode}: {form.reason}"
         if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.bf16_grad_layers):
             gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
             reason += "; gradients in BF16: attention output projections are sensitive (precision.bf16_grad_layers)"
@@ -283,10 +285,10 @@ def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: 
         how = "looked up" if kind == "embedding" else f"multiplied in {plain.upper()}"
         reason = f"rule {index + 1}: {rule}; rounded to integers and {how}, so training is not faster"
         return replace(decision, compute=rule.compute, reason=reason, rule=index, gemms=None, matmul=plain)
-    if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
+    if kind not in FP8_KINDS and (rule.compute in SCALED_FORMATS or not rule.compute):
         return decision
     reason = f"rule {index + 1}: {rule}"
-    gemms = Gemms.all(rule.compute) if rule.compute in FP8_FORMATS else None if rule.compute else decision.gemms
+    gemms = Gemms.all(rule.compute) if rule.compute in SCALED_FORMATS else None if rule.compute else decision.gemms
     if rule.gemms:
         gemms = (gemms or _all_gemms(rule.compute or decision.compute, rule)).changed(rule.gemms)
         gemms = None if gemms.uniform and not gemms.any_scaled else gemms

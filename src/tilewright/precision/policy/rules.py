@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tilewright.core.errors import ConfigError
-from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
+from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, GEMM_NAMES, SCALED_FORMATS
 
 INTEGER_FORMATS = ("int8", "int4", "int4_a8")
 """Formats of quantisation-aware training: weights are rounded to integers and back, the matmul itself runs in the
 mode's format. int8: a scale per output channel, inputs rounded to INT8 per token too. int4: a scale per 32 weights.
 int4_a8: the same with inputs rounded as for int8."""
-FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, *INTEGER_FORMATS)
+FORMATS = ("fp32", "tf32", "bf16", "fp16", *SCALED_FORMATS, *INTEGER_FORMATS)
 FP8_KINDS = ("linear", "head", "experts")
 """Kinds of module that can compute in 8 bits."""
 INTEGER_KINDS = (*FP8_KINDS, "embedding")
@@ -73,7 +73,7 @@ class Rule:
         fixed = self.kind if self.kind in ALWAYS_FP32 and self.sets_formats else self.op
         if fixed in ALWAYS_FP32 and (self.compute != "fp32" or self.gemms):
             raise rule_error(f"{fixed} cannot compute in anything but FP32.", self, f"fp32: {ALWAYS_FP32[fixed]}")
-        if self.op not in ("*", *FP8_KINDS) and (self.compute in FP8_FORMATS or self.gemms):
+        if self.op not in ("*", *FP8_KINDS) and (self.compute in SCALED_FORMATS or self.gemms):
             raise rule_error(
                 f"{self.op} has no matmul that can be set so.",
                 self,

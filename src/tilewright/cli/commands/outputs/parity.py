@@ -12,12 +12,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import Any, get_args
 
 from tilewright.core import env
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.precision import ScaledFormat
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
 from tilewright.core.subprocess_call import answer, answer_error, call_module
@@ -183,7 +184,7 @@ def tiny(recipe: Recipe, ranks: int) -> Recipe:
 def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
     """Of loss, gradients and weights in the recipe's formats."""
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
-    if mode.startswith("fp8"):
+    if mode in get_args(ScaledFormat):
         return TOLERANCE["8-bit"]
     loss, gradient, weight = TOLERANCE["fp32" if mode in ("fp32", "tf32") else "16-bit"]
     if recipe.optim.kind == "muon" or recipe.optim.moments != "fp32":  # the update itself computes in BF16, or rounds

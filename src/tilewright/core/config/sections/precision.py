@@ -6,7 +6,7 @@ from pydantic import Field
 
 from tilewright.core.config.section import EVERY, Count, Section
 
-ScaledFormat = Literal["fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
+ScaledFormat = Literal["fp8_tile", "fp8_hybrid", "fp8_tensorwise", "mxfp8", "mxfp4", "nvfp4"]
 """Names of formats whose operands have scales, as `precision.policy.gemm_formats` defines them."""
 Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", ScaledFormat]
 ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", ScaledFormat, "int8", "int4", "int4_a8"]
@@ -67,7 +67,8 @@ class PrecisionSection(Section):
     """fp32 | tf32 | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit matmuls, FP32 residual stream,
     norms, softmax and loss) | pure_fp16 (FP16 weights and activations too) | fp8_tile (bf16_mixed with linear layers in
     E4M3, scaled by tiles of 1x128 and 128x128) | fp8_hybrid (the same, gradients in E5M2) | fp8_tensorwise (one scale
-    per tensor, for comparison)."""
+    per tensor, for comparison) | mxfp8, mxfp4, nvfp4 (bf16_mixed with linear layers in these formats, emulated on any
+    machine: the numbers are theirs, and nothing gets faster)."""
     start_mode: Mode | None = None
     """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
     start_fraction: float = Field(default=0.2, gt=0, lt=1)

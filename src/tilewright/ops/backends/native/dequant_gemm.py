@@ -21,7 +21,7 @@ from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
 
-_FP32_MANTISSA = 0x007FFFFF
+_FP32_MANTISSA, _FP32_EXPONENT = 0x007FFFFF, 0x7F800000
 _AMX_COLUMNS = 32
 
 
@@ -53,6 +53,32 @@ def _decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype
     else:
         out_MN = F.linear(a_MK, b_NK).to(torch.float32)
     return (out_MN if bias is None else out_MN + bias.to(torch.float32)).to(out_dtype)
+
+
+@torch.library.custom_op("tilewright::wide_matmul", mutates_args=())
+def wide_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`decoded_matmul` of operands in FP32: by the BF16 unit where that loses nothing, as of MXFP8 and MXFP4."""
+    rounds_once = out_dtype == torch.bfloat16 or a_MK.is_cuda
+    if rounds_once and is_fast_bf16(a_MK.device) and fits_bf16(a_MK) and fits_bf16(b_NK):
+        a_MK, b_NK = a_MK.to(torch.bfloat16), b_NK.to(torch.bfloat16)
+    return decoded_matmul(a_MK, b_NK, bias_N, out_dtype)
+
+
+@wide_matmul.register_fake
+def _(a_MK, b_NK, bias_N, out_dtype):
+    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
+
+
+def fits_bf16(x: Tensor) -> bool:
+    """Whether all of these FP32 numbers are zero, infinite, NaN or normal numbers of BF16; waits for the device.
+
+    Example:
+        >>> fits_bf16(torch.tensor([0.0, 1.75, -(2.0**-126)])), fits_bf16(torch.tensor([2.0**-127]))
+        (True, False)
+    """
+    bits = x.contiguous().view(torch.int32)
+    subnormal = ((bits & _FP32_EXPONENT) == 0) & ((bits & _FP32_MANTISSA) != 0)
+    return not bool((((bits & 0xFFFF) != 0) | subnormal).any())
 
 
 def is_fast_bf16(device: torch.device) -> bool:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.formats.tiled import OperandFormat, TiledTensor
+from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.kernels import Kernels, kernels_of
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.gemm.operands import Parts, of_parts, parts_of, quantize_copies, tile_wgrad
-from tilewright.precision.float8.gemm.weight_store import stored_weight
+from tilewright.precision.float8.gemm.weight_store import weight_operand
 from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, GEMM_NAMES, GemmFormat, of_text
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -196,7 +196,7 @@ def _run_fprop(
     row = of_parts(found.operands.input, (row_qdata, row_scale, row_second))
     if row is None:
         row = run.quantize(x, found.operands.input)
-    operand = _weight(run, weight, store, found.operands.weight)
+    operand = weight_operand(store, weight, run, found.operands.weight)
     return run.tile_gemm(row, operand, bias, out_dtype=out_dtype)
 
 
@@ -248,8 +248,8 @@ def _input_gradient(
 ) -> Tensor:  # fmt: skip
     if row is None or form.operands is None:
         return run.linear(dy.to(form.dtype), weight.to(form.dtype).T).to(x_dtype)
-    operand = _weight(run, weight, store, form.operands.weight)
-    return run.tile_gemm(row, operand.transposed(), out_dtype=x_dtype)
+    operand = weight_operand(store, weight, run, form.operands.weight, transposed=True)
+    return run.tile_gemm(row, operand, out_dtype=x_dtype)
 
 
 def _weight_gradient(
@@ -301,8 +301,3 @@ def _gradient_copies(
     if form is None:
         return None, None
     return quantize_copies(dy, form, run, row=for_row is not None, column=for_column is not None)
-
-
-def _weight(run: Kernels, weight: Tensor, store: Tensor | None, form: OperandFormat) -> TiledTensor:
-    """The data of a weight as it is now."""
-    return run.quantize(weight, form) if store is None else stored_weight(store, weight, run, form)

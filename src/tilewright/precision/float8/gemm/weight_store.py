@@ -65,6 +65,17 @@ def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: Oper
     return tiled
 
 
+def weight_operand(
+    store: Tensor | None, weight_MK: Tensor, kernels: Kernels, form: OperandFormat, *, transposed: bool = False
+) -> TiledTensor:
+    """A weight as a matmul reads it: [M, K], or [K, M] for the input's gradient. The transposed one is the same codes
+    and scales where tiles are square, else it is quantised along its own rows, in each pass."""
+    if transposed and not form.is_square:
+        return kernels.quantize(weight_MK.T, form)
+    found = kernels.quantize(weight_MK, form) if store is None else stored_weight(store, weight_MK, kernels, form)
+    return found.transposed() if transposed else found
+
+
 def contents(store: Tensor, shape: tuple[int, ...], form: OperandFormat) -> TiledTensor:
     """The FP8 data [M, K] and scales in a store, unchecked."""
     grid, dtype = form.tile.grid((shape[0], shape[1])), form.scale.dtype
