@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -123,12 +123,14 @@ class MatmulCounter(TorchDispatchMode):
     Attributes:
         gemms: (calls, FLOPs) of matrix matmuls, by kind. Attention is not among them.
         attention: FLOPs of fused attention's forward pass.
+        times: how often each operation counts (`begin_repeated`).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.gemms: dict[GemmKind, tuple[int, float]] = {}
         self.attention = 0.0
+        self.times = 1
         self._module = ""
 
     @property
@@ -147,13 +149,22 @@ class MatmulCounter(TorchDispatchMode):
         formula = _formulas().get(packet)
         if formula is None or packet in _ATTENTION_BACKWARD:
             return
-        flops = formula(*args, **kwargs, out_val=out)
+        flops = self.times * formula(*args, **kwargs, out_val=out)
         if packet in ATTENTION:
             self.attention += flops
             return
         kind = _kind(self._module, packet, args)
         calls, before = self.gemms.get(kind, (0, 0.0))
-        self.gemms[kind] = (calls + 1, before + flops)
+        self.gemms[kind] = (calls + self.times, before + flops)
+
+    def begin_repeated(self, times: int) -> None:
+        """See the function of this name."""
+        self.end_repeated()
+        self.times = times
+
+    def end_repeated(self) -> None:
+        """See the function of this name."""
+        self.times = 1
 
 
 class LiveBytes(MatmulCounter):
@@ -181,7 +192,9 @@ class LiveBytes(MatmulCounter):
         self.landed = self.passing_peak = 0
         self.operations = 0
         self.limit = limit
-        self._known: set[int] = set()
+        self._times_of: dict[int, int] = {}
+        """By storage: in how many equal passes there is one like it."""
+        self._pass: _FirstPass | None = None
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -210,7 +223,7 @@ class LiveBytes(MatmulCounter):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # asks for a property of a fake tensor
             return out
-        self.operations += 1
+        self.operations += self.times
         if self.limit and self.operations > self.limit:
             raise TooLong(f"more than {self.limit:,} operations")
         self._count_matmuls(func.overloadpacket, out, args, kwargs or {})
@@ -220,28 +233,84 @@ class LiveBytes(MatmulCounter):
         in_place = self.in_backward and func is _aten.add.Tensor and written[0].shape == read[0].shape
         made = sum(self._add(tensor.untyped_storage(), old) for tensor in written)
         if not in_place:
-            self.peak = max(self.peak, self.live)
-            self.passing_peak = max(self.passing_peak, self.live - self.landed)
+            self._reach(self.live)
         if _moves(func):
-            self.fresh += 0 if in_place else made
+            self.fresh += 0 if in_place else self.times * made
             walked = (*written, *written) if func.overloadpacket in _GATHERS else (*read, *written)
-            self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
+            self.moved += self.times * sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
         return out
+
+    def begin_repeated(self, times: int) -> None:
+        super().begin_repeated(times)
+        if times > 1:
+            self._pass = _FirstPass(self.live)
+
+    def end_repeated(self) -> None:
+        one, more = self._pass, self.times - 1
+        self._pass, self.times = None, 1
+        if one is not None:
+            grown = self.live + one.freed_once - one.before
+            self.live += more * grown
+            self._reach(max(one.peak, one.peak + (more - 1) * grown, one.last_peak + more * grown))
+
+    def _reach(self, live: int) -> None:
+        """Note bytes that are alive."""
+        if self._pass is not None:
+            self._pass.peak = max(self._pass.peak, live + self._pass.freed_once)
+            self._pass.last_peak = max(self._pass.last_peak, live)
+        else:
+            self.peak = max(self.peak, live)
+            self.passing_peak = max(self.passing_peak, live - self.landed)
 
     def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
         """Count a storage; its bytes where it is new."""
         key = storage._cdata
-        if key in self._known or id(storage) in old:
+        if key in self._times_of or id(storage) in old:
             return 0
         size = storage.nbytes()
-        self._known.add(key)
+        self._times_of[key] = self.times
         self.live += size
         weakref.finalize(storage, self._free, key, size)
         return size
 
     def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+        times = self._times_of.pop(key)
+        if self._pass is None:
+            self.live -= times * size
+        elif times == self.times:
+            self.live -= size
+        else:
+            self.live -= times * size
+            self._pass.freed_once += times * size
+
+
+@dataclass
+class _FirstPass:
+    """The first of equal passes, which `LiveBytes` runs alone. `before`: bytes alive at its beginning. `peak`: most in
+    it; `last_peak`: the same in a pass that frees what is the same for all of them, `freed_once` bytes."""
+
+    before: int
+    freed_once: int = 0
+    peak: int = 0
+    last_peak: int = 0
+
+
+def begin_repeated(times: int) -> None:
+    """Count what runs up to `end_repeated` as if it ran so many times, one pass after another, each on tensors of its
+    own. In backward too: call it where autograd comes to what was made so. What counts is what counts now; the rest
+    does not change."""
+    for counter in _counters():
+        counter.begin_repeated(times)
+
+
+def end_repeated() -> None:
+    """End what `begin_repeated` began, if it is not ended."""
+    for counter in _counters():
+        counter.end_repeated()
+
+
+def _counters() -> list[MatmulCounter]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, MatmulCounter)]
 
 
 def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:

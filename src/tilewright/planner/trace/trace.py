@@ -24,11 +24,13 @@ from tilewright.core.hardware import Machine
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.probe import REFUSALS, Documents
 from tilewright.ops.kernels import Kernels
+from tilewright.planner.trace.alike_experts import AlikeExperts
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
 from tilewright.planner.trace.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import GroupedGemms, fuse_attention
 from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
 from tilewright.precision.convert import convert
+from tilewright.precision.float8.third_party import tile_weights
 from tilewright.precision.policy.policy import Policy
 
 MASKED_SHARE = 0.15
@@ -142,6 +144,8 @@ class Tracer:
             if machine.device == "cuda":
                 fuse_attention([self.model.net, *self.model.layers])
             convert(self.model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+            for given in tile_weights(self.model).values():
+                given.matmuls.expert_loop = AlikeExperts
             self.model.train()
 
     def trace(self, rows: int, measures: Measures = Measures.ALL) -> Trace:

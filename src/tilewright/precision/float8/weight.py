@@ -8,8 +8,9 @@ matmuls and gradients are those of a `Float8Linear` with that matrix, bit for bi
 Legend: N tokens  K input features  M output features  E experts  P rows of all experts, one expert after another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,35 @@ from tilewright.precision.float8.gemm.operands import quantize_copies
 from tilewright.precision.float8.linear import new_switch, operands_of
 from tilewright.precision.policy.gemm_formats import Gemms
 
+T = TypeVar("T")
+
+
+class ExpertLoop:
+    """One pass over the experts of a stack, one after another. A plan's trace has another one (`planner.trace`).
+
+    Args:
+        counts: rows of each expert.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+
+    def split(self, x_PK: Tensor) -> Sequence[Tensor]:
+        """The rows of each expert."""
+        return x_PK.split(self.counts)
+
+    def unbind(self, stack: Tensor) -> Sequence[Tensor]:
+        """What each expert has of a stack [E, ...]. Not stack[e]: each such view writes a gradient of the whole."""
+        return stack.unbind()
+
+    def each(self, of: Callable[[int], T]) -> list[T]:
+        """What a function gives for the number of each expert."""
+        return [of(expert) for expert in range(len(self.counts))]
+
+    def join(self, outs_PM: Sequence[Tensor]) -> Tensor:
+        """The rows of all experts."""
+        return torch.cat([out for out, count in zip(outs_PM, self.counts, strict=True) if count])
+
 
 class Float8Weight:
     """Formats and counts of the matmuls with one weight."""
@@ -37,6 +67,7 @@ class Float8Weight:
         self.operand_formats = operands_of(Gemms.all("bf16"))
         """See `Float8Linear.operand_formats`."""
         self.kernels: Kernels | None = None
+        self.expert_loop = ExpertLoop
         self.switch = new_switch(Gemms.all("bf16"))
 
     def set_formats(self, compute: str, output: str) -> None:
@@ -120,33 +151,37 @@ class Float8Weight:
         """
         if sum(counts) != len(x_PK) or len(counts) != len(stack_EMK):
             raise AssertionError(f"{len(x_PK)} rows and {sum(counts)} counted, for {len(counts)} experts")
-        # Not stack[e]: each such view writes a gradient of the whole stack.
-        weights, biases = stack_EMK.unbind(), bias_EM.unbind() if bias_EM is not None else [None] * len(counts)
+        if not len(x_PK):
+            return x_PK.new_zeros((0, stack_EMK.shape[1]), dtype=self.output_dtype)
+        loop = self.expert_loop(counts)
+        weights, rows = loop.unbind(stack_EMK), loop.split(x_PK)
+        biases = [None] * len(counts) if bias_EM is None else loop.unbind(bias_EM)
         with torch.autocast(x_PK.device.type, enabled=False):
-            copies = self._grouped_copies(x_PK.detach(), counts, stack_EMK.requires_grad)
-            outs = [
-                self._multiply(x, weight, bias, given)
-                for x, weight, bias, given in zip(x_PK.split(list(counts)), weights, biases, copies, strict=True)
-                if len(x)
-            ]
-        return torch.cat(outs) if outs else x_PK.new_zeros((0, stack_EMK.shape[1]), dtype=self.output_dtype)
+            copies = self._grouped_copies(x_PK.detach(), loop, stack_EMK.requires_grad)
+            outs = loop.each(
+                lambda e: self._multiply(rows[e], weights[e], biases[e], copies[e]) if counts[e] else rows[e]
+            )
+        return loop.join(outs)
 
-    def _grouped_copies(self, x_PK: Tensor, counts: Sequence[int], wants_dw: bool) -> list[InputCopies | None]:
+    def _grouped_copies(self, x_PK: Tensor, loop: ExpertLoop, wants_dw: bool) -> Sequence[InputCopies | None]:
         """Copies of each expert's rows, all quantised at once.
 
         Each expert's rows begin at a whole tile there, so that no tile of a column-wise copy holds two experts'. With
         a scale per tensor each expert has its own, and quantises for itself.
         """
+        counts = loop.counts
         if self.gemms is None or not self.gemms.any_scaled or not self.operand_formats.input.in_rows:
             return [None] * len(counts)
-        width = self.operand_formats.input.tile.cols
-        parts = [F.pad(part, (0, 0, 0, -len(part) % width)) for part in x_PK.split(list(counts))]
+        width, rows = self.operand_formats.input.tile.cols, loop.split(x_PK)
+        parts = loop.each(lambda e: F.pad(rows[e], (0, 0, 0, -counts[e] % width)))
         starts = [0, *accumulate(len(part) for part in parts)]
         both = self._copies(torch.cat(parts), wants_dw)
-        return [
-            InputCopies(
-                None if both.row is None else both.row.rows(start, start + count),
-                None if both.column is None else both.column.columns(start, start + count),
+
+        def copies(expert: int) -> InputCopies:
+            start, end = starts[expert], starts[expert] + counts[expert]
+            return InputCopies(
+                None if both.row is None else both.row.rows(start, end),
+                None if both.column is None else both.column.columns(start, end),
             )
-            for start, count in zip(starts, counts, strict=False)
-        ]
+
+        return loop.each(copies)

@@ -1,0 +1,132 @@
+"""Experts of a stack in a trace: one stands for all of its neighbours that have as many rows.
+
+What it makes, and what its backward pass makes, counts for each of them (`byte_counter.begin_repeated`). The operations
+around the loop (split, unbind, cat and their gradients) are those of the loop over all experts.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.planner.trace.byte_counter import begin_repeated, end_repeated
+from tilewright.precision.float8.weight import ExpertLoop
+
+T = TypeVar("T")
+
+
+class _Alike(NamedTuple):
+    """Neighbouring experts, each with so many rows. `row`: the first row of the first of them."""
+
+    first: int
+    number: int
+    rows: int
+    row: int
+
+
+class AlikeExperts(ExpertLoop):
+    """A pass over the experts that runs the first of each group of neighbours with equal rows."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__(counts)
+        self.groups: list[_Alike] = []
+        first = row = 0
+        for rows, alike in groupby(counts):
+            self.groups.append(_Alike(first, len(list(alike)), rows, row))
+            first, row = first + self.groups[-1].number, row + self.groups[-1].number * rows
+
+    def split(self, x_PK: Tensor) -> Sequence[Tensor]:
+        return self._for_all(_Split.apply(x_PK, self))
+
+    def unbind(self, stack: Tensor) -> Sequence[Tensor]:
+        return self._for_all(_Unbind.apply(stack, self))
+
+    def each(self, of: Callable[[int], T]) -> list[T]:
+        found = []
+        for group in self.groups:
+            begin_repeated(group.number)
+            try:
+                found.append(of(group.first))
+            finally:
+                end_repeated()
+            if isinstance(found[-1], Tensor) and found[-1].requires_grad and group.rows:
+                found[-1].register_hook(lambda _, number=group.number: begin_repeated(number))
+        return self._for_all(found)
+
+    def join(self, outs_PM: Sequence[Tensor]) -> Tensor:
+        return _Join.apply(self, *(outs_PM[group.first] for group in self.groups if group.rows))
+
+    def _for_all(self, firsts: Sequence[T]) -> list[T]:
+        """What the first of each group has, for every expert."""
+        return [one for one, group in zip(firsts, self.groups, strict=True) for _ in range(group.number)]
+
+
+class _Parts(torch.autograd.Function):
+    """Parts of a tensor for the first expert of each group. Backward repeats what autograd does for all parts: parts
+    that nobody used are zeros, and the result is converted while the gradients of the parts are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loop: AlikeExperts) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.loop, ctx.dtype = loop, x.grad_dtype if x.is_leaf else None
+        parts = x.unbind() if ctx.stacked else x.split(loop.counts)
+        return tuple(parts[group.first] for group in loop.groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        end_repeated()
+        whole = _put_together(ctx, grads)
+        return whole.to(ctx.dtype or whole.dtype), None
+
+
+def _put_together(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
+    """The gradient of a tensor from those of its parts."""
+    one = next(grad for grad in grads if grad is not None)
+    firsts = []
+    for grad, group in zip(grads, ctx.loop.groups, strict=True):
+        if grad is None:
+            begin_repeated(group.number)
+            shape = () if ctx.stacked else (group.rows, *one.shape[1:])
+            grad = torch.zeros(shape, dtype=one.dtype, device=one.device)
+            grad = grad.expand(one.shape) if ctx.stacked else grad
+            end_repeated()
+        firsts.append(grad)
+    every = ctx.loop._for_all(firsts)
+    return torch.stack(every) if ctx.stacked else torch.cat(every)
+
+
+class _Split(_Parts):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loop: AlikeExperts) -> tuple[Tensor, ...]:
+        ctx.stacked = False
+        return _Parts.forward(ctx, x, loop)
+
+
+class _Unbind(_Parts):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loop: AlikeExperts) -> tuple[Tensor, ...]:
+        ctx.stacked = True
+        return _Parts.forward(ctx, x, loop)
+
+
+class _Join(torch.autograd.Function):
+    """The rows of all experts from those of the first of each group."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: AlikeExperts, *firsts: Tensor) -> Tensor:
+        ctx.groups = [group for group in loop.groups if group.rows]
+        return torch.cat([one for one, group in zip(firsts, ctx.groups, strict=True) for _ in range(group.number)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PM: Tensor) -> Any:
+        found = []
+        for group in ctx.groups:
+            begin_repeated(group.number)
+            found.append(grad_PM.narrow(0, group.row, group.rows))
+            end_repeated()
+        return None, *found
