@@ -70,6 +70,7 @@ class Probe:
 
 _CONTROLLER = "tests/training/test_controller_run.py::test_settings_of_the_controller"
 
+_STAGES = "tests/training/test_pipeline_run.py::test_it_is_the_run_of_one_process"
 _SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
 
 PROOFS: dict[str, Probe | str] = {
@@ -213,6 +214,9 @@ PROOFS: dict[str, Probe | str] = {
     "checkpoint.export_format": "tests/training/test_fp8_folder.py::test_export_format",
     "log.sinks": Probe('["tensorboard"]', "files"),
     "log.report": "tests/cli/test_train.py::test_report",
+    "parallel.pp": Probe("2", "error"),
+    "parallel.schedule": _STAGES,
+    "parallel.virtual_stages": _STAGES,
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.reshard_after_forward": _SHARDED,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.optim.gradients import gradient_values, total_norm
@@ -40,6 +41,7 @@ class GradClip:
         momentum: of the running mean, in steps; adaptive clipping starts after as many.
         elements: bound on the magnitude of each element of the true gradient, applied before the norm that is
             clipped and told; 0 for none.
+        row: ranks that hold other layers of the model, whose gradients the norm is of too; None where there are none.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class GradClip:
         threshold: float = 1e5,
         momentum: int = 20,
         elements: float = 0.0,
+        row: dist.ProcessGroup | None = None,
     ):
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.threshold = threshold
         self.momentum = momentum
         self.elements = elements
+        self._row = row
         self.mean_norm = 0.0
         self.num_norms = 0
 
@@ -65,12 +69,12 @@ class GradClip:
         Raises nothing: trouble is reported in the result's `skip`, and the gradients are then left as they were.
         """
         lists = gradient_values(params)
-        norm = total_norm(lists) * inv_scale
+        norm = total_norm(lists, self._row) * inv_scale
         if self.elements and math.isfinite(norm):  # an overflow must stay one
             for grads in lists:
                 torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
                 torch._foreach_clamp_max_(grads, self.elements / inv_scale)
-            norm = total_norm(lists) * inv_scale
+            norm = total_norm(lists, self._row) * inv_scale
         result = self.decide(norm)
         factor = inv_scale * result.factor
         if factor != 1.0 and result.skip is None:

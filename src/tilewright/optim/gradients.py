@@ -39,11 +39,22 @@ def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(lists.values())
 
 
-def total_norm(lists: list[list[Tensor]]) -> float:
-    """Euclidean norm of all values together, over all ranks where they are sharded."""
+def total_norm(lists: list[list[Tensor]], row: dist.ProcessGroup | None = None) -> float:
+    """Euclidean norm of all values together, over all ranks where they are sharded.
+
+    Args:
+        lists: from `gradient_values`.
+        row: ranks that have other values, which count too; None where there are none.
+    """
     norms = [torch.nn.utils.get_total_norm(values, foreach=True) for values in lists]
     norms = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
-    return math.hypot(*norms)
+    norm = math.hypot(*norms)
+    if row is None:
+        return norm
+    device = lists[0][0].device if lists else torch.device("cpu")
+    square = torch.tensor(norm * norm, dtype=torch.float64, device=device)
+    dist.all_reduce(square, group=row)
+    return math.sqrt(square)
 
 
 def all_finite(values: list[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues
 from tilewright.ops.base.parts import TensorPart, rows_of, sharded_like
+from tilewright.parallel.pipeline.stages import ModelStage
 from tilewright.parallel.shard import Sharding, ready, shard
 
 ROWS_BYTES = 16 * 2**20
@@ -32,6 +33,7 @@ def shard_from_meta(
     *,
     fresh: bool = True,
     before_gather: Callable[[], None] | None = None,
+    stages: Sequence[ModelStage] = (),
 ) -> None:
     """Shard a model without memory, and fill its parts and buffers.
 
@@ -43,6 +45,7 @@ def shard_from_meta(
         fresh: False leaves parameters unfilled, for a checkpoint. Buffers, which it may not hold, are filled.
         before_gather: called once this rank's parts are filled. Ranks read for as long as their disks take, and a
             collective waits no longer than its timeout.
+        stages: of the model, where each is sharded for itself; `layers` means nothing then.
 
     Raises:
         ConfigError: see `shard`.
@@ -60,11 +63,45 @@ def shard_from_meta(
             fill_part(values, name, on_host, part)
             own.copy_(on_host)
     _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
-    shard(model, layers, mesh, sharding)
+    shard_all(model, layers, mesh, sharding, stages)
     _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, param))
     if before_gather is not None:
         before_gather()
-    ready(model)
+    for root in stages or (model,):
+        ready(root)
+
+
+def shard_all(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    stages: Sequence[ModelStage] = (),
+) -> None:
+    """`shard` of a model, or of each of its stages."""
+    for stage in stages:
+        shard(stage, list(stage.layers), mesh, sharding)
+    if not stages:
+        shard(model, layers, mesh, sharding)
+
+
+@torch.no_grad()
+def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device, *, fresh: bool = True) -> None:
+    """The same for what is held whole: a rank's stages without shards.
+
+    Args:
+        model, values, device, fresh: see `shard_from_meta`.
+    """
+    to_placeholders(model, device)
+    fill_buffers(model, values)
+
+    def whole(name: str, param: nn.Parameter) -> Tensor:
+        out = torch.empty(param.shape, dtype=param.dtype)
+        if fresh:
+            values({name: out})
+        return out.to(device)
+
+    _renew(model, whole)
 
 
 def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:

@@ -44,7 +44,7 @@ class MeshSizes:
     @staticmethod
     def of(section: ParallelSection) -> "MeshSizes":
         """What a recipe asks for."""
-        return MeshSizes(dp_replicate=section.dp_replicate, dp_shard=section.dp_shard)
+        return MeshSizes(pp=section.pp, dp_replicate=section.dp_replicate, dp_shard=section.dp_shard)
 
     @property
     def world(self) -> int:
@@ -89,7 +89,7 @@ class MeshSizes:
                 "Mesh that does not fit the number of processes",
                 got=f"{self}, and {world} processes",
                 need=f"{' x '.join(self._shown)} = number of processes",
-                try_=f"--parallel.dp_replicate 1 --parallel.dp_shard -1 for {world} shards",
+                try_=self._fitting(world),
             )
         if sizes.dp_shard * sizes.tp % sizes.ep:
             raise ConfigError(
@@ -99,6 +99,12 @@ class MeshSizes:
                 try_=f"ep = {sizes.dp_shard * sizes.tp}",
             )
         return sizes
+
+    def _fitting(self, world: int) -> str:
+        if self.pp == 1:
+            return f"--parallel.dp_replicate 1 --parallel.dp_shard -1 for {world} shards"
+        pp = next(pp for pp in range(min(self.pp, world), 0, -1) if world % pp == 0)
+        return f"--parallel.pp {pp} --parallel.dp_replicate 1 --parallel.dp_shard -1 for {world // pp} shards per stage"
 
     def __str__(self) -> str:
         """The axes that are used.

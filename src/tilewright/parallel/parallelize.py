@@ -1,18 +1,21 @@
 """The one place in which a model is cut over ranks: each kind of parallelism is a line here, in the order of the lines.
 
     convert(model, policy)  # first: dtypes of parameters are settled before they are cut
-    parallelize(model, world, recipe.parallel, device=device)
+    model = parallelize(model, world, recipe.parallel, device=device)
     optimizer = ...  # parameters are new objects
 
-What cuts inside of a layer (tensors, experts) comes before FSDP2, which shards what the others have left on a rank.
+Layers go to stages first; what cuts inside of a layer (tensors, experts) comes before FSDP2, which shards what the
+others have left on a rank.
 """
 
 import torch
 
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.parallel.fill import shard_from_meta
-from tilewright.parallel.shard import Sharding, shard
+from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stages import ModelStage, hold_stages
+from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World
 
 
@@ -24,8 +27,9 @@ def parallelize(
     device: torch.device,
     values: InitialValues | None = None,
     fresh: bool = True,
-) -> None:
-    """Cut a model over the ranks, in place. Nothing is put around it on one rank, and where each holds a copy.
+) -> Model:
+    """Cut a model over the ranks; what this rank has of it. That is the model itself where ranks hold shards or copies
+    of all layers: nothing is put around it.
 
     Args:
         model: converted.
@@ -36,14 +40,21 @@ def parallelize(
         fresh: False where a checkpoint overwrites the parts, which are not filled then.
 
     Raises:
-        ConfigError: a model that cannot be sharded.
+        ConfigError: a model that cannot be sharded, or has no stages.
     """
-    if world.fsdp_mesh is None:
-        return
+    stages: tuple[ModelStage, ...] = ()
+    if world.sizes.pp > 1:
+        model = hold_stages(model, Pipeline.of(section), world.row)
+        stages = model.stages
+    mesh, wait = world.fsdp_mesh, world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
-    if values is None:
-        world.wait_for_all()  # ranks read for as long as their disks take
-        shard(model, model.layers, world.fsdp_mesh, sharding)
-        return
-    wait = world.wait_for_all
-    shard_from_meta(model, model.layers, world.fsdp_mesh, sharding, values, device, fresh=fresh, before_gather=wait)
+    if mesh is None:
+        if stages and values is not None:
+            fill_from_meta(model, values, device, fresh=fresh)
+    elif values is None:
+        wait()  # ranks read for as long as their disks take
+        shard_all(model, model.layers, mesh, sharding, stages)
+    else:
+        how = {"fresh": fresh, "before_gather": wait, "stages": stages}
+        shard_from_meta(model, model.layers, mesh, sharding, values, device, **how)
+    return model

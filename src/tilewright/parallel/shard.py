@@ -125,8 +125,10 @@ def keep_fp32_sums(model: nn.Module) -> None:
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The groups of a sharded model, the model first; none of one that is not sharded."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+    """The groups of a sharded model, the model first; none of one that is not sharded. Of a model in stages each stage
+    is a first one (`pipeline.stages`)."""
+    roots = [*getattr(model, "stages", ()), *model.modules()]
+    return (module for module in roots if isinstance(module, FSDPModule))
 
 
 def _groups(module: FSDPModule) -> list[Any]:

@@ -4,6 +4,7 @@
 |---|---|---|
 | `data` | read other rows; one place on the other axes | which rows; sums of losses, counts, gradients |
 | `model` | hold one copy of the model together | names and tensors of the whole model |
+| `row` | hold other layers of it, and read the same rows | the residual stream; norms of gradients |
 | `everyone` | all | decisions: memory, stops, what is written |
 
 `World` is made once, at the start of a run, and handed down as an argument. No component asks for the default group. A
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.core.env import Ranks
 from tilewright.parallel.liveness.heartbeat import Heartbeat
-from tilewright.parallel.meeting import Meeting
+from tilewright.parallel.liveness.meeting import Meeting
 from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
 
 PATIENCE = timedelta(days=7)
@@ -51,6 +52,8 @@ class World:
     """Ranks that read different rows."""
     model: Group = Group()
     """Ranks that hold one copy of the model."""
+    row: Group = field(default=Group(), kw_only=True)
+    """Ranks that hold other layers (`pp`)."""
     local_rank: int = 0
     """Among the processes of this machine: its GPU."""
     local_size: int = 1
@@ -148,6 +151,11 @@ class World:
             self.works()
 
     @property
+    def holds_parts(self) -> bool:
+        """Whether a rank holds a part of the model: of its tensors, or of its layers."""
+        return self.sizes.pp > 1 or self.fsdp_mesh is not None
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded."""
         if self.mesh is None or self.sizes.dp_shard == 1:
@@ -185,6 +193,7 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         expert_mesh,
         dist.new_group(backend="gloo", timeout=PATIENCE),
         0.0 if timeout is None else timeout.total_seconds(),
+        row=_group(sizes, ("pp",), timeout),
     )
 
 

@@ -50,6 +50,7 @@ from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import held_out, in_parts, other_data, other_text, prepare_data, stream_of
 from tilewright.training.components.export import check_export
+from tilewright.training.components.lifecycle import num_parameters
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant
 from tilewright.training.components.optimizer import make_optimizer
@@ -190,6 +191,8 @@ class Components:
     counters: Counters
     setup: RunContext
     heap: FreeHeap
+    counted: tuple[int, int]
+    """Parameters of the whole model: those that are trained, and all."""
     hooks: tuple[StepHook, ...]
     """What rides along with the steps, in order."""
 
@@ -324,7 +327,9 @@ def build(
         policy, schedule, scaled = _precision(setup, model)
         # 3. Cut, each part filled on its rank. A base under adapters is encoded as it is read, so it is filled before.
         fill_whole(recipe, model, device, values, world)
-        parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
+        counted, num_params = num_parameters(model), sum(param.numel() for param in model.parameters())
+        model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
+        layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
         if setup.compiles:
             model.compile_blocks()
@@ -332,9 +337,9 @@ def build(
         # 5. The optimizer, over parameters that stay the same objects from here on.
         optim = recipe.optim
         optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed)
-        num_params = sum(param.numel() for param in model.parameters())
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
-        clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
+        limits = optim.clip_norm, optim.clip_adaptive, optim.clip_threshold
+        clip = GradClip(*limits, elements=optim.clip_elements, row=world.row.handle)
         control = precision_hook(recipe, model, device, world.everyone.handle)
         # 6. The executor, which gives parameters and states their homes.
         executor = setup.executor.make(
@@ -366,20 +371,10 @@ def build(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     return Components(
-        model=model,
-        modes=modes,
-        optimizer=optimizer,
-        scaler=scaler,
-        clip=clip,
-        schedule=rates,
-        stream=stream,
-        memory_tracker=memory_tracker,
-        executor=executor,
-        counters=Counters(),
-        setup=setup,
-        heap=heap,
-        hooks=hooks,
-    )
+        model=model, modes=modes, optimizer=optimizer, scaler=scaler, clip=clip, schedule=rates, stream=stream,
+        memory_tracker=memory_tracker, executor=executor, counters=Counters(), setup=setup, heap=heap,
+        counted=counted, hooks=hooks,
+    )  # fmt: skip
 
 
 def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool]:

@@ -100,7 +100,7 @@ class Run:
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
             length = f"{train.steps} steps of {train.global_batch_size} rows, in {self.folder.path}"
-            lifecycle.record_start(self.recorder, self.parts.model, how, length, data_events(setup.prepared))
+            lifecycle.record_start(self.recorder, self.parts.counted, how, length, data_events(setup.prepared))
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.

@@ -7,15 +7,16 @@ places and leave out those whose fields are already known to be wrong.
 import itertools
 from collections.abc import Iterator
 
-from tilewright.core.config.executors import Capabilities
+from tilewright.core.config.executors import Capabilities, capabilities_of
 from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.stage_conflicts import stage_conflicts
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
     of_recipe = (check(recipe) for check in _CHECKS)
-    return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, recipe.memory.can)]
+    return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, capabilities_of(recipe.executor))]
 
 
 def executor_conflicts(recipe: Recipe, can: Capabilities, named: str = "") -> Iterator[Conflict]:
@@ -381,4 +382,5 @@ _CHECKS = (
     _lora,
     _train,
     _parallel,
+    stage_conflicts,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-ExecutorName = Literal["standard", "layer_major"]
+ExecutorName = Literal["standard", "layer_major", "pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ class Capabilities:
     """Parameters may be sharded over ranks (`parallel.dp_shard`)."""
     adapters: bool
     """Trains adapters on frozen weights (`lora.rank`)."""
+    stages: bool
+    """Layers may be on different ranks (`parallel.pp`)."""
 
 
 CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
@@ -50,6 +52,7 @@ CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
             offload=False,
             shard=True,
             adapters=True,
+            stages=False,
         ),
         "layer_major": Capabilities(
             whole_model=False,
@@ -59,6 +62,17 @@ CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
             offload=True,
             shard=False,
             adapters=False,
+            stages=False,
+        ),
+        "pipeline": Capabilities(
+            whole_model=False,
+            one_micro_batch=False,
+            whole_gradient=True,
+            activation_checkpoint=True,
+            offload=False,
+            shard=True,
+            adapters=False,
+            stages=True,
         ),
     }
 )

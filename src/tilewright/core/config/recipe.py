@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.section import EVERY, Count, Section
 from tilewright.core.config.sections.model import ModelSection
+from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.units import parse_bytes
 
@@ -233,7 +234,7 @@ class MemorySection(Section):
     """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
     layer, and what would change the results comes last. A path: the plan file that `tilewright plan --out` wrote.
     Empty: everything as the recipe says."""
-    executor: ExecutorName = "standard"
+    executor: Literal["standard", "layer_major"] = "standard"
     """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
     layer group, then the next; backward recomputes a group, updates its parameters at once, and frees it."""
     layers_per_group: Count = Field(default=1, ge=1)
@@ -311,30 +312,6 @@ class LogSection(Section):
     """Write report.html at the end."""
 
 
-class ParallelSection(Section):
-    """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
-
-    changes_numbers = ("dp_replicate", "dp_shard", "cpu_offload", "reduce_each")
-    keeps_numbers = ("reshard_after_forward", "timeout_minutes")
-
-    dp_replicate: Count = Field(default=1, ge=1)
-    """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
-    dp_shard: Count = Field(default=-1, ge=-1)
-    """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
-    as many as `dp_replicate` leaves."""
-    reshard_after_forward: bool = True
-    """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
-    False keeps them (ZeRO-2): less communication, more memory."""
-    cpu_offload: bool = False
-    """Sharded: keep each process's part of parameters, gradients and states in host memory, and update it there."""
-    reduce_each: bool = False
-    """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
-    part of them between micro-batches. More communication, less memory. False: once per step."""
-    timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
-    start of a run where it neither computes nor writes. torchrun can start all again."""
-
-
 class OpsSection(Section):
     """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
 
@@ -393,3 +370,8 @@ class Recipe(Section):
     parallel: ParallelSection = ParallelSection()
     ops: OpsSection = OpsSection()
     plan: PlanSection = PlanSection()
+
+    @property
+    def executor(self) -> ExecutorName:
+        """What runs the steps: `memory.executor`, or the one for stages."""
+        return "pipeline" if self.parallel.pp > 1 else self.memory.executor

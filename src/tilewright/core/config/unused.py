@@ -126,6 +126,13 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("offload_dir",)),
     (lambda r: r.optim.clip == "two_pass", 'optim.clip = "two_pass"', "memory", ("rollback",)),
     (lambda r: not r.checkpoint.export_hf, "checkpoint.export_hf = false", "checkpoint", ("export_format",)),
+    (lambda r: r.parallel.pp == 1, "parallel.pp = 1", "parallel", ("schedule", "virtual_stages")),
+    (
+        lambda r: r.parallel.schedule != "interleaved",
+        'parallel.schedule is not "interleaved"',
+        "parallel",
+        ("virtual_stages",),
+    ),
     (lambda r: r.optim.kind != "muon", 'optim.kind = "adamw"', "optim", ("momentum",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
     (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),

@@ -35,18 +35,22 @@ class RunResult:
 
 
 def record_start(
-    recorder: MetricsLogger, model: nn.Module, how: str, length: str, data: Iterable[tuple[str, str, Mapping[str, Any]]]
+    recorder: MetricsLogger,
+    counted: tuple[int, int],
+    how: str,
+    length: str,
+    data: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> None:
     """What is trained, on what, and how long: the first events of a run.
 
     Args:
         recorder: of the run.
-        model: whose parameters are counted.
+        counted: parameters of the model, those that are trained and all; see `num_parameters`.
         how: the mode, the machine.
         length: steps, and where they are written.
         data: events of the data, as kind, text and numbers.
     """
-    trained, total = num_parameters(model)
+    trained, total = counted
     text = f"{_in_words(trained, total)} in {how}, {length}"
     recorder.event(0, "start", text, parameters=total, trained=trained)
     for kind, line, numbers in data:

@@ -79,7 +79,7 @@ def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
     A sharded model with adapters is not: its base is read and encoded as on one rank, and its FP8 codes, which are no
     parameters, stay whole on each.
     """
-    return can.offload or (world.fsdp_mesh is not None and not recipe.lora.rank)
+    return can.offload or (world.holds_parts and not recipe.lora.rank)
 
 
 def first_values(recipe: Recipe, model: Model) -> InitialValues:
@@ -108,7 +108,7 @@ def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: Initi
     """
     if values is None:
         _fill_lazy(recipe, model, device)
-    elif world.fsdp_mesh is None:
+    elif not world.holds_parts:
         to_placeholders(model, device)
         fill_buffers(model, values)
 

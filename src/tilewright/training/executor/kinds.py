@@ -28,6 +28,7 @@ from tilewright.models.layerwise.view import LayerGroups, find_layer_groups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.base import ExecutorInputs, ExecutorKind
 from tilewright.training.executor.layer_major import LayerMajorExecutor
+from tilewright.training.executor.pipeline import pipeline_executor
 from tilewright.training.executor.standard import standard_executor
 
 
@@ -137,16 +138,18 @@ def _no_loss_scaling(precision: PrecisionSection) -> ConfigError:
     )
 
 
-_MAKE = MappingProxyType({"standard": standard_executor, "layer_major": layer_major_executor})
+_MAKE = MappingProxyType(
+    {"standard": standard_executor, "layer_major": layer_major_executor, "pipeline": pipeline_executor}
+)
 KINDS: Mapping[str, ExecutorKind] = MappingProxyType(
     {name: ExecutorKind(capabilities_of(name), make) for name, make in _MAKE.items()}
 )
-"""By the values of `memory.executor`."""
+"""By `Recipe.executor`."""
 
 
 def executor_of(recipe: Recipe, given: ExecutorKind | None = None) -> ExecutorKind:
     """What runs a recipe's steps: the executor that the caller gives, or the one that it names."""
-    return given or KINDS[recipe.memory.executor]
+    return given or KINDS[recipe.executor]
 
 
 def check_executor(recipe: Recipe, can: Capabilities) -> None:

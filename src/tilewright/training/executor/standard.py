@@ -52,7 +52,7 @@ from tilewright.training.executor.transaction import (
 
 
 @dataclass(frozen=True)
-class _StandardAttempt:
+class StandardAttempt:
     """A step as computed, its gradients in the parameters and not yet applied."""
 
     loss: float
@@ -159,8 +159,7 @@ class StandardExecutor:
         started = time.perf_counter()
         progress = _Progress()
         with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, progress)) as before:
-            if self._sharded:
-                check_as_many(self._everyone, len(microbatches), self.device)
+            self._check_alike(microbatches)
             num_targets, num_tokens = count_over(self._data, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
             if self.control is None or not num_targets:
@@ -175,7 +174,7 @@ class StandardExecutor:
                     before.forget_pass(self.clip)
                     self._bad_steps.watch(attempt.loss, attempt.norm, mended=self.scaler is not None)
                 self.optimizer.zero_grad(set_to_none=True)
-        told = mean_over(self._data, attempt.aux, attempt.targets, self.device)
+        told = self._told(attempt)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss,
@@ -199,10 +198,10 @@ class StandardExecutor:
 
     def _guarded(
         self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
-    ) -> tuple[_StandardAttempt, str | None]:
+    ) -> tuple[StandardAttempt, str | None]:
         """The step, and why it was computed again in wider formats, if it was: where `precision_hook` finds it bad."""
         before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
-        attempts: list[_StandardAttempt] = []
+        attempts: list[StandardAttempt] = []
 
         def compute() -> tuple[float, float]:
             for part, state in before if attempts else ():
@@ -213,7 +212,16 @@ class StandardExecutor:
         redone, skipped = control.run_guarded(compute)
         return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
 
-    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _StandardAttempt:
+    def _check_alike(self, microbatches: Sequence[Batch]) -> None:
+        """Raise where ranks that meet in the passes would not run the same ones."""
+        if self._sharded:
+            check_as_many(self._everyone, len(microbatches), self.device)
+
+    def _told(self, attempt: StandardAttempt) -> dict[str, float]:
+        """What the model told of a step, over all ranks."""
+        return mean_over(self._data, attempt.aux, attempt.targets, self.device)
+
+    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
         """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
@@ -237,13 +245,23 @@ class StandardExecutor:
                 loss_sum += output.loss_sum.detach()
                 add_weighed(aux, output.aux, targets[index])
                 told.append((output.each, host_batch))
+        judged = self._judged(loss_sum, num_targets, scale)
+        return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
+
+    def _judged(self, loss_sum: Tensor, num_targets: int, scale: float) -> tuple[float, float, str | None]:
+        """After the passes: loss and gradients are summed over ranks. Mean loss, norm, and a reason not to update."""
         with self._phase("update"):
-            if gradients is not None:
-                sum_over(self._data, [loss_sum])
-                gradients.finish()
+            self._sum_over_ranks(loss_sum)
             loss = float(loss_sum) / max(num_targets, 1)
-            norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-        return _StandardAttempt(loss, norm, skipped, aux, sum(targets), sums_of_rows(told))
+            if not num_targets:
+                return loss, 0.0, "the batch holds no targets"
+            return loss, *self._judge(loss, 1.0 / scale)
+
+    def _sum_over_ranks(self, loss_sum: Tensor) -> None:
+        """The loss, in place, and the gradients."""
+        if self._sharded or self._everyone is not None:
+            sum_over(self._data, [loss_sum])
+            self._gradients.finish()
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""

@@ -29,6 +29,7 @@ from tilewright.parallel.liveness.failure import (
     speaks_for_others,
 )
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
+from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import Components
@@ -214,10 +215,14 @@ def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
     """What can be known to go wrong on these ranks before anything is prepared.
 
     Raises:
-        ConfigError: fewer rows in a step than ranks, or an executor that does not shard.
+        ConfigError: fewer rows in a step than ranks, an executor that does not shard or has no stages, or a schedule
+            that does not take the micro-batches of a step.
+        HardwareError: stages, and a torch that has no such pipelines.
     """
     if world.size == 1:
         return
+    if world.sizes.pp > 1:
+        check_stages(world, recipe, can)
     if not can.shard and world.sizes.dp_shard > 1:
         raise ConfigError(
             "Layer-major executor does not shard",
@@ -226,6 +231,29 @@ def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
             try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
         )
     check_shared(recipe, world.data.size)
+
+
+def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
+    """The same of a pipeline.
+
+    Raises:
+        ConfigError: see `check_world`.
+        HardwareError: see `check_world`.
+    """
+    from tilewright.parallel.pipeline.torch_names import check_torch  # half a second that other runs do not need
+
+    check_torch()
+    if not can.stages:
+        raise ConfigError(
+            "Executor without stages",
+            got=f"parallel.pp = {world.sizes.pp}, and an executor that holds all layers on each process",
+            need="the executor that the recipe would have itself",
+            try_="train(loaded) without executor=, or --parallel.pp 1",
+        )
+    train = recipe.train
+    rows = -(-train.global_batch_size // world.data.size)
+    count = -(-rows // train.micro_batch_size)
+    Pipeline.of(recipe.parallel).check_count(count, train.micro_batch_size, world.data.size)
 
 
 def check_shared(recipe: Recipe, ranks: int) -> None:

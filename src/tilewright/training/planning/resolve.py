@@ -119,7 +119,7 @@ def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: b
         return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
     explicit = user_settings(loaded)
     run_plan = run_plan or _plan_beside(loaded)
-    if recipe.memory.plan == AUTO and run_plan is not None:
+    if recipe.memory.plan == AUTO and run_plan is not None and recipe.parallel.pp == 1:
         resumed = _under_run_plan(loaded, run_plan, site, explicit)
         if resumed is not None:
             return resumed

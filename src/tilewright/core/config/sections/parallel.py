@@ -1,0 +1,45 @@
+"""`[parallel]`: processes that share a run, and what each of them has."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tilewright.core.config.section import Count, Section
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+
+
+class ParallelSection(Section):
+    """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
+
+    changes_numbers = (
+        *("pp", "schedule", "virtual_stages"),
+        *("dp_replicate", "dp_shard", "cpu_offload", "reduce_each"),
+    )
+    keeps_numbers = ("reshard_after_forward", "timeout_minutes")
+
+    pp: Count = Field(default=1, ge=1)
+    """Processes in a row, each of which holds other layers of a copy (a pipeline); they read the same rows. The first
+    has the embedding, the last the head and the loss. Takes torch 2.13."""
+    schedule: ScheduleName = "1f1b"
+    """Stages: in what order forward and backward passes of micro-batches run. `1f1b`: as few micro-batches under way as
+    stages; takes at least as many. `gpipe`: all forward passes, then all backward passes; takes any number.
+    `interleaved`: several stages per process, for less idle time."""
+    virtual_stages: Count = Field(default=2, ge=2)
+    """Stages: how many `interleaved` gives each process."""
+    dp_replicate: Count = Field(default=1, ge=1)
+    """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
+    dp_shard: Count = Field(default=-1, ge=-1)
+    """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
+    as many as `dp_replicate` leaves."""
+    reshard_after_forward: bool = True
+    """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
+    False keeps them (ZeRO-2): less communication, more memory."""
+    cpu_offload: bool = False
+    """Sharded: keep each process's part of parameters, gradients and states in host memory, and update it there."""
+    reduce_each: bool = False
+    """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
+    part of them between micro-batches. More communication, less memory. False: once per step."""
+    timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
+    start of a run where it neither computes nor writes. torchrun can start all again."""

@@ -1,0 +1,109 @@
+"""Which layers are in which stage, which stages on which rank, and how many micro-batches a schedule takes. No torch.
+
+A stage is a range of layers; the first one has the prologue too, the last one the epilogue. A rank has one stage, or
+`virtual` of them (interleaved): stage i is on rank i % pp, so the first stage is on the first rank, the last on the
+last.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from tilewright.core.config.sections.parallel import ParallelSection, ScheduleName
+from tilewright.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a model is cut into stages, and in what order they work.
+
+    Example:
+        >>> Pipeline(pp=2, schedule="interleaved", virtual=2).stages_of(1)
+        [1, 3]
+    """
+
+    pp: int
+    """Ranks in a row."""
+    schedule: ScheduleName = "1f1b"
+    virtual: int = 1
+    """Stages per rank."""
+
+    @staticmethod
+    def of(section: ParallelSection) -> "Pipeline":
+        """What a recipe asks for."""
+        virtual = section.virtual_stages if section.schedule == "interleaved" else 1
+        return Pipeline(section.pp, section.schedule, virtual)
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole model."""
+        return self.pp * self.virtual
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Numbers of a rank's stages, in the order of the layers."""
+        return list(range(rank, self.num_stages, self.pp))
+
+    def split(self, num_layers: int) -> list[range]:
+        """The layers of each stage: as many in each, and one more in the first ones where that does not come out even.
+
+        Raises:
+            ConfigError: fewer layers than stages.
+
+        Example:
+            >>> Pipeline(pp=4).split(6)
+            [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+        """
+        if num_layers < self.num_stages:
+            each = f", {self.virtual} per process" if self.virtual > 1 else ""
+            raise ConfigError(
+                "Fewer layers than stages of the pipeline",
+                got=f"{num_layers} layers, {self.num_stages} stages ({self.pp} processes{each})",
+                need="at least one layer per stage",
+                try_=self._fitting(num_layers),
+                where="parallel.pp",
+            )
+        least, more = divmod(num_layers, self.num_stages)
+        ends = [least * stage + min(stage, more) for stage in range(self.num_stages + 1)]
+        return [range(*pair) for pair in itertools.pairwise(ends)]
+
+    def _fitting(self, num_layers: int) -> str:
+        if self.pp * 2 <= num_layers:
+            return f"--parallel.virtual_stages {num_layers // self.pp}"
+        ways = f"--parallel.pp {num_layers}" if num_layers > 1 else "--parallel.pp 1"
+        return ways if self.virtual == 1 else f"{ways} --parallel.schedule 1f1b"
+
+    def takes(self, microbatches: int) -> bool:
+        """Whether the schedule can run so many micro-batches in a step.
+
+        Example:
+            >>> [count for count in range(1, 9) if Pipeline(pp=3, schedule="interleaved", virtual=2).takes(count)]
+            [1, 2, 3, 4, 5, 6, 8]
+        """
+        if self.schedule == "1f1b":
+            return microbatches >= self.pp
+        if self.schedule == "interleaved":  # torch's takes them in rounds of about pp each, all of one size
+            return microbatches > 0 and microbatches % max(1, microbatches // self.pp) == 0
+        return microbatches > 0
+
+    def check_count(self, microbatches: int, rows: int = 0, ranks: int = 1) -> None:
+        """Raise where the schedule cannot run so many micro-batches in a step.
+
+        Args:
+            microbatches: of a step, on each rank that reads different rows.
+            rows: of each of them, for a setting to try; 0: no setting is named.
+            ranks: that read different rows.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.takes(microbatches):
+            return
+        fit = next(count for count in range(microbatches + 1, microbatches + 2 * self.pp + 2) if self.takes(count))
+        needs = f"at least {self.pp}" if self.schedule == "1f1b" else f"rounds of the same size, about {self.pp} each"
+        way = f"--train.global_batch_size {fit * rows * ranks}" if rows else f"{fit} micro-batches"
+        raise ConfigError(
+            f'Number of micro-batches that schedule "{self.schedule}" does not take',
+            got=f"{microbatches} micro-batches per step and process, parallel.pp = {self.pp}",
+            need=f"{needs}: {fit} would do",
+            try_=f'{way}, or parallel.schedule = "gpipe", which takes any number',
+            where="parallel.schedule",
+        )

@@ -1,0 +1,88 @@
+"""Forward and backward passes of a step over a row of ranks, each of which holds stages of one model."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilewright.models.base.protocols import LayerContext
+from tilewright.parallel.pipeline.stages import MicroBatch, StagedDecoder
+from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules, check_torch
+from tilewright.parallel.shard import keep_fp32_sums
+
+
+@dataclass
+class MicroBatchResult:
+    """What this rank knows of a micro-batch after its passes."""
+
+    loss_sum: Tensor | None = None
+    """Without a factor; on the rank of the last stage."""
+    each: Tensor | None = None
+    """The loss of each target, there too."""
+    aux: Mapping[str, Tensor] | None = None
+
+
+def unwatched(action: str, stage: int, number: int) -> AbstractContextManager[None]:
+    """A watch that does nothing."""
+    return nullcontext()
+
+
+class PipelineSteps:
+    """Runs a rank's stages in the order of a schedule.
+
+    Args:
+        model: this rank's part.
+        device: of it.
+        watch: told of each pass of a stage.
+
+    Raises:
+        HardwareError: this torch has other pipelines.
+    """
+
+    def __init__(self, model: StagedDecoder, device: torch.device, watch: PassWatch = unwatched) -> None:
+        check_torch()
+        self._model, self._device = model, device
+        pipeline, self._width = model.pipeline, model.config.dim
+        stages = [
+            RaggedStage(
+                stage,
+                stage.index,
+                pipeline.num_stages,
+                device=device,
+                group=model.row.handle,
+                width=self._width,
+                watch=watch,
+                before_reduce=partial(keep_fp32_sums, model),
+            )
+            for stage in model.stages
+        ]
+        self._schedules = Schedules(pipeline.schedule, stages)
+
+    def run(self, microbatches: Sequence[Mapping[str, Tensor]], factor: float) -> list[MicroBatchResult]:
+        """Forward and backward over all of them: gradients of `factor` times the sum of their losses are added to the
+        parameters of this rank's stages, over all micro-batches, and reduced where FSDP2 shards.
+
+        Args:
+            microbatches: on the device. All ranks in a row have the same.
+            factor: of the loss.
+
+        Raises:
+            ConfigError: the schedule does not take so many.
+        """
+        self._model.pipeline.check_count(len(microbatches))
+        results = [MicroBatchResult() for _ in microbatches]
+
+        def finish(number: int, x_BSD: Tensor, context: LayerContext) -> Tensor:
+            out = self._model.epilogue(x_BSD, context, microbatches[number])
+            results[number] = MicroBatchResult(out.loss_sum.detach(), out.each, out.aux)
+            return out.loss_sum * factor
+
+        passing = [MicroBatch(batch, partial(finish, number)) for number, batch in enumerate(microbatches)]
+        shapes = [torch.Size((*batch["input_ids"].shape, self._width)) for batch in microbatches]
+        self._schedules.run(shapes, self._model.stream_dtype, [{"micro_batch": one} for one in passing])
+        for result, one in zip(results, passing, strict=True):
+            result.aux = {**(result.aux or {}), **self._model.aux_metrics(one.counted)}
+        return results

@@ -1,0 +1,52 @@
+"""What a rank of a pipeline takes: a bound, from the plan of one process with the layers of the largest stage.
+
+It has both ends, embedding and head, though no rank of two has them; and the activations of as many micro-batches as
+the schedule has under way on the first rank, as if they were one. Its seconds are those of a rank that never waits.
+"""
+
+from tilewright.core.config.edit import changed
+from tilewright.core.config.recipe import Recipe
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.planner import Planner
+
+AS_IT_STANDS = "nothing is decided layer by layer for stages of a pipeline yet"
+NOTE = (
+    "bytes are a bound for the rank that holds most: its layers, embedding and head, and the micro-batches under way; "
+    "idle time of the pipeline is not in the seconds"
+)
+
+
+def under_way(pipeline: Pipeline, microbatches: int) -> int:
+    """Most micro-batches whose activations a rank keeps at a time.
+
+    Example:
+        >>> [under_way(Pipeline(4, name, 2), 16) for name in ("1f1b", "gpipe", "interleaved")]
+        [4, 16, 6]
+    """
+    if pipeline.schedule == "1f1b":
+        return min(pipeline.pp, microbatches)
+    if pipeline.schedule == "gpipe":
+        return microbatches
+    stages = (
+        (pipeline.virtual - 1) * pipeline.pp + 2 * (pipeline.pp - 1) + 1
+    )  # forward passes before the first backward
+    return min(microbatches, -(-stages // pipeline.virtual))
+
+
+def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
+    """The plan of the rank that holds most, as the recipe stands.
+
+    Args:
+        recipe: with `parallel.pp` above 1, and the numbers of processes that there are.
+        planner: of it, for one process.
+        budget: of a rank.
+    """
+    pipeline = Pipeline.of(recipe.parallel)
+    whole = planner.shape(recipe).num_layers
+    layers = pipeline.virtual * -(-whole // pipeline.num_stages)
+    micro = recipe.train.micro_batch_size
+    rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
+    settings = {"parallel.pp": 1, "train.micro_batch_size": min(rows, recipe.train.global_batch_size)}
+    return planner.with_recipe(changed(recipe, settings)).with_layers(layers).as_it_stands(budget)

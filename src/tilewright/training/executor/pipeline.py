@@ -1,0 +1,107 @@
+"""One optimizer step over a row of ranks, each of which holds some layers: forward and backward passes of micro-batches
+in the order of a pipeline schedule, and the update of the standard executor.
+
+Gradient accumulation is the schedule's: all micro-batches of a step pass it, and their gradients are added up in the
+parameters. torch's runtime drives FSDP2 inside a stage: nothing is reduced before the last pass, then all of it once;
+`GradientReduction` sums what is not sharded. Losses are sums, known to the last stage and summed over the row; the norm
+that is clipped is of the gradients of all stages.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.data.batches.microbatches import (
+    Batch,
+    add_weighed,
+    count_targets,
+    mean_over,
+    sum_dtype,
+    sums_of_rows,
+    to_device,
+)
+from tilewright.parallel.agree import sum_over
+from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.stages import StagedDecoder
+from tilewright.parallel.pipeline.steps import PipelineSteps
+from tilewright.parallel.world import World
+from tilewright.training.executor.activation_policy import ActivationPolicy
+from tilewright.training.executor.base import ExecutorInputs
+from tilewright.training.executor.standard import StandardAttempt, StandardExecutor
+
+_VIOLATION = "moe_max_violation"
+
+
+class PipelineExecutor(StandardExecutor):
+    """The standard step with the passes of a pipeline.
+
+    Args:
+        model: this rank's part.
+        optimizer: over its parameters.
+        world: of the run.
+        options: see `StandardExecutor`.
+
+    Raises:
+        HardwareError: this torch has other pipelines.
+    """
+
+    def __init__(self, model: StagedDecoder, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
+        super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
+        self._world, self._staged = world, model
+        self._steps = PipelineSteps(model, self.device, self._watch)
+
+    def _check_alike(self, microbatches: Sequence[Batch]) -> None:
+        StepPlan.of(microbatches).check(self._world)
+
+    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
+        factor, aux = scale / max(num_targets, 1), dict[str, Tensor]()
+        targets = [count_targets([batch]) for batch in microbatches]
+        results = self._steps.run([to_device(batch, self.device) for batch in microbatches], factor)
+        loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
+        for result, count in zip(results, targets, strict=True):
+            if result.loss_sum is not None:
+                loss_sum += result.loss_sum
+            add_weighed(aux, result.aux or {}, count)
+        told = [(result.each, batch) for result, batch in zip(results, microbatches, strict=True)]
+        judged = self._judged(loss_sum, num_targets, scale)
+        return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
+
+    def _sum_over_ranks(self, loss_sum: Tensor) -> None:
+        super()._sum_over_ranks(loss_sum)
+        sum_over(self._world.row.handle, [loss_sum])
+
+    def _told(self, attempt: StandardAttempt) -> dict[str, float]:
+        """What experts tell is a mean over their layers, of which stages have different numbers."""
+        if not self._staged.config.num_experts:
+            return super()._told(attempt)
+        layers = sum(block.is_moe for block in self._staged.blocks)
+        sums = {_VIOLATION: attempt.aux.get(_VIOLATION, torch.zeros(())) * layers}
+        return mean_over(self._world.everyone.handle, sums, attempt.targets * layers, "cpu")
+
+    @contextmanager
+    def _watch(self, action: str, stage: int, number: int) -> Iterator[None]:
+        """A pass of a stage: a phase of memory, and of this rank's record by the stage's name."""
+        with self._phase(action):
+            if self._world.heartbeat is not None:
+                self._world.heartbeat.phase(f"{action} of micro-batch {number + 1}, stage {stage + 1}")
+            yield
+
+
+def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
+    """The executor of a run whose layers are on different ranks."""
+    model = inputs.model
+    assert isinstance(model, StagedDecoder), "cut by `parallelize`"
+    return PipelineExecutor(
+        model,
+        inputs.optimizer,
+        world=inputs.world,
+        scaler=inputs.scaler,
+        clip=inputs.clip,
+        device=inputs.memory_tracker.device,
+        memory_tracker=inputs.memory_tracker,
+        control=inputs.control,
+        policy=ActivationPolicy(model, inputs.plan_of(len(model.layers))),
+    )

@@ -1,0 +1,58 @@
+"""What stages cannot be together with is refused by its name, with a change that is accepted when it is made."""
+
+import pytest
+
+from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError
+
+STAGES = {"parallel.pp": "2", "model.tie_embeddings": "false", "optim.kind": "adamw"}
+REFUSED = {
+    "model.tie_embeddings": {"model.tie_embeddings": "true"},
+    "memory.executor": {"memory.executor": "layer_major"},
+    "memory.plan": {"memory.plan": "plan.toml"},
+    "distill.teacher": {"distill.teacher": "runs/teacher"},
+    "precision.mode": {"precision.mode": "fp8_tile"},
+    "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
+    "parallel.reduce_each": {"parallel.reduce_each": "true"},
+}
+
+
+def load(**settings):
+    return load_recipe(None, {**STAGES, **settings}, environ={}).recipe
+
+
+def test_stages_alone_are_accepted():
+    assert load().executor == "pipeline"
+    assert load(**{"parallel.pp": "1"}).executor == "standard"
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_it_is_refused_by_name(field):
+    with pytest.raises(ConfigError, match="cannot be cut into stages yet") as caught:
+        load(**REFUSED[field])
+    problem = next(one for one in caught.value.problems if "cannot be cut" in one.what)
+    assert field in problem.got
+    assert "parallel.pp = 2" in problem.got
+    flag, value = problem.try_.split(",")[0].split(" or ")[0].split()[:2]
+    assert flag == f"--{field}"
+    load(**{**REFUSED[field], field: "" if value == '""' else value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"parallel.schedule": "1fb1"}, "1f1b"),
+        ({"parallel.schedule": "zbv"}, "gpipe"),
+        ({"model.num_layers": "1"}, "Fewer layers than stages"),
+        ({"model.num_layers": "3", "parallel.schedule": "interleaved"}, "Fewer layers than stages"),
+        ({"model.kind": "hf", "model.path": "folder"}, "Hugging Face models cannot"),
+        ({"precision.rules": '[{ match = "*", compute = "fp8_tile" }]'}, "8 bits"),
+        ({"lora.rank": "4"}, "LoRA"),
+        ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Preferences"),
+        ({"parallel.pp": "0"}, "parallel.pp"),
+        ({"parallel.virtual_stages": "1"}, "virtual_stages"),
+    ],
+)
+def test_bad_input_is_a_users_error(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        load(**settings)

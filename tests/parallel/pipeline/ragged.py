@@ -1,0 +1,96 @@
+"""Steps of micro-batches whose shapes and numbers differ, and the gradients that one process has of them."""
+
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.models.shapes import KERNELS, SHAPES
+from tilewright.core import env
+from tilewright.models.build import init_weights
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.gradients import sum_gradients
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.steps import PipelineSteps
+from tilewright.parallel.shard import Sharding, shard
+from tilewright.parallel.world import join
+
+TOLERANCE = 2e-6
+"""Of a gradient in FP32, relative to its norm: eps is 6e-8, and what differs is the order of a few dozen sums."""
+FACTOR = 0.125
+
+
+def decoder(kind: str, layers: int, seed: int = 0) -> Decoder:
+    """A tiny decoder of so many layers, in FP32."""
+    model = Decoder(replace(SHAPES[kind], num_layers=layers), KERNELS)
+    init_weights(model, seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.dim() > 1 and "gate.weight" not in name:
+                param.mul_(3.0)
+    return model
+
+
+def micro_batches(count: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
+    """Rows, positions and documents differ from one to the next."""
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    found = []
+    for _ in range(count):
+        rows, length = number(1, 4), number(3, 24)
+        cut = number(1, length)
+        ids = torch.randint(0, 61, (rows, length + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[:, number(0, length)] = -100
+        positions = torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(rows, -1).contiguous()
+        segments = (torch.arange(length) >= cut).int().expand(rows, -1).contiguous()
+        ids = ids[:, :-1].contiguous()
+        found.append({"input_ids": ids, "labels": labels, "positions": positions, "segments": segments})
+    return found
+
+
+def counts_of(pipeline: Pipeline) -> list[int]:
+    """Numbers of micro-batches of the steps: more, fewer and as many again, all that the schedule takes."""
+    taken = [count for count in range(1, 4 * pipeline.pp) if pipeline.takes(count)]
+    return [taken[len(taken) // 2], taken[-1], taken[0], taken[-1]]
+
+
+def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int = 1, recompute: str = "none"):
+    """(error, name) of the worst gradient of any step on any rank, against one process; None has none to compare.
+
+    Each rank computes the steps of the whole model too.
+    """
+    world = join(env.ranks(), MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies), torch.device("cpu"))
+    layers = pipeline.num_stages + 1
+    held = hold_stages(decoder(kind, layers), pipeline, world.row)
+    held.activation_checkpoint = recompute
+    for stage in held.stages if world.fsdp_mesh is not None else ():
+        shard(stage, list(stage.layers), world.fsdp_mesh, Sharding(reshard_after_forward=recompute != "none"))
+    steps, whole = PipelineSteps(held, torch.device("cpu")), decoder(kind, layers)
+    generator, worst = torch.Generator().manual_seed(3), (0.0, "")
+    params = list(held.parameters())
+    for count in counts_of(pipeline):
+        batches = [micro_batches(count, generator) for _ in range(world.data.size)]
+        for param in (*params, *whole.parameters()):
+            param.grad = None
+        results = steps.run(batches[world.data.rank], FACTOR)
+        if shards == 1:
+            sum_gradients(world.data.handle, params)
+        outputs = [[whole.loss(batch) for batch in of_rank] for of_rank in batches]
+        sum(output.loss_sum for of_rank in outputs for output in of_rank).mul(FACTOR).backward()
+        for result, output in zip(results, outputs[world.data.rank], strict=True):
+            if held.stages[-1].is_last:
+                torch.testing.assert_close(result.loss_sum, output.loss_sum.detach(), rtol=1e-6, atol=0)
+        want = dict(whole.named_parameters())
+        names = [name for name, _ in held.named_parameters()]
+        assert set(names) <= want.keys()
+        for name, param in held.named_parameters():
+            assert param.grad is not None, name
+            got = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            error = float((got - want[name].grad).norm() / want[name].grad.norm())
+            worst = max(worst, (error, name))
+    return worst, names

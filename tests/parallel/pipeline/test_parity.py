@@ -1,0 +1,51 @@
+"""Gradients of stages are those of one process, whatever the schedule, the model, and the shapes of micro-batches."""
+
+import pytest
+
+from tests.models.shapes import SHAPES
+from tests.parallel.pipeline.ragged import TOLERANCE, decoder, worst_gradient
+from tests.ranks import on_ranks
+from tilewright.parallel.pipeline.split import Pipeline
+
+pytestmark = pytest.mark.dist
+SCHEDULES = {
+    "1f1b": Pipeline(2, "1f1b"),
+    "gpipe": Pipeline(2, "gpipe"),
+    "interleaved": Pipeline(2, "interleaved", 2),
+}
+KINDS = ("gqa", "mla", "gqa_moe")
+
+
+def _cases(rank, cases):
+    return [worst_gradient(*case) for case in cases]
+
+
+def _check(cases, results):
+    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        pipeline, kind, *_ = case
+        worst = max(error for error, _ in of_ranks)
+        assert worst[0] <= TOLERANCE, f"{case}: {worst[1]} is off by {worst[0]:.2g}"
+        names = [name for _, names in of_ranks for name in names]
+        whole = {name for name, _ in decoder(kind, pipeline.num_stages + 1).named_parameters()}
+        assert set(names) == whole, "all parts are somewhere, under the model's own names"
+
+
+def test_on_two_ranks():
+    cases = [(pipeline, kind) for pipeline in SCHEDULES.values() for kind in KINDS]
+    cases.append((SCHEDULES["1f1b"], "gqa", 1, 1, "full"))
+    _check(cases, on_ranks(2, _cases, cases))
+
+
+def test_with_shards_and_copies_on_four_ranks():
+    cases = [(pipeline, kind, 2) for pipeline in SCHEDULES.values() for kind in ("gqa", "gqa_moe")]
+    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["interleaved"], "gqa", 2, 1, "full")]
+    cases += [(Pipeline(4), "gqa")]
+    _check(cases, on_ranks(4, _cases, cases))
+
+
+@pytest.mark.slow
+def test_all_of_them():
+    cases = [(SCHEDULES[name], kind, 2, 1, mode) for name in SCHEDULES for kind in SHAPES if kind != "tied"
+             for mode in ("none", "full")]  # fmt: skip
+    cases += [(Pipeline(4, "interleaved", 3), "deepseek"), (Pipeline(4, "gpipe"), "mla_q_rank")]
+    _check(cases, on_ranks(4, _cases, cases, seconds=400))

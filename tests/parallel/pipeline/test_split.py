@@ -1,0 +1,53 @@
+"""Which layers are where, and how many micro-batches a schedule takes: as torch's own schedules say."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.torch_names import check_torch
+
+SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)])
+
+
+@given(SCHEDULES, st.integers(2, 9), st.integers(1, 70))
+def test_each_layer_is_in_one_stage_and_no_stage_is_without(schedule, pp, num_layers):
+    pipeline = Pipeline(pp, *schedule)
+    assert sorted(stage for rank in range(pp) for stage in pipeline.stages_of(rank)) == list(range(pipeline.num_stages))
+    if num_layers < pipeline.num_stages:
+        with pytest.raises(ConfigError, match="Fewer layers than stages") as caught:
+            pipeline.split(num_layers)
+        assert "--parallel." in caught.value.problems[0].try_
+        return
+    ranges = pipeline.split(num_layers)
+    assert [layer for of_stage in ranges for layer in of_stage] == list(range(num_layers))
+    sizes = [len(of_stage) for of_stage in ranges]
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(SCHEDULES, st.integers(2, 9), st.integers(0, 60))
+def test_a_count_that_is_refused_comes_with_one_that_is_not(schedule, pp, count):
+    pipeline = Pipeline(pp, *schedule)
+    if pipeline.takes(count):
+        pipeline.check_count(count)
+        return
+    with pytest.raises(ConfigError, match="does not take") as caught:
+        pipeline.check_count(count, rows=2, ranks=3)
+    (problem,) = caught.value.problems
+    rows = int(problem.try_.split("--train.global_batch_size ")[1].split(",")[0])
+    assert pipeline.takes(rows // 6)
+    assert rows // 6 > count
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "1.13.0+cu118", "2.9.0"])
+def test_an_older_torch_is_refused_by_name(version):
+    with pytest.raises(HardwareError, match="newer torch") as caught:
+        check_torch(version)
+    assert version in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.0.dev20261101", "3.0"])
+def test_a_newer_one_is_taken(version):
+    check_torch(version)

@@ -1,0 +1,113 @@
+"""A run whose layers are on ranks in a row is the run of one process: losses, evaluations, samples, checkpoints."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
+from tests.training.tiny import last_state, rows, tiny
+from tilewright.core.errors import TilewrightError
+from tilewright.planner.machine import ceilings
+from tilewright.training.loop import train
+
+pytestmark = pytest.mark.dist
+RUN = {
+    "model__num_layers": 4, "model__tie_embeddings": "false", "precision__mode": "fp32", "train__global_batch_size": 12,
+    "train__micro_batch_size": 2, "train__eval_batches": 3, "train__eval_part_batches": 2, "checkpoint__interval": 3,
+}  # fmt: skip
+EXPERTS = {"model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 16}
+PIPED = {"parallel__pp": 2}
+INTERLEAVED = PIPED | {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
+EXPORT = {"checkpoint__export_hf": "true"}
+HALF = {"optim__schedule": "constant", "checkpoint__interval": 0}
+
+
+def runs(rank, data, folder, changes):
+    """One rank of several runs, one after the other; what each returns, or the text of the user's error."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    found = {}
+    for name, of_run in changes.items():
+        try:
+            result = train(tiny(Path(data), Path(folder), **RUN | {"run__name": name} | of_run))
+            found[name] = result.step, result.loss, {one: value.loss for one, value in result.evals.items()}
+        except TilewrightError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(data, tmp_path_factory):
+    """The folder of all runs, and what each returned on each rank. Some stop half-way, and go on elsewhere."""
+    folder, found = tmp_path_factory.mktemp("piped"), {}
+
+    def launch(world, changes):
+        for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
+            found.update({(name, world, rank): value for name, value in of_rank.items()})
+
+    stop = HALF | {"train__steps": 3}
+    alone = {"alone": EXPORT, "experts_alone": EXPERTS, "whole": HALF, "alone_first": stop}
+    launch(1, alone)
+    piped = {"1f1b": PIPED | EXPORT, "experts": INTERLEAVED | EXPERTS, "piped_first": PIPED | stop}
+    launch(2, piped | {"alone_first": INTERLEAVED | HALF})
+    launch(1, {"piped_first": HALF})
+    launch(4, {"shards": PIPED | {"parallel__dp_shard": 2}, "copies": PIPED | {"parallel__dp_replicate": 2}})
+    return folder, found
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "other"),
+    [("1f1b", 2, "alone"), ("experts", 2, "experts_alone"), ("shards", 4, "alone"), ("copies", 4, "alone")],
+)
+def test_it_is_the_run_of_one_process(ran, name, world, other):
+    folder, found = ran
+    first = found[name, world, 0]
+    for rank in range(world):
+        assert not isinstance(found[name, world, rank], str), found[name, world, rank]
+        assert found[name, world, rank] == first, "all ranks have the last stage's numbers"
+    _same(folder / name, folder / other)
+    assert first[2] == pytest.approx(found[other, 1, 0][2], rel=2e-6)
+    samples = [[(row["prompt"], row["text"]) for row in rows(folder / run / "samples.jsonl")] for run in (name, other)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("name", ["piped_first", "alone_first"])
+def test_it_goes_on_with_other_stages(ran, name):
+    folder, found = ran
+    assert {value[0] for (run, _, _), value in found.items() if run == name} == {3, 6}
+    _same(folder / name, folder / "whole")
+
+
+def test_its_folder_is_that_of_one_process(ran):
+    ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in ("1f1b", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < 1e-4, name
+
+
+def rows_of_export(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_what_a_user_is_told(ran):
+    events = [row for row in rows(ran[0] / "1f1b" / "events.jsonl") if row.get("event", row.get("kind")) == "start"]
+    alone = [row for row in rows(ran[0] / "alone" / "events.jsonl") if row.get("event", row.get("kind")) == "start"]
+    assert events[0]["parameters"] == alone[0]["parameters"], "of all stages"
+
+
+def _same(run, alone):
+    before, now = rows(alone / "metrics.jsonl"), rows(run / "metrics.jsonl")
+    assert [row["step"] for row in now] == [row["step"] for row in before]
+    for name in ("loss", "grad_norm", "moe_max_violation"):
+        pairs = [(a[name], b[name]) for a, b in zip(now, before, strict=True) if name in b]
+        worst = max((abs(a / b - 1) for a, b in pairs), default=0.0)
+        assert worst < 2e-6, f"{name} is off by {worst:.2g}"
+    (tensors, meta), (expected, expected_meta) = last_state(run), last_state(alone)
+    assert meta["parts"]["stream"] == expected_meta["parts"]["stream"]
+    assert meta["parts"]["counters"]["targets"] == expected_meta["parts"]["counters"]["targets"]
+    named = {name for name in expected if not name.startswith("rng.")}
+    assert named == {name for name in tensors if not name.startswith("rng.")}
+    for name in (name for name in expected if name.startswith("model.")):
+        worst = (tensors[name] - expected[name]).abs().max().item()
+        assert worst < 1e-4, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
