@@ -2,7 +2,7 @@
 
 Ranks of a clone take turns (`tests.ranks.LOCK`). Where two test processes had such files, one of them waited for the
 other with nothing to do, and each started a fork server, as tests do that start commands with one. Tests of runs and
-commands are the longest: they come before the others, so that the processes end together.
+commands are the longest, and some others are long: they come first, so that the processes end together.
 """
 
 import re
@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 RANKS = "ranks"
 """The part of the suite that is scheduled as one file."""
 _STARTS_RANKS = re.compile(r"^from tests\.(ranks|commands|training\.(ranks_that_die|test_kill)) import", re.M)
-FIRST = ("tests/training/", "tests/cli/")
+FIRST = ("tests/training/", "tests/cli/", "tests/contracts/", "tests/planner/")
+LONG = ("tests/ops/triton/", "tests/compress/", "tests/zoo/", "tests/serving/", "tests/gpu/", "tests/docs/")
+"""Folders with files of few tests that take many seconds: not at the end, where the other process would wait."""
 
 
 @cache
@@ -32,7 +34,7 @@ def part_of(file: str) -> str:
 
 
 class RanksTogether(LoadFileScheduling):
-    """xdist's schedule by files, in another order: ranks, files that train, the others by their number of tests."""
+    """xdist's schedule by files, in another order: ranks, files that train, other long ones, the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return part_of(nodeid.split("::", 1)[0])
@@ -44,4 +46,4 @@ class RanksTogether(LoadFileScheduling):
 
 def turn_of(part: str) -> int:
     """Parts with a smaller number go first."""
-    return 0 if part == RANKS else 1 if part.startswith(FIRST) else 2
+    return 0 if part == RANKS else 1 if part.startswith(FIRST) else 2 if part.startswith(LONG) else 3

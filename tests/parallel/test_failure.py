@@ -61,11 +61,14 @@ def test_a_killed_rank_is_seen_once_it_gives_no_beat(killed, tmp_path):
     assert "--max-restarts" in said
 
 
-def test_a_broken_connection_is_proof_enough(killed, tmp_path):
+def test_a_broken_connection_is_proof_enough(killed, tmp_path, monkeypatch):
+    """No silence is waited for."""
+    for name in ("GONE_S", "BLAME_S"):
+        monkeypatch.setattr(failure, name, 600.0)
     began = time.monotonic()
     with Heartbeat(tmp_path, 0):
         assert Blame(tmp_path, 0).wait(RuntimeError("closed")).record.rank == 1
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 100
 
 
 def test_who_follows_is_not_to_blame_and_who_failed_blames_nobody(tmp_path):
@@ -88,7 +91,7 @@ def test_a_rank_that_came_to_its_end_is_not_to_blame(tmp_path):
 
 @pytest.mark.parametrize("beats", [0.1, 100.0])
 def test_a_silent_rank_is_taken_for_it_in_the_end(beats, tmp_path, monkeypatch):
-    monkeypatch.setattr(failure, "BLAME_S", 0.5)
+    monkeypatch.setattr(failure, "BLAME_S", 1.5)  # on a busy machine a beat is late by a second
     with Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1, beat_s=beats):
         found = Blame(tmp_path, 0).wait(RuntimeError("timed out\nsomewhere"))
     if beats == 0.1:
@@ -111,7 +114,7 @@ def test_who_waits_is_ended_later_than_who_ends_by_itself(tmp_path):
             assert not ends
             began = time.monotonic()
             second.fail(RuntimeError("of its own"))
-            assert done.wait(10)
+            assert done.wait(60)
             time.sleep(0.2)
     ((rank, at),) = ends
     assert rank == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.ranks import started
 
-PATIENCE_S = 30
+PATIENCE_S = 100
 """For which the others are waited for after the kill; then they are killed too."""
 
 

@@ -21,7 +21,7 @@ from tilewright.training.loop import train
 pytestmark = pytest.mark.dist
 MESHES = {"copies": {"parallel__dp_replicate": 3, "parallel__dp_shard": 1}, "shards": {"parallel__dp_shard": 3}}
 VICTIM, STEP, WORLD = 1, 3, 3
-SECONDS = 15
+SECONDS = 40
 """For which the others may wait; a timeout of torch's is a minute here."""
 ERRORS = {"memory": torch.OutOfMemoryError, "bug": RuntimeError}
 

@@ -242,7 +242,7 @@ def test_the_ranks_that_are_left_do_not_wait(tmp_path):
     for error, later_error, later_s in found.values():
         assert error
         assert "cannot save together any more" in later_error
-        assert later_s < 0.1
+        assert later_s < 10, "a timeout is a minute"
     path, rejected = CheckpointStore(tmp_path).newest_sound()
     assert path is not None
     assert rejected == []
