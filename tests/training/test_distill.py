@@ -127,18 +127,17 @@ def test_the_plan_counts_the_teacher(kind, teacher, tmp_path):
         net = load_hf(teacher, "causal_lm").net
         weights, width = sum(param.numel() for param in net.parameters()), net.config.hidden_size
     train = {"global_batch_size": 16, "micro_batch_size": 4}
-    for parallel, tokens in (({}, 16 * 128), ({"dp_shard": 4}, 4 * 128)):
-        for mode, size in (("fp32", 4), ("bf16_mixed", 2)):
-            alone, taught = (
-                Planner(
-                    make_recipe(train=train, parallel=parallel, distill=distill, precision={"mode": mode}),
-                    300, make_machine(), make_rates(),
-                ).as_it_stands(Budget(1e12, 1e12, Links(None, None)))
-                for distill in ({}, {"teacher": str(teacher)})
-            )  # fmt: skip
-            more = taught.phases["forward"]["process"] - alone.phases["forward"]["process"]
-            assert more == pytest.approx(4 * weights + size * width * tokens, rel=1e-3)  # buffers of rotary embeddings
-            assert any("whole on each process" in note for note in taught.notes)
+    for parallel, tokens, mode, size in (({}, 16 * 128, "fp32", 4), ({"dp_shard": 4}, 4 * 128, "bf16_mixed", 2)):
+        alone, taught = (
+            Planner(
+                make_recipe(train=train, parallel=parallel, distill=distill, precision={"mode": mode}),
+                300, make_machine(), make_rates(),
+            ).as_it_stands(Budget(1e12, 1e12, Links(None, None)))
+            for distill in ({}, {"teacher": str(teacher)})
+        )  # fmt: skip
+        more = taught.phases["forward"]["process"] - alone.phases["forward"]["process"]
+        assert more == pytest.approx(4 * weights + size * width * tokens, rel=1e-3)  # buffers of rotary embeddings
+        assert any("whole on each process" in note for note in taught.notes)
 
 
 def test_bad_teachers_say_why(teacher, data, tmp_path):
