@@ -23,6 +23,7 @@ CASES = {
     "zero2": {"parallel__reshard_after_forward": "false"},
     "accumulated": {"train__micro_batch_size": 1, "train__global_batch_size": 8},
     "reduced each": {"train__micro_batch_size": 1, "train__global_batch_size": 8, "parallel__reduce_each": "true"},
+    "bf16": {"precision__mode": "bf16_mixed", "ops__linear": "native"},
 }
 LEAST = 127
 """Bytes up to which a collective does not count: of losses and agreements."""

@@ -31,6 +31,7 @@ CASES = {
     "zero2": {"parallel__reshard_after_forward": "false", "train__micro_batch_size": 4},
     "accumulated": {"train__micro_batch_size": 1, "train__global_batch_size": 8},
     "reduced each": {"train__micro_batch_size": 1, "train__global_batch_size": 8, "parallel__reduce_each": "true"},
+    "gathered in bf16": {"precision__mode": "bf16_mixed", "ops__linear": "native"},
 }
 
 

@@ -143,6 +143,11 @@ class Kernels:
         chosen = self.choices["linear", x.device.type, x.dtype, ""].candidate.name
         return deferred_linear(gemms_of(chosen), x, weight_MK, bias_M, queue)
 
+    def rounds_gradient(self, device_type: str, dtype: torch.dtype) -> bool:
+        """Whether `linear` rounds the gradient of a weight in FP32 to the operands' dtype."""
+        choice = self.choices.get(("linear", device_type, dtype, ""))
+        return choice is not None and choice.candidate.name == "native"
+
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `ops.norm`."""
         return self._find("rms_norm", x.device.type, x.dtype)(x, weight_D, eps)

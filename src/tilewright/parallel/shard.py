@@ -30,6 +30,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.mixed.gathered import AsRead, param_groups, settle
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -69,8 +71,11 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy(),
     }
+    # FSDP2 has no zeros in FP32 for what was gathered in 16 bits and not used (`takes_unused`).
+    as_read = getattr(model, "uses_every_parameter", False)
+    of_layers = AsRead(**vars(settings["mp_policy"])) if as_read else settings["mp_policy"]
     for layer in layers:
-        _shard_group(layer, settings, reshard=sharding.reshard_after_forward)
+        _shard_group(layer, settings | {"mp_policy": of_layers}, reshard=sharding.reshard_after_forward)
     # None lets torch keep the root's parameters until backward, which begins with them.
     _shard_group(model, settings, reshard=None if sharding.reshard_after_forward else False)
     for module in fsdp_modules(model):
@@ -94,11 +99,18 @@ def takes_unused() -> bool:
 def ready(model: nn.Module) -> None:
     """The last step of `shard`, for a model that was on the meta device: once its parts have memory.
 
-    Gradients of 16-bit parameters are FP32, whole and in parts.
+    Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
+    read (`precision.mixed.gathered`).
     """
-    if not any(param.dtype in LOW_DTYPES for param in model.parameters()):
-        return
     fully_shard.state(model)._lazy_init()  # of the root first: it must be the one that begins
+    if any(param.dtype in LOW_DTYPES for param in model.parameters()):
+        _give_fp32_gradients_to_all(model)
+    report = getattr(model, "precision_report", None)
+    if report is not None:
+        settle(model, decide_all(model, report.policy).sites)
+
+
+def _give_fp32_gradients_to_all(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         module.unshard()
         _give_fp32_gradients(module)
@@ -119,7 +131,7 @@ def keep_fp32_sums(model: nn.Module) -> None:
     What it casts to is decided by each `unshard()` and has no public setting.
     """
     for module in fsdp_modules(model):
-        for group in _groups(module):
+        for group in param_groups(module):
             if getattr(group, "_orig_dtype", None) in LOW_DTYPES:  # it has one after its first unshard
                 group._orig_dtype = torch.float32
 
@@ -129,14 +141,6 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     is a first one (`pipeline.stages`)."""
     roots = [*getattr(model, "stages", ()), *model.modules()]
     return (module for module in roots if isinstance(module, FSDPModule))
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """Of a module's own parameters, for which FSDP2 has no public names: a list, in torch 2.11 one or None."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -163,7 +167,7 @@ class WholeBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        groups = (group for module in fsdp_modules(model) for group in _groups(module))
+        groups = (group for module in fsdp_modules(model) for group in param_groups(module))
         self._params: list[Any] = [param for group in groups for param in group.fsdp_params]
 
     def __call__(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.mixed.derived import parametrizations
+from tilewright.precision.mixed.gathered import settle
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table
@@ -225,6 +226,7 @@ def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = Non
         # The older interface: torch refuses to read it once the newer one (fp32_precision) has been written.
         torch.set_float32_matmul_precision("high" if plan.switch == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = plan.switch == "tf32"
+    settle(model, plan.sites)
 
 
 def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, kernels: Kernels | None) -> None:

@@ -111,6 +111,10 @@ class Model(TrainableModel, Protocol):
     forward_methods: tuple[str, ...]
     """Methods that read parameters and do not call `forward`: sharded ones are gathered for them too."""
 
+    uses_every_parameter: bool
+    """Whether each trained parameter of `layers` has a gradient after every backward pass, whatever the batch. Shards
+    of those that do not say so are gathered as they are stored."""
+
     notes: list[str]
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
 

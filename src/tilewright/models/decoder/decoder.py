@@ -143,6 +143,8 @@ class Decoder(nn.Module):
 
     forward_methods = ("loss", "next_token_logits", "logits_at")
     """See `protocols.Model`."""
+    uses_every_parameter = True
+    """See `protocols.Model`. Experts without tokens run on no rows."""
 
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
         super().__init__()

@@ -56,6 +56,8 @@ class HFModel(nn.Module):
 
     forward_methods = ("next_token_logits", "logits_at")
     """See `protocols.Model`. `loss` is a call of `forward`."""
+    uses_every_parameter = False
+    """See `protocols.Model`. Experts may get no token, and layers be dropped."""
 
     def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
         super().__init__()

@@ -232,8 +232,9 @@ def _standard(
     takes = update_bytes(shape.weights, setting, shape)
     if takes and (cpu or not setting.shards.offload):  # on a CPU in the pages that others left, if they are so many
         found.append(Phase("update, largest matrix", always | {"work": takes}, gradients=everything))
-    evaluated = {"parameters": _evaluated(gathered, recipe), "loss": base.evaluated_loss}
-    evaluated["gathering"] = 0.0 if cpu else 2 * gathered.largest
+    put_together = replace(gathered, wide=recipe.precision.eval_fp32)
+    evaluated = {"parameters": _evaluated(put_together, recipe), "loss": base.evaluated_loss}
+    evaluated["gathering"] = 0.0 if cpu else 2 * put_together.largest
     if cpu and shape.spread:  # all pages of the busiest phase stay: an update finds room in them
         evaluations = _beside(EVALUATE, found[1:], evaluated)
         return [*found, *evaluations, *_beside(CHECKPOINT, [*found[1:], *evaluations], {"copy": copy})]

@@ -103,6 +103,8 @@ class Gathered:
     shape: ModelShape
     shards: Shards
     num_micro: int
+    wide: bool = False
+    """Put together as they are stored, as evaluation in FP32 needs them."""
 
     @property
     def rest(self) -> float:
@@ -145,7 +147,7 @@ class Gathered:
         return self.shape.embedding + self.shape.head
 
     def _of(self, weights: Weights) -> float:
-        return float(weights.tensors.gathered(self.shards.count)) if self.shards.cut else 0.0
+        return float(weights.tensors.gathered(self.shards.count, wide=self.wide)) if self.shards.cut else 0.0
 
     def _beyond_part(self, weights: Weights) -> float:
         return FP32 * float(weights.trained - weights.part(self.shards.count).trained)

@@ -52,9 +52,11 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         for operation, kind in (("attention", kind), ("cross_entropy", ""))
     )
     masked = not compiled and keeps_mask(attention, machine.device, number)
-    embedding, layers, head = skeleton.weights(policy)
+    narrow = skeleton.gathered_narrow(policy, kernels)
+    embedding, layers, head = skeleton.weights(policy, narrow)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
-    found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)
+    copies = not narrow or recipe.parallel.dp_shard <= 1
+    found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled, copies)
     of_rest = [gemm for gemm in matmuls_of(skeleton.model, policy) if ".layers." not in f".{gemm.fqn}"]
     of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
@@ -104,6 +106,8 @@ class _Decoder:
     machine: Machine
     pages: Pages
     compiled: bool
+    copies: bool
+    """Layers keep casts of their weights; shards are gathered in the format in which they are read."""
 
     @property
     def seq_len(self) -> int:
@@ -175,7 +179,8 @@ class _Decoder:
             tokens = rows * self.seq_len
             total = layer_bytes(self.short, place, mode, storage) * tokens
             total += tile_bytes(self.short, place, mode, storage, tokens)
-            sizes.append(total + weight_copy_bytes(self.short, place, mode, storage, stored))
+            copies = weight_copy_bytes(self.short, place, mode, storage, stored) if self.copies else 0
+            sizes.append(total + copies)
         return Line.through(*sizes)
 
     def _dropped(self, prefix: str, share_of_tokens: float) -> Line:

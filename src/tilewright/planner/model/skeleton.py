@@ -1,6 +1,6 @@
 """A model with one layer of each kind in the place of all of them, on the meta device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
+from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.convert import stored_formats
 from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.mixed.gathered import narrow_weights
 from tilewright.precision.policy.policy import Policy
 
 
@@ -53,14 +55,22 @@ class Skeleton:
             if name not in self.names and not name.startswith(inside):
                 yield module
 
-    def weights(self, policy: Policy) -> tuple[Weights, list[Weights], Weights]:
+    def gathered_narrow(self, policy: Policy, kernels: Kernels) -> Collection[nn.Module]:
+        """Linear layers whose weights ranks would gather in 16 bits; see `precision.mixed.gathered`."""
+        if not getattr(self.model, "uses_every_parameter", False):
+            return ()
+        found = narrow_weights(decide_all(self.model, policy).sites, kernels.machine.device, kernels)
+        inside = {module for layer in self.layers for module in layer.modules()}
+        return found.keys() & inside
+
+    def weights(self, policy: Policy, narrow: Collection[nn.Module] = ()) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
-        where they come first."""
+        where they come first. `narrow`: see `gathered_narrow`."""
         storage, seen = stored_formats(self.model, policy), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
-        layers = [Weights.of(layer.modules(), storage, seen, matrices) for layer in self.layers]
+        layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices)
 
 

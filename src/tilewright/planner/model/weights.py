@@ -107,6 +107,8 @@ class TensorKind(NamedTuple):
     """Else every rank holds it whole: codes of a frozen 8-bit layer."""
     hidden: bool
     """A matrix of a hidden layer, which Muon would update."""
+    gathered: int
+    """Bytes of an element where the parts of ranks are put together."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,10 @@ class Tensors:
     def __rmul__(self, number: int) -> "Tensors":
         return Tensors({kind: number * count for kind, count in self.kinds.items()})
 
-    def gathered(self, shards: int) -> int:
-        """Bytes of the parameters put together from the parts of all ranks, each part as long as the first."""
-        return self._padded(shards, lambda kind: kind.size if kind.is_parameter else 0)
+    def gathered(self, shards: int, *, wide: bool = False) -> int:
+        """Bytes of the parameters put together from the parts of all ranks, each part as long as the first; `wide`: as
+        they are stored, else as layers read them."""
+        return self._padded(shards, lambda kind: (kind.size if wide else kind.gathered) if kind.is_parameter else 0)
 
     def gradients(self, shards: int) -> int:
         """Bytes of their FP32 gradients in the same layout."""
@@ -193,6 +196,7 @@ class Weights:
         storage: Mapping[nn.Parameter, str],
         seen: set[int],
         matrices: Collection[Tensor] = (),
+        narrow: Collection[nn.Module] = (),
     ) -> "Weights":
         """The weights of some modules, each counted once.
 
@@ -201,6 +205,7 @@ class Weights:
             storage: format by parameter, from `convert.stored_formats`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
+            narrow: linear layers whose weight is gathered in 16 bits (`precision.mixed.gathered`).
         """
         total = cls()
         for module in modules:
@@ -211,7 +216,10 @@ class Weights:
                 scales = module.weight_scale_inv.nbytes if isinstance(module, FrozenFloat8Linear) and each == 1 else 0
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
-                total += cls.of_kind(TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden))
+                gathered = _NARROW if module in narrow and tensor is module.weight else each
+                total += cls.of_kind(
+                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered)
+                )
         return total
 
 
