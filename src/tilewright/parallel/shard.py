@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.precision.assign.decide import decide_all
-from tilewright.precision.mixed.gathered import AsRead, param_groups, settle
+from tilewright.precision.assign.gathered import AsRead, param_groups, settle
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -100,7 +100,7 @@ def ready(model: nn.Module) -> None:
     """The last step of `shard`, for a model that was on the meta device: once its parts have memory.
 
     Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
-    read (`precision.mixed.gathered`).
+    read (`precision.assign.gathered`).
     """
     fully_shard.state(model)._lazy_init()  # of the root first: it must be the one that begins
     if any(param.dtype in LOW_DTYPES for param in model.parameters()):

@@ -22,6 +22,7 @@ from tilewright.models.base.eval_mode import evaluation
 from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.decide import ConversionPlan, decide_all, fp32_functions
+from tilewright.precision.assign.gathered import settle
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
 from tilewright.precision.assign.validate import check_no_fallbacks, check_rules_kept
 from tilewright.precision.float8.linear import Float8Linear
@@ -33,7 +34,6 @@ from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.mixed.derived import parametrizations
-from tilewright.precision.mixed.gathered import settle
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table

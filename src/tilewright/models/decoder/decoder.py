@@ -142,9 +142,8 @@ class Decoder(nn.Module):
     """
 
     forward_methods = ("loss", "next_token_logits", "logits_at")
+    uses_every_parameter = True  # experts without tokens run on no rows
     """See `protocols.Model`."""
-    uses_every_parameter = True
-    """See `protocols.Model`. Experts without tokens run on no rows."""
 
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
         super().__init__()
@@ -309,8 +308,7 @@ class Decoder(nn.Module):
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Balance the experts by the load since the last call, summed over a group. Nothing to do when dense."""
-        routers = [block.mlp.gate for block in self.blocks if block.is_moe]
-        if not routers:
+        if not (routers := [block.mlp.gate for block in self.blocks if block.is_moe]):
             return
         load_LE = self._load_LE
         if load_LE is None:  # this rank had no rows, others may have had some

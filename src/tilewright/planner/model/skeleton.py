@@ -18,9 +18,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.gathered import narrow_weights
 from tilewright.precision.convert import stored_formats
 from tilewright.precision.lora.lora import add_lora
-from tilewright.precision.mixed.gathered import narrow_weights
 from tilewright.precision.policy.policy import Policy
 
 
@@ -56,7 +56,7 @@ class Skeleton:
                 yield module
 
     def gathered_narrow(self, policy: Policy, kernels: Kernels) -> Collection[nn.Module]:
-        """Linear layers whose weights ranks would gather in 16 bits; see `precision.mixed.gathered`."""
+        """Linear layers whose weights ranks would gather in 16 bits; see `precision.assign.gathered`."""
         if not getattr(self.model, "uses_every_parameter", False):
             return ()
         found = narrow_weights(decide_all(self.model, policy).sites, kernels.machine.device, kernels)

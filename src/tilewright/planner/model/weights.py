@@ -205,7 +205,7 @@ class Weights:
             storage: format by parameter, from `convert.stored_formats`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
-            narrow: linear layers whose weight is gathered in 16 bits (`precision.mixed.gathered`).
+            narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
         """
         total = cls()
         for module in modules:
