@@ -113,7 +113,7 @@ def asked(tmp_path_factory):
 
 SEEN_BY_ALL = (swap_halves, transposed)
 """By the limits of `onnx-qdq` too, 0.1 nats. A matrix of zeros, or a quarter of its rows, may be within these: its
-scales of activations are part of no model that it could be compared with."""
+scales of activations are part of no model that it could be compared with. `test_held` finds these in the file."""
 
 
 @pytest.mark.parametrize("name", TOLERANCES)

@@ -282,6 +282,7 @@ def _state(
         tolerance=TOLERANCES[target.name],
         log_probs=reference(source.model, proof.question) if plain else None,
         stored=reference(written.stored(), proof.question) if written.stored is not None else None,
+        differing=written.differing,
     )
     row["runtime_notes"] = [*row.pop("notes", []), *([_UNROUNDED] if plain else [])]
     return row | {"compared_with": "unrounded weights" if plain else "the model as trained"}

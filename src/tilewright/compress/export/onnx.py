@@ -14,6 +14,7 @@ from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting, graph_of, input_names, output_names, trace, why_no_graph
 from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.file import MAX_BYTES, to_onnx
+from tilewright.compress.onnx.held import differing_matrices
 from tilewright.compress.onnx.int8 import quantize_int8, routers
 from tilewright.compress.onnx.qdq import quantize_qdq, violations
 from tilewright.compress.stored import in_int8
@@ -76,7 +77,12 @@ def _write_qdq(source: ExportSource, path: Path) -> Written:
     lint = f"{len(wrong)} violations" if wrong else "no violation"
     notes = (*notes, f"explicit quantisation of TensorRT: {lint}; engine not built here", *wrong[:_SHOWN])
     found = count_matmuls(model)
-    return Written(notes=notes, quantized=found, stored=lambda: in_int8(source.model))
+    return Written(
+        notes=notes,
+        quantized=found,
+        stored=lambda: in_int8(source.model),
+        differing=functools.partial(differing_matrices, graph=graph),
+    )
 
 
 _CALIBRATION_ROWS = 16

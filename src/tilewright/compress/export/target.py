@@ -39,6 +39,8 @@ class Written:
         options: for the consumer, JSON; see `prove.session.Request`.
         stored: makes the model with the values that the artefact stores, see `compress.stored`; None where they
             are unknown.
+        differing: reads the artefact, and says which of its weights are not the model's, in words; "" where all are.
+            None where nothing reads them.
         trained: it holds the codes that the run was trained with, and is compared with the model as it was trained.
     """
 
@@ -47,6 +49,7 @@ class Written:
     quantized: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     stored: Callable[[], Any] | None = None
+    differing: Callable[[Path], str] | None = None
     trained: bool = False
 
 

@@ -52,6 +52,7 @@ class Proof:
         tolerance: Tolerance | None = None,
         log_probs: np.ndarray | None = None,
         stored: np.ndarray | None = None,
+        differing: Callable[[Path], str] | None = None,
     ) -> dict[str, Any]:
         """The part of a row that the consumer decides: state, reason, and what was measured. Never raises for what a
         consumer does.
@@ -64,6 +65,7 @@ class Proof:
             tolerance: beyond which the state is "failed"; None judges nothing.
             log_probs: [N, V] of the model to compare with; None: of `expected`.
             stored: [N, V] of a model with the values that the artefact stores.
+            differing: says which weights of the artefact are not the model's; see `export.target.Written`.
         """
         with tempfile.TemporaryDirectory(dir=self.folder) as answer:
             request = Request(str(artefact), str(self.folder), answer, self.threads, options=options)
@@ -84,5 +86,5 @@ class Proof:
             row["stored"] = {"kl": away.kl, "top1": away.top1}
         if tolerance is None:
             return {"state": "ran", "reason": "", **row}
-        reason = "; ".join(filter(None, [beyond(tolerance, row), told]))
+        reason = "; ".join(filter(None, [beyond(tolerance, row), differing(artefact) if differing else "", told]))
         return {"state": "failed" if reason else "ran", "reason": reason, **row}
