@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -40,6 +41,8 @@ class Case:
     whole: tuple[int, ...] = ()
     muon: bool = False
     seed: int = 0
+    columns: bool = False
+    """Matrices are cut by columns along the last axis of the mesh, and by rows along the one before it."""
 
     @property
     def options(self):
@@ -61,8 +64,10 @@ def mesh_of(sizes) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
 
 
-def sharded(value, mesh, *, whole=False) -> DTensor:
-    """Rows on the last axis of the mesh, as FSDP2 cuts them."""
+def sharded(value, mesh, *, whole=False, columns=False) -> DTensor:
+    """Rows on the last axis of the mesh, as FSDP2 cuts them; or columns there, and rows on the axis before."""
+    if columns and value.ndim == 2:
+        return distribute_tensor(value, mesh, [Shard(0), Shard(1)][-mesh.ndim :], src_data_rank=None)
     last = Replicate() if whole or not value.ndim else Shard(0)
     return distribute_tensor(value, mesh, [Replicate()] * (mesh.ndim - 1) + [last], src_data_rank=None)
 
@@ -81,7 +86,8 @@ def params_of(case, mesh=None):
     dtype, found = case.format[0], []
     for number, shape in enumerate(case.shapes):
         value = normal(*shape, seed=case.seed + number).to(dtype)
-        found.append(nn.Parameter(value if mesh is None else sharded(value, mesh, whole=number in case.whole)))
+        how = {"whole": number in case.whole, "columns": case.columns}
+        found.append(nn.Parameter(value if mesh is None else sharded(value, mesh, **how)))
     return found
 
 
@@ -89,7 +95,8 @@ def step(case, optimizer, params, number, mesh=None):
     """One update by this step's gradients."""
     for index, param in enumerate(params):
         grad = normal(*case.shapes[index], seed=1000 + 100 * number + index + case.seed).to(param.dtype)
-        param.grad = grad if mesh is None else sharded(grad, mesh, whole=index in case.whole)
+        how = {"whole": index in case.whole, "columns": case.columns}
+        param.grad = grad if mesh is None else sharded(grad, mesh, **how)
     optimizer.step()
 
 
@@ -107,6 +114,17 @@ def difference(got, want, name) -> list[str]:
         return []
     at = tuple(places[0].tolist())
     return [f"{name}: {len(places)} of {want.numel()} differ, the first at {at}: {got[at]}, want {want[at]}"]
+
+
+def refusals(rank, sizes, cases) -> list[str]:
+    """What each rank is told where a case cannot be."""
+    mesh, found = mesh_of(sizes), []
+    for case in cases:
+        try:
+            optimizer_of(case, params_of(case, mesh))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 def differences(rank, sizes, cases, steps=3) -> list[str]:

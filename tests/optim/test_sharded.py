@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from tests.optim.shard_cases import BF16, FORMATS, FP32, Case, differences, normal
+from tests.optim.shard_cases import BF16, FORMATS, FP32, Case, differences, normal, refusals
 from tests.optim.test_citizen import assert_in_words
 from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
@@ -56,6 +56,25 @@ def test_a_sharded_update_has_the_bits_of_the_whole_one(sizes, cases):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
 
 
+BLOCKS = [Case(((7, 512), (5,), (6, 1024)), format, columns=True, seed=seed) for seed, format in enumerate(FORMATS)] + [
+    Case(((7, 40), (3, 5)), format, columns=True) for format in FORMATS if format[1] != "8bit"
+]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_blocks_of_rows_and_columns_have_the_bits_of_the_whole_update(sizes):
+    """As tensor parallelism by columns leaves them, and FSDP2 over it."""
+    for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, BLOCKS)):
+        assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
+
+
+def test_columns_that_would_cut_a_block_of_codes_are_refused_on_every_rank():
+    cases = [Case(((7, columns),), (FP32, "8bit", "fp32"), columns=True) for columns in (300, 384, 640)]
+    for found in on_ranks(2, refusals, (2,), cases):
+        assert len(found) == len(cases), found
+        assert all("a multiple of 256" in text for text in found), found
+
+
 MATRICES = [
     Case(((7, 30), (12, 12), (12, 12), (1, 5), (30, 130)), format, muon=True) for format in FORMATS if format[0] != BF16
 ] + [Case(((7, 130), (9, 4)), format, muon=True, whole=(1,)) for format in FORMATS if format[0] == BF16]
@@ -87,24 +106,27 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(mesh, dtype=FP32, placement=None):
-    return nn.Parameter(distribute_tensor(normal(6, 4).to(dtype), mesh, [placement or Shard(0)]))
+def sharded(mesh, dtype=FP32, placement=None, shape=(6, 4)):
+    return nn.Parameter(distribute_tensor(normal(*shape).to(dtype), mesh, [placement or Shard(0)]))
+
+
+STACK = (6, 4, 2)
 
 
 def made(mesh, dtype, options):
-    DeepSeekAdam([nn.Parameter(normal(6, 4).to(dtype)), sharded(mesh, dtype, Shard(1))], **options)
+    DeepSeekAdam([nn.Parameter(normal(6, 4).to(dtype)), sharded(mesh, dtype, Shard(1), STACK)], **options)
 
 
 def added(mesh, dtype, options):
     optimizer = DeepSeekAdam([nn.Parameter(normal(6, 4).to(dtype))], **options)
-    optimizer.add_param_group({"params": [sharded(mesh, dtype, Shard(1))], "lr": 1.0})
+    optimizer.add_param_group({"params": [sharded(mesh, dtype, Shard(1), STACK)], "lr": 1.0})
 
 
 def replaced(mesh, dtype, options):
     """As code does that shards a model and mends its optimizer."""
     optimizer = DeepSeekAdam([nn.Parameter(normal(6, 4).to(dtype))], **options)
-    param = optimizer.param_groups[0]["params"][0] = sharded(mesh, dtype, Shard(1))
-    param.grad = distribute_tensor(torch.ones(6, 4, dtype=dtype), mesh, [Shard(1)])
+    param = optimizer.param_groups[0]["params"][0] = sharded(mesh, dtype, Shard(1), STACK)
+    param.grad = distribute_tensor(torch.ones(STACK, dtype=dtype), mesh, [Shard(1)])
     optimizer.step()
 
 
@@ -113,7 +135,7 @@ ROUNDED = [case for case in FORMATS if case[1] != "fp32" or (case[0] == BF16 and
 
 @pytest.mark.parametrize("format", ROUNDED, ids=str)
 @pytest.mark.parametrize("when", [made, added, replaced])
-def test_columns_are_refused_where_something_is_rounded(mesh, when, format):
+def test_a_stack_cut_in_its_matrices_is_refused_where_something_is_rounded(mesh, when, format):
     dtype, moments, master = format
     with pytest.raises(ConfigError) as caught:
         when(mesh, dtype, {"moments": moments, "master": master})

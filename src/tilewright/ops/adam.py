@@ -8,10 +8,10 @@ Loshchilov and Hutter 2019; as torch.optim.AdamW orders it):
 BF16 targets (states or parameters) are written with stochastic rounding: the expectation of what is
 stored is the FP32 value, so updates below half a BF16 step are not lost. The random bits are a hash of
 (seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
-tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and each element
-gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored. With `weights`,
-16-bit ones of which the targets are the masters, each master follows its weight before (see below) and is stored as it
-after.
+tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and `skips` how
+many are between two rows of it (of a part by columns), and each element gets the bits that it gets in the whole tensor.
+The case's dtype is the narrowest of those stored. With `weights`, 16-bit ones of which the targets are the masters,
+each master follows its weight before (see below) and is stored as it after.
 
 low_bit_adam: of one tensor, with both moments in 8 bits. The same formulas. Between steps the first moment m and the
 root of the second moment v are in square codes (`formats.quadratic_map`), 2.06 bytes per parameter. The root, because
@@ -22,8 +22,9 @@ that is what the update divides by: v alone would lose its small values. The tar
     24 bits    BF16 and 8 bits of correction (`formats.rounding`)
 
 All roundings are stochastic, with bits of one hash of (seed, step, the tensor's number, element): 0-15 for the target,
-16-23 for m, 24-31 for v. Elements of a shard count from `first`. `ops.backends.ref.low_bit_adam` is the definition:
-targets, codes and scales of every candidate are equal to its, bit for bit. The case's dtype is the target's.
+16-23 for m, 24-31 for v. Elements of a shard count from `first`, with `skip` between two rows of a part by columns.
+`ops.backends.ref.low_bit_adam` is the definition: targets, codes and scales of every candidate are equal to its, bit
+for bit. The case's dtype is the target's.
 
 follow_writes: FP32 masters take over what was written to their 16-bit weights. An optimizer updates a master and stores
 it as the weight, rounded to nearest. So a weight has the bits of its master rounded, or something else has written it

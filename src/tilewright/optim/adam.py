@@ -17,7 +17,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native.adam import fused
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
-from tilewright.ops.base.parts import first_element, local, zeros_beside
+from tilewright.ops.base.parts import local, numbering, zeros_beside
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.param_groups import check_settings
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_formats, loadable, readable
@@ -286,8 +286,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
             together = update is fused and not alike.in_pass
             for part in [pairs] if together else [[pair] for pair in pairs]:
                 rows = [self._row(param, grad, alike) for param, grad in part]
-                *tensors, numbers, firsts, weights = (list(column) for column in zip(*rows, strict=True))
-                update(*tensors, numbers, hyper, firsts, weights if alike.in_pass else ())
+                *tensors, numbers, firsts, skips, weights = (list(column) for column in zip(*rows, strict=True))
+                update(*tensors, numbers, hyper, firsts, weights if alike.in_pass else (), skips)
                 for target, weight in zip(tensors[0], weights, strict=True):
                     if alike.masters and not alike.in_pass:
                         weight.copy_(target)
@@ -312,7 +312,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
         grad = local(grad, like=param)
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
-        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=place.number, first=first_element(param))
+        first, skip = numbering(param)
+        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=place.number, first=first, skip=skip)
         self.kernels.low_bit_adam(tensors, self._hyper(place.group, int(state["step"]) + 1))
         for name, tensor in written.items():
             if tensor is not None and flat[name] is not tensor:
@@ -344,7 +345,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return batches
 
     def _row(self, param: Tensor, grad: Tensor, alike: "_Alike") -> tuple[Any, ...]:
-        """What an update takes of a parameter: what is updated, gradient, moments, number, first element, weight."""
+        """What an update takes of a parameter: what is updated, gradient, moments, its number and its elements',
+        weight."""
         state = self._held_state(param) if alike.in_pass else self._followed_state(param)
         # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
         weight = local(param.data)
@@ -354,8 +356,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         wide = target.dtype == torch.promote_types(target.dtype, torch.float32) and not alike.in_pass
         grad = local(grad, like=param)
         grad = grad.to(target.dtype) if wide else grad
-        number, first = self._place(param).number, first_element(param)
-        return target, grad, state["exp_avg"], state["exp_avg_sq"], number, first, weight
+        return target, grad, state["exp_avg"], state["exp_avg_sq"], self._place(param).number, *numbering(param), weight
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import first_element, holds_rows, local, num_cuts
+from tilewright.ops.base.parts import holds_rows, local, num_cuts, numbering
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon_shards import Axis, axis_of, directions, rounds
@@ -172,7 +172,7 @@ class Muon(DeepSeekAdam):
             group["adjust_lr"],
             self._hyper(place.group, int(state["step"]) + 1),
         )
-        return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, first_element(param))
+        return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, numbering(param)[0])
 
 
 def _check_matrix(param: Tensor, stacks: bool) -> None:

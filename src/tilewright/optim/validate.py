@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import holds_rows
+from tilewright.formats.quadratic_map import BLOCK
+from tilewright.ops.base.parts import columns_cut
 from tilewright.optim.states import StateFormat, described, fits, of_layout
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -96,18 +97,27 @@ def check_not_replaced(params: Iterable[Tensor]) -> None:
 
 
 def _check_sharding(param: DTensor, format: StateFormat) -> None:
-    """Nothing is rounded of FP32 states: any part of a tensor will do. Random bits and blocks of codes go by rows."""
+    """Nothing is rounded of FP32 states: any part of a tensor will do. Random bits go by rows and columns, and no part
+    may cut a block of codes."""
     if any(placement.is_partial() for placement in param.placements):
         got = f"a sharded parameter (DTensor) with placements {param.placements}"
         raise _refused(
             param, got, "placements Shard or Replicate", "param.redistribute(...) before the optimizer is made"
         )
     rounded = format.moments != "fp32" or (format.master != "fp32" and param.dtype == torch.bfloat16)
-    if rounded and not holds_rows(param):
-        got = f"a sharded parameter (DTensor) with placements {param.placements} and {format}"
-        need = "whole rows on each rank, since states or weights are rounded stochastically: placements Shard(0) or\n"
-        need += "Replicate, in equal parts where several axes of the mesh cut the rows"
+    if not rounded:
+        return
+    parts = columns_cut(param)
+    got = f"a sharded parameter (DTensor) with placements {param.placements} and {format}"
+    if parts is None:
+        need = "whole rows on each rank, or a block of a matrix, since states or weights are rounded stochastically:\n"
+        need += (
+            "placements Shard(0), of a matrix Shard(1) too, or Replicate, in equal parts where several axes cut a dim"
+        )
         raise _refused(param, got, need, 'fully_shard without a shard_placement_fn, or moments="fp32", master="fp32"')
+    if format.moments == "8bit" and parts > 1 and param.shape[1] % (parts * BLOCK):
+        need = f"a multiple of {parts * BLOCK} columns: {parts} equal parts of blocks of {BLOCK}, which share a scale"
+        raise _refused(param, got, need, 'moments="bf16" or "fp32", or Shard(0)')
 
 
 def _refused(

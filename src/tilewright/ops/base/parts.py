@@ -5,7 +5,8 @@ columns, and FSDP2 over either the rows of these; where several axes of the mesh
 even, since a part of what is left over may be no block.
 
 AdamW treats elements one by one, so parts are updated where they are. What is rounded needs two things more: random
-bits that an element has wherever it is, and blocks of codes that nothing cuts. Both hold of ranges of whole rows.
+bits that an element has wherever it is (`numbering`), and blocks of codes that nothing cuts: those of whole rows, and
+those of equal parts by columns that are multiples of a block.
 """
 
 import functools
@@ -138,15 +139,28 @@ def holds_rows(tensor: Tensor) -> bool:
     return set(cuts) <= {0} and _uneven_dim(tuple(tensor.shape), tensor.device_mesh, tensor.placements) is None
 
 
+def columns_cut(tensor: Tensor) -> int | None:
+    """In how many parts a matrix is along its columns, where each rank holds a block of rows and columns; None of any
+    other part. 1: whole rows."""
+    if not isinstance(tensor, DTensor) or holds_rows(tensor):
+        return 1
+    cuts = _cuts(tensor.device_mesh, tensor.placements)
+    even = _uneven_dim(tuple(tensor.shape), tensor.device_mesh, tensor.placements) is None
+    return prod(cuts.get(1, ())) if tensor.ndim == 2 and set(cuts) <= {0, 1} and even else None
+
+
 def num_cuts(tensor: Tensor) -> int:
     """Axes of the mesh along which ranks hold other parts."""
     return sum(map(len, _cuts(tensor.device_mesh, tensor.placements).values())) if isinstance(tensor, DTensor) else 0
 
 
-def first_element(tensor: Tensor) -> int:
-    """Elements of the whole tensor before those of this rank, which holds rows of it; 0 where it does not, and where
-    nothing is rounded (`optim.validate`)."""
-    return part_of(tensor).first_element if holds_rows(tensor) else 0
+def numbering(tensor: Tensor) -> tuple[int, int]:
+    """Of the elements that this rank holds, which are those of the whole tensor: how many come before the first, and
+    between two rows. Zeros where it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
+    if columns_cut(tensor) is None:
+        return 0, 0
+    part = part_of(tensor)
+    return part.first_element, 0 if part.is_rows or len(part.sizes) < 2 else part.shape[1] - part.sizes[1]
 
 
 def zeros_beside(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ FP8 = Library(
 LOW_BIT_ADAM = Library(
     "low_bit_adam",
     {
-        "tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 8 + [_LONG] * 2 + [_FLOAT] * 7 + [_INT, _INT]),
+        "tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 8 + [_LONG] * 3 + [_FLOAT] * 7 + [_INT, _INT]),
         "tw_adam": (None, [_INT] * 3 + [_POINTER] * 5 + [_LONG] + [_FLOAT] * 7 + [_INT] * 4),
     },
 )

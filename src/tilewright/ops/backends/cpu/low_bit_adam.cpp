@@ -32,6 +32,7 @@ struct Adam {
   uint8_t* root;                      // of the second moment
   float* root_scale;
   i64 rows, length;                   // elements of a row: its last block may be shorter
+  i64 skip;                           // elements of the whole tensor between two rows, for the random bits
   float decay, rate1, beta2, rate2, size, inv_root, eps;
   int32_t stream;
 };
@@ -182,7 +183,7 @@ inline void store_target(const Adam& a, i64 start, const Floats& p, const Ints& 
 }
 
 template <int KIND>
-inline __attribute__((always_inline)) void update(const Adam& a, i64 block, i64 start, int n) {
+inline __attribute__((always_inline)) void update(const Adam& a, i64 block, i64 start, i64 number, int n) {
   Floats p, g, m, root;
   Ints random;
   load_target<KIND>(a, start, p, n);
@@ -195,7 +196,7 @@ inline __attribute__((always_inline)) void update(const Adam& a, i64 block, i64 
   decode(a.m + start, a.m_scale[block], m, n);
   decode(a.root + start, a.root_scale[block], root, n);
   for (int i = 0; i < n; i++) {
-    random.at[i] = hash((int32_t)(start + i), a.stream);
+    random.at[i] = hash((int32_t)(number + i), a.stream);
     m.at[i] = m.at[i] + a.rate1 * (g.at[i] - m.at[i]);
     root.at[i] = std::sqrt(a.beta2 * (root.at[i] * root.at[i]) + a.rate2 * g.at[i] * g.at[i]);
     p.at[i] = a.decay * p.at[i] - a.size * m.at[i] / (root.at[i] * a.inv_root + a.eps);
@@ -212,8 +213,9 @@ void adam_unit(const Adam& a, i64 unit) {
   i64 row = unit * UNIT / per_row, place = unit * UNIT % per_row;
   for (i64 block = unit * UNIT; block < end; block++) {
     const i64 before = place * BLOCK, left = a.length - before, start = row * a.length + before;
-    if (left >= BLOCK) update<KIND>(a, block, start, BLOCK);
-    else update<KIND>(a, block, start, (int)left);
+    const i64 number = start + row * a.skip;
+    if (left >= BLOCK) update<KIND>(a, block, start, number, BLOCK);
+    else update<KIND>(a, block, start, number, (int)left);
     if (++place == per_row) place = 0, row++;
   }
 }
@@ -293,10 +295,10 @@ extern "C" void tw_adam(
 // kind: a Target. The random bits of element i come from a hash of (i, stream).
 extern "C" void tw_low_bit_adam(
     int kind, int is_fp32_grad, void* target, int8_t* low, uint16_t* weight, const void* grad, int8_t* m, float* m_scale,
-    uint8_t* root, float* root_scale, i64 rows, i64 length, float decay, float rate1, float beta2, float rate2, float size,
-    float inv_root, float eps, int stream, int threads) {
+    uint8_t* root, float* root_scale, i64 rows, i64 length, i64 skip, float decay, float rate1, float beta2, float rate2,
+    float size, float inv_root, float eps, int stream, int threads) {
   const Adam a{kind, is_fp32_grad, target, low,   weight, grad,  m,    m_scale,  root, root_scale,
-               rows, length,       decay,  rate1, beta2,  rate2, size, inv_root, eps,  stream};
+               rows, length,       skip,   decay, rate1,  beta2, rate2, size,    inv_root, eps, stream};
   const auto unit = kind == FP32      ? adam_unit<FP32>
                     : kind == BF16    ? adam_unit<BF16>
                     : kind == SPLIT24 ? adam_unit<SPLIT24>

@@ -29,8 +29,8 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     num_rows, length = tensors.rows
     LOW_BIT_ADAM.functions.tw_low_bit_adam(
         kind, grad.dtype == torch.float32, target.data_ptr(), _address(low), _address(weight), grad.data_ptr(),
-        *(tensor.data_ptr() for tensor in qdata), num_rows, length, *factors(hyper), tensors.stream(hyper),
-        torch.get_num_threads(),
+        *(tensor.data_ptr() for tensor in qdata), num_rows, length, tensors.skip, *factors(hyper),
+        tensors.stream(hyper), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -47,16 +47,21 @@ def adam(
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
     weights: Sequence[Tensor] = (),
+    skips: Sequence[int] = (),
 ) -> None:
     """See `ops.adam`: parameters and moments of FP32 or BF16."""
     floats = _floats(hyper)
-    firsts = firsts or [0] * len(params)
+    firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, weights or [None] * len(params), strict=True)
-    for number, first, row in zip(numbers, firsts, rows, strict=True):
+    for number, first, skip, row in zip(numbers, firsts, skips, rows, strict=True):
         flat = [None if tensor is None else tensor.contiguous() for tensor in row]
         rounds = torch.bfloat16 in (flat[0].dtype, flat[2].dtype)  # the stream is for nothing else
-        streams = [hyper.stream(number, target, first) if rounds else 0 for target in range(3)]
-        _update(*flat, floats, streams)
+        by_row = len(flat[0]) if rounds and skip else 1
+        for at in range(by_row):  # the library numbers what it is given without gaps
+            here = flat if by_row == 1 else [None if tensor is None else tensor[at] for tensor in flat]
+            before = first + at * (here[0].numel() + skip)
+            streams = [hyper.stream(number, target, before) if rounds else 0 for target in range(3)]
+            _update(*here, floats, streams)
         for tensor, copy in zip(row, flat, strict=True):
             if copy is not tensor and tensor is not row[1]:
                 tensor.copy_(copy)

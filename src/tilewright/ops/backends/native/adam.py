@@ -22,9 +22,10 @@ def fused(
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
     weights: Sequence[Tensor] = (),
+    skips: Sequence[int] = (),
 ) -> None:
-    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` and
-    `firsts` are not read.
+    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers`,
+    `firsts` and `skips` are not read.
 
     The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
     On CPUs it takes the elements after the last whole vector one by one, with other last bits, so these take copies
@@ -151,6 +152,7 @@ def compiled(
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
     weights: Sequence[Tensor] = (),
+    skips: Sequence[int] = (),
 ) -> None:
     """The reference's update, fused into one loop over each tensor."""
-    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights)
+    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights, skips)

@@ -46,12 +46,26 @@ class AdamHyper:
 
 _ELEMENT = -1640531527
 
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
     """32 random bits per element, a pure function of (element, stream)."""
     return hash_of(torch.arange(count, dtype=torch.int32, device=device), stream)
+
+
+def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor:
+    """Numbers of the elements of rows of this length, with `skip` more after each that are elsewhere: int32, which
+    wraps.
+
+    Example:
+        >>> elements(4, 2, 3, torch.device("cpu")).tolist()
+        [0, 1, 5, 6]
+    """
+    if not skip:
+        return torch.arange(count, dtype=torch.int32, device=device)
+    flat = torch.arange(count, dtype=torch.int64, device=device)
+    return (flat + flat // length * skip).to(torch.int32)
 
 
 def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
@@ -67,21 +81,23 @@ def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
     return hash32(count, stream, device) & 0xFFFF
 
 
-def stochastic_round_bf16(x: Tensor, stream: Tensor | int) -> Tensor:
-    """x (FP32, flat) rounded to BF16, up or down with probability by distance; non-finite values stay.
+def stochastic_round_bf16(x: Tensor, stream: Tensor | int, element: Tensor | None = None) -> Tensor:
+    """x (FP32, flat) rounded to BF16, up or down with probability by distance; non-finite values stay. `element`:
+    numbers of its elements, from 0 on where None.
 
     Example:
         >>> x = torch.full((100_000,), 1.0 + 2**-9)
         >>> abs(stochastic_round_bf16(x, 7).float().mean().item() - x[0].item()) < 1e-4
         True
     """
-    bits = x.view(torch.int32) + hash_bits(x.numel(), stream, x.device)
+    random = hash_bits(x.numel(), stream, x.device) if element is None else hash_of(element, stream) & 0xFFFF
+    bits = x.view(torch.int32) + random
     rounded = (bits & -65536).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
 
 
-def _as_stored(value: Tensor, target: Tensor, stream: Tensor) -> Tensor:
-    return stochastic_round_bf16(value, stream) if target.dtype == torch.bfloat16 else value
+def _as_stored(value: Tensor, target: Tensor, stream: Tensor, element: Tensor | None) -> Tensor:
+    return stochastic_round_bf16(value, stream, element) if target.dtype == torch.bfloat16 else value
 
 
 def update(
@@ -92,8 +108,10 @@ def update(
     coefficients: Tensor,
     streams: Tensor,
     weight: Tensor | None = None,
+    element: Tensor | None = None,
 ) -> None:
-    """One AdamW update, in place, of flat tensors of one length. Nothing changes before all memory is there."""
+    """One AdamW update, in place, of flat tensors of one length. Nothing changes before all memory is there.
+    `element`: see `stochastic_round_bf16`."""
     decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
     high = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(high)
@@ -102,7 +120,8 @@ def update(
     held = param.to(high) if weight is None else followed(param, weight)
     p = held * decay - size * m / (v.sqrt() / root_correction2 + eps)
     targets = (param, exp_avg, exp_avg_sq)
-    values = [_as_stored(*pair, stream) for *pair, stream in zip((p, m, v), targets, streams.unbind(), strict=True)]
+    rows = zip((p, m, v), targets, streams.unbind(), strict=True)
+    values = [_as_stored(value, target, stream, element) for value, target, stream in rows]
     if weight is not None:
         targets, values = (*targets, weight), [*values, p.to(weight.dtype)]
     for target, value in zip(targets, values, strict=True):
@@ -119,17 +138,20 @@ def update_all(
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
     weights: Sequence[Tensor] = (),
+    skips: Sequence[int] = (),
 ) -> None:
     """`update_one` over lists of contiguous tensors."""
     coefficients = hyper.coefficients()
-    firsts = firsts or [0] * len(params)
+    firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *([weights] if weights else []))
-    for number, first, *tensors in zip(numbers, firsts, *lists, strict=True):
+    for number, first, skip, *tensors in zip(numbers, firsts, skips, *lists, strict=True):
         if not tensors[0].numel():  # a rank without rows, and no reason to compile
             continue
         device = tensors[0].device
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
-        update_one(*flat[:4], coefficients.to(device), hyper.streams(number, first).to(device), *flat[4:])
+        element = elements(flat[0].numel(), tensors[0].shape[-1], skip, device) if skip else None
+        streams, weight = hyper.streams(number, first).to(device), flat[4] if weights else None
+        update_one(*flat[:4], coefficients.to(device), streams, weight, element)
         for tensor, copy in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))
@@ -144,6 +166,7 @@ def adam(
     hyper: AdamHyper,
     firsts: Sequence[int] = (),
     weights: Sequence[Tensor] = (),
+    skips: Sequence[int] = (),
 ) -> None:
     """See `ops.adam`."""
-    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights)
+    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights, skips)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24, round_bf16, split24
-from tilewright.ops.backends.ref.adam import AdamHyper, hash32
+from tilewright.ops.backends.ref.adam import AdamHyper, elements, hash_of
 from tilewright.ops.backends.ref.follow_writes import followed
 
 
@@ -29,6 +29,7 @@ class LowBitTensors:
         exp_avg_sq_scale: FP32 [R, B].
         number: of the tensor, for the random stream.
         first: elements of the whole tensor before these, which are a shard of it.
+        skip: elements of the whole tensor between two rows of these: of a part by columns, of whole blocks each.
         weight: BF16 or FP16, where the target is its master: what was written there since becomes the master (see
             `follow_writes`), and it gets the new one, rounded to nearest.
     """
@@ -42,6 +43,7 @@ class LowBitTensors:
     exp_avg_sq_scale: Tensor
     number: int
     first: int = 0
+    skip: int = 0
     weight: Tensor | None = None
 
     @property
@@ -49,7 +51,7 @@ class LowBitTensors:
         """Number of rows, and elements of each. Whole blocks follow each other as in one row."""
         num_rows, numel = len(self.exp_avg_scale), self.target.numel()
         length = numel // max(1, num_rows)
-        return (1, numel) if length % quadratic_map.BLOCK == 0 else (num_rows, length)
+        return (1, numel) if length % quadratic_map.BLOCK == 0 and not self.skip else (num_rows, length)
 
     def stream(self, hyper: AdamHyper) -> int:
         """Number of the random stream."""
@@ -77,7 +79,7 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     m_N = m_N + rate1 * (grad_N - m_N)
     root_N = quadratic_map.root(beta2 * (root_N * root_N) + rate2 * grad_N * grad_N)
     p_N = decay * _value(tensors) - size * m_N / (root_N * inv_root + eps)
-    bits_N = hash32(grad_N.numel(), tensors.stream(hyper), grad_N.device)
+    bits_N = hash_of(elements(grad_N.numel(), rows_RK[1], tensors.skip, grad_N.device), tensors.stream(hyper))
     writes = _targets(tensors, p_N, bits_N)
     for qdata_N, scale_RB, value_N, noise_N in (
         (exp_avg_N, tensors.exp_avg_scale, m_N, bits_N >> 16 & 0xFF),

@@ -43,7 +43,7 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     _kernel[(triton.cdiv(num_blocks, _ROWS),)](
         target, target if beside is None else beside, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
-        num_blocks, per_row, length, *factors(hyper), tensors.stream(hyper),
+        num_blocks, per_row, length, tensors.skip, *factors(hyper), tensors.stream(hyper),
         KIND=kind.value, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -140,14 +140,14 @@ def _store_target(target_ptr, beside_ptr, offsets, inside, p, random, KIND: tl.c
 @triton.jit(do_not_specialize=["stream"])
 def _kernel(
     target_ptr, beside_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, num_blocks, per_row, length,
-    decay, rate1, beta2, rate2, size, inv_root, eps, stream, KIND: tl.constexpr, ROWS: tl.constexpr,
+    skip, decay, rate1, beta2, rate2, size, inv_root, eps, stream, KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     is_block = rows < num_blocks
     places = (rows % per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     offsets = (rows // per_row).to(tl.int64) * length + places
     inside = is_block & (places < length)
-    random = _random_bits(offsets, stream)
+    random = _random_bits(offsets + (rows // per_row).to(tl.int64) * skip, stream)
     p = _load_target(target_ptr, beside_ptr, offsets, inside, KIND)
     grad = to_fp32(tl.load(grad_ptr + offsets, mask=inside, other=0))
     m = _decode(tl.load(m_ptr + offsets, mask=inside, other=0), tl.load(m_scale_ptr + rows, mask=is_block, other=0))
