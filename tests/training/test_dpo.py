@@ -21,7 +21,7 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.reference import attach_reference, reference_logps, weights_digest
+from tilewright.training.components.reference import FILE, attach_reference, weights_digest
 from tilewright.training.loop import train
 
 transformers = pytest.importorskip("transformers")
@@ -154,7 +154,9 @@ def test_the_reference_is_computed_once_and_belongs_to_weights_and_data(model, p
     def never():
         raise AssertionError("the reference is on disk")
 
-    again = reference_logps(setup.recipe, setup.prepared, setup.device, never)
+    attach_reference(setup.recipe, setup.prepared, setup.device, never)
+    key = f"reference-{setup.prepared.fingerprint[:16]}-{weights_digest(setup.recipe)}"
+    again = np.load(Path(setup.recipe.data.cache_dir) / "data" / key / FILE)
     assert again.shape == (setup.prepared.num_pairs, 2)
     frozen = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for batch, (chosen, rejected) in zip(setup.prepared.all_pairs(), again, strict=True):

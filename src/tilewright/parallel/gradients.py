@@ -32,119 +32,6 @@ _ALIGNMENT = 16
 """Elements: kernels read whole vectors."""
 
 
-class GradientReduction:
-    """Sums gradients over the ranks of a run.
-
-    Args:
-        model: of which `params` are; sharded by `parallel.shard`, or the same on all ranks.
-        params: trained parameters.
-        data: ranks that read different rows; None where this one reads all, and nothing is summed.
-        everyone: ranks that stop together where one finds no memory; None on one rank.
-        reduce_each: sum the gradients of a sharded model after each micro-batch: each rank keeps only its part of them
-            from the first on. False: once per step, and whole gradients (4 bytes per parameter) until then, where
-            there are several micro-batches.
-        bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
-
-    Raises:
-        ConfigError: sharded parameters in a model that is not sharded as a whole, and rows that differ.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Tensor],
-        data: dist.ProcessGroup | None,
-        *,
-        everyone: dist.ProcessGroup | None,
-        reduce_each: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        self._everyone = everyone
-        self._fsdp = list(fsdp_modules(model))
-        self._model = model
-        self._reduce_each = reduce_each
-        whole = [param for param in params if not isinstance(param, DTensor)]
-        self._parts = bool(self._fsdp) or len(whole) < len(params)
-        if len(whole) < len(params) and not self._fsdp and data is not None:
-            raise ConfigError(
-                "Sharded parameters in a model that is not sharded as a whole",
-                got=f"{len(params) - len(whole)} DTensor parameters, and no module of FSDP2",
-                need="torch's fully_shard on the model, or a replica of it on each rank",
-                try_="tilewright.parallel.shard.shard(model, model.layers, mesh, Sharding())",
-            )
-        # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
-        places = {param: place for place, param in enumerate(model.parameters())}
-        whole.sort(key=lambda param: -places.get(param, -1))
-        self._sums = GradientSums(data, whole, bucket_bytes)
-        if data is not None and not self._fsdp:
-            self._sums.overlap()
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
-        return self._parts
-
-    def begin(self, *, last: bool) -> None:
-        """Before the forward pass of a micro-batch.
-
-        Args:
-            last: of this step. Gradients of replicas are sent in its backward pass.
-        """
-        if self._fsdp:
-            keep_fp32_sums(self._model)
-        for module in self._fsdp:
-            module.set_requires_gradient_sync(last or self._reduce_each, recurse=False)
-            module.set_requires_all_reduce(last, recurse=False)  # copies of a shard are summed once in any case
-        self._sums.begin(last=last)
-
-    @contextmanager
-    def passes(self, device: torch.device) -> Iterator[None]:
-        """Inside, ranks run their passes; where an allocator finds no memory on one, all stop.
-
-        Replicas meet after their passes: the rank that has stopped sends what the others wait for, of no use as it is.
-        Parts of one model meet in the passes, where none can stop alone: the error is raised as it is.
-
-        Args:
-            device: of what the ranks exchange.
-
-        Raises:
-            OnAllRanksError: an allocator found no memory on one of the replicas.
-        """
-        if self._everyone is None or self._parts:
-            yield
-            return
-        try:
-            with oom_on_all(self._everyone, device, before=self._sums.send_rest):
-                yield
-        except OnAllRanksError:
-            self._sums.drop()
-            raise
-
-    def passed(self) -> None:
-        """After the last backward pass: what has not been sent yet is. `finish` does it too."""
-        if not self._fsdp:
-            self._sums.send_rest()
-
-    def finish(self) -> None:
-        """After the last backward pass: gradients are the sums over all ranks.
-
-        A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used
-        has none.
-        """
-        self._sums.finish()
-
-
-def sum_gradients(group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does; nothing with a group
-    of None.
-
-    Args:
-        group: ranks.
-        params: the same on all of them, in one order.
-    """
-    GradientSums(group, params, BUCKET_BYTES).finish()
-
-
 @dataclass(frozen=True)
 class _Bucket:
     """Parameters whose gradients are sent together, where each gradient begins, and how many elements there are."""
@@ -175,7 +62,7 @@ class GradientSums:
     Args:
         group: ranks; None: nothing happens.
         params: the same on all of them, in the order in which they are sent.
-        bucket_bytes: see `GradientReduction`.
+        bucket_bytes: that are sent together; a parameter with more goes alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, params: Sequence[Tensor], bucket_bytes: int) -> None:
@@ -235,7 +122,11 @@ class GradientSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `GradientReduction.finish`."""
+        """After the last backward pass: gradients are the sums over all ranks.
+
+        A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used
+        has none.
+        """
         if self._group is None or not self._params:
             return
         self.send_rest()
@@ -298,6 +189,111 @@ class GradientSums:
             part.append(param)
         self._buckets += [_bucket(part)] if part else []
         self._place = {param: place for place, bucket in enumerate(self._buckets) for param in bucket.params}
+
+
+class GradientReduction(GradientSums):
+    """Sums gradients over the ranks of a run.
+
+    Args:
+        model: of which `params` are; sharded by `parallel.shard`, or the same on all ranks.
+        params: trained parameters.
+        data: ranks that read different rows; None where this one reads all, and nothing is summed.
+        everyone: ranks that stop together where one finds no memory; None on one rank.
+        reduce_each: sum the gradients of a sharded model after each micro-batch: each rank keeps only its part of them
+            from the first on. False: once per step, and whole gradients (4 bytes per parameter) until then, where
+            there are several micro-batches.
+        bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
+
+    Raises:
+        ConfigError: sharded parameters in a model that is not sharded as a whole, and rows that differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor],
+        data: dist.ProcessGroup | None,
+        *,
+        everyone: dist.ProcessGroup | None,
+        reduce_each: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._everyone = everyone
+        self._fsdp = list(fsdp_modules(model))
+        self._model = model
+        self._reduce_each = reduce_each
+        whole = [param for param in params if not isinstance(param, DTensor)]
+        self._parts = bool(self._fsdp) or len(whole) < len(params)
+        if len(whole) < len(params) and not self._fsdp and data is not None:
+            raise ConfigError(
+                "Sharded parameters in a model that is not sharded as a whole",
+                got=f"{len(params) - len(whole)} DTensor parameters, and no module of FSDP2",
+                need="torch's fully_shard on the model, or a replica of it on each rank",
+                try_="tilewright.parallel.shard.shard(model, model.layers, mesh, Sharding())",
+            )
+        # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
+        places = {param: place for place, param in enumerate(model.parameters())}
+        whole.sort(key=lambda param: -places.get(param, -1))
+        super().__init__(data, whole, bucket_bytes)
+        if data is not None and not self._fsdp:
+            self.overlap()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
+        return self._parts
+
+    def begin(self, *, last: bool) -> None:
+        """Before the forward pass of a micro-batch.
+
+        Args:
+            last: of this step. Gradients of replicas are sent in its backward pass.
+        """
+        if self._fsdp:
+            keep_fp32_sums(self._model)
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(last or self._reduce_each, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)  # copies of a shard are summed once in any case
+        super().begin(last=last)
+
+    @contextmanager
+    def passes(self, device: torch.device) -> Iterator[None]:
+        """Inside, ranks run their passes; where an allocator finds no memory on one, all stop.
+
+        Replicas meet after their passes: the rank that has stopped sends what the others wait for, of no use as it is.
+        Parts of one model meet in the passes, where none can stop alone: the error is raised as it is.
+
+        Args:
+            device: of what the ranks exchange.
+
+        Raises:
+            OnAllRanksError: an allocator found no memory on one of the replicas.
+        """
+        if self._everyone is None or self._parts:
+            yield
+            return
+        try:
+            with oom_on_all(self._everyone, device, before=self.send_rest):
+                yield
+        except OnAllRanksError:
+            self.drop()
+            raise
+
+    def passed(self) -> None:
+        """After the last backward pass: what has not been sent yet is. `finish` does it too."""
+        if not self._fsdp:
+            self.send_rest()
+
+
+def sum_gradients(group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> None:
+    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does; nothing with a group
+    of None.
+
+    Args:
+        group: ranks.
+        params: the same on all of them, in one order.
+    """
+    GradientSums(group, params, BUCKET_BYTES).finish()
 
 
 def _remove(handles: Sequence[Any]) -> None:

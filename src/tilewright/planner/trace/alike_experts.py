@@ -66,7 +66,7 @@ class AlikeExperts(ExpertLoop):
 
 class _Parts(torch.autograd.Function):
     """Parts of a tensor for the first expert of each group. Backward repeats what autograd does for all parts: parts
-    that nobody used are zeros, and the result is converted while the gradients of the parts are alive."""
+    that are not used are zeros, and the result is converted while the gradients of the parts are alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loop: AlikeExperts) -> tuple[Tensor, ...]:

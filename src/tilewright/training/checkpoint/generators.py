@@ -47,7 +47,10 @@ def generator_tensors(world: World) -> dict[str, Tensor]:
     if world.size == 1:
         return {f"{_PREFIX}{name}": state for name, state in torch_states().items()}
     own = _owners(world)[0]
-    states = {own + _outside(name): state for name, state in _own_states().items()}
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    states = {
+        own + ("cuda.0" if name.startswith("cuda.") else name): state for name, state in torch_states(gpu).items()
+    }
     if not world.is_first:
         states[own + _HOST] = torch.frombuffer(bytearray(json.dumps(host_states()).encode()), dtype=torch.uint8)
     return states
@@ -102,16 +105,6 @@ def _seed(states: Mapping[str, Tensor], rank: int) -> None:
     for name in sorted(states):
         digest.update(states[name].numpy().tobytes())
     seed_all(digest.intdigest())
-
-
-def _own_states() -> dict[str, Tensor]:
-    """Of the CPU, and of this rank's GPU if it has one."""
-    has_gpu = torch.cuda.is_initialized()
-    return torch_states(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
-
-
-def _outside(name: str) -> str:
-    return "cuda.0" if name.startswith("cuda.") else name
 
 
 def _inside(name: str) -> str:

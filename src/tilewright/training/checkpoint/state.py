@@ -27,7 +27,7 @@ from tilewright.ops.base.parts import zeros_beside
 from tilewright.parallel.agree import gather
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
-from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
+from tilewright.training.checkpoint.generators import Stored, generator_tensors, set_generators, stored_generators
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.executor.summon import TensorAccess
@@ -35,7 +35,6 @@ from tilewright.training.executor.transaction import Stateful
 
 _MAX_DIFFERENCES = 5
 
-Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -92,7 +92,8 @@ def stream_of(recipe: Recipe, prepared: Prepared, *, rank: int, world: int) -> S
 
 def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:
     """Held-out rows, at most `num` batches of each domain (None: the recipe's number); the same on every call."""
-    size = _rows_per_batch(recipe), num or recipe.train.eval_batches
+    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
+    size = max(1, recipe.train.micro_batch_size // rows), num or recipe.train.eval_batches
     return HeldOut(
         {domain: prepared.eval_batches(domain, *size) for domain in prepared.eval_domains},
         {domain: prepared.eval_bytes(domain, *size) for domain in prepared.eval_domains},
@@ -176,11 +177,6 @@ def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
     if recipe.train.sample_tokens and recipe.model.task == "causal_lm":
         line += f", then samples of at most {recipe.train.sample_tokens} tokens are written"
     return line
-
-
-def _rows_per_batch(recipe: Recipe) -> int:
-    """Samples in a micro-batch; a pair of preferences is two rows."""
-    return max(1, recipe.train.micro_batch_size // (2 if recipe.data.format == "preferences" else 1))
 
 
 def check_rows(recipe: Recipe) -> None:

@@ -106,18 +106,8 @@ def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: Initi
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    if values is None:
-        _fill_lazy(recipe, model, device)
-    elif not world.holds_parts:
+    if values is None and isinstance(model, HFModel) and next(model.parameters()).is_meta:  # `build_adapted` left it so
+        fill_adapted(model, in_folder(recipe.model).path, device, recipe.run.seed)
+    elif values is not None and not world.holds_parts:
         to_placeholders(model, device)
         fill_buffers(model, values)
-
-
-def _fill_lazy(recipe: Recipe, model: Model, device: torch.device | str) -> None:
-    """Fill a model that `build_adapted` left on the meta device, after its formats were chosen; any other stays.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    if isinstance(model, HFModel) and next(model.parameters()).is_meta:
-        fill_adapted(model, in_folder(recipe.model).path, device, recipe.run.seed)

@@ -26,7 +26,7 @@ from tilewright.models.folder.resolve import local_folder
 from tilewright.parallel.launch import in_turn, on_any
 from tilewright.parallel.world import World
 
-_FILE = "logps.npy"
+FILE = "logps.npy"
 
 
 def attach_reference(
@@ -39,8 +39,13 @@ def attach_reference(
     """Give preferences what their loss needs of the starting model; other data needs nothing.
 
     Args:
-        recipe, device, starting, world: see `reference_logps`.
+        recipe: of the run.
         prepared: data of any kind.
+        device: where the model is.
+        starting: gives the model with the weights that training begins with; not called where its log probabilities
+            are on disk.
+        world: of several ranks one computes and the others read what it wrote; those that hold parts of the model
+            compute together where a machine, whose disk may be its own, lacks them.
 
     Raises:
         FitError: the plan chose an executor that does not compute pairs.
@@ -55,32 +60,8 @@ def attach_reference(
             need="the standard executor: both answers of a pair are computed before their loss",
             try_="lora.rank = 16, train.micro_batch_size = 2, or a smaller data.seq_len",
         )
-    prepared.set_reference(reference_logps(recipe, prepared, device, starting, world), recipe.train.dpo_beta)
-
-
-def reference_logps(
-    recipe: Recipe,
-    prepared: PreparedChat,
-    device: torch.device,
-    starting: Callable[[], AbstractContextManager[Model]],
-    world: World = World.alone(),  # noqa: B008 (frozen)
-) -> np.ndarray:
-    """Log probabilities of the chosen and the rejected answer of each pair, FP32 [pairs, 2], training pairs first.
-
-    Args:
-        recipe: of the run.
-        prepared: preferences.
-        device: where the model is.
-        starting: gives the model with the weights that training begins with; not called where they are on disk.
-        world: of several ranks one computes and the others read what it wrote; those that hold parts of the model
-            compute together where a machine, whose disk may be its own, lacks them.
-
-    Raises:
-        DataError: the cache folder cannot be written.
-    """
-    root = Path(recipe.data.cache_dir).expanduser() if recipe.data.cache_dir else _user_cache()
-    key = f"reference-{prepared.fingerprint[:16]}-{weights_digest(recipe)}"
-
+    root = Path(recipe.data.cache_dir or platformdirs.user_cache_dir("tilewright")).expanduser()
+    entries, key = root / "data", f"reference-{prepared.fingerprint[:16]}-{weights_digest(recipe)}"
     computed: list[np.ndarray] = []
 
     def compute() -> None:
@@ -91,12 +72,13 @@ def reference_logps(
     def build(folder: Path) -> None:
         if not computed:
             compute()
-        np.save(folder / _FILE, computed[0])
+        np.save(folder / FILE, computed[0])
 
-    entries = root / "data"
     if world.model.size > 1 and on_any(world, lambda: damage(entries / key) is not None):
         compute()
-    return np.load(in_turn(world, lambda: cached(entries, key, build)) / _FILE, allow_pickle=False)
+    # Log probabilities of the chosen and the rejected answer of each pair, FP32 [pairs, 2], training pairs first.
+    logps = np.load(in_turn(world, lambda: cached(entries, key, build)) / FILE, allow_pickle=False)
+    prepared.set_reference(logps, recipe.train.dpo_beta)
 
 
 def weights_digest(recipe: Recipe) -> str:
@@ -111,10 +93,6 @@ def weights_digest(recipe: Recipe) -> str:
         for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
             digest.update(f"{file.name} {file_digest(file)}\n".encode())
     return digest.hexdigest()
-
-
-def _user_cache() -> Path:
-    return Path(platformdirs.user_cache_dir("tilewright"))
 
 
 @torch.no_grad()

@@ -80,8 +80,8 @@ def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
 
 @torch.no_grad()
 def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
-    return (name for name, tensor in named if tensor is not None and not _is_finite(tensor))
-
-
-def _is_finite(tensor: Tensor) -> bool:  # on all ranks, of a tensor that is in parts
-    return bool(values_finite([tensor]) if isinstance(tensor, DTensor) else torch.isfinite(tensor).all())
+    for name, tensor in named:
+        if tensor is None:
+            continue
+        if not (values_finite([tensor]) if isinstance(tensor, DTensor) else torch.isfinite(tensor).all()):
+            yield name  # on all ranks, of a tensor that is in parts

@@ -132,19 +132,8 @@ def precision_hook(
     section = recipe.precision
     if not section.moves_matmuls:
         return None
-    settings = None
     control = section.controller
-    if control.enabled:
-        settings = ControllerSettings(
-            granularity=control.granularity,
-            budget=control.budget,
-            interval=control.interval,
-            cooldown=control.cooldown,
-            patience=control.patience,
-            recalibrate_interval=control.recalibrate_interval,
-            retry_steps=control.retry_steps,
-            spike_factor=control.spike_factor,
-        )
+    settings = ControllerSettings(**control.model_dump(exclude={"enabled"})) if control.enabled else None
     schedule = FormatSchedule.from_section(section, recipe.train.steps)
     controller = PrecisionController(model, settings, schedule, group=everyone)
     return PrecisionHook(controller, model, device, section.lr_noise_damping)

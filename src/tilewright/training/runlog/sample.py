@@ -6,12 +6,12 @@ Of a conversation the beginning is all up to the first answer, and what was answ
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.data.batches.microbatches import Batch
+from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
@@ -38,14 +38,6 @@ class TextSample:
     reference: str = ""
 
 
-class Decodes(Protocol):
-    """The part of a tokenizer needed here."""
-
-    bos_id: int
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 def run_samples(
     recipe: Recipe, model: Model, prepared: object, batches: Mapping[str, Sequence[Batch]]
 ) -> Iterator[TextSample]:
@@ -59,7 +51,7 @@ def run_samples(
 
 def write_samples(
     model: Model,
-    tokenizer: Decodes,
+    tokenizer: Tokenizer,
     batches: Mapping[str, Sequence[Batch]],
     *,
     num_tokens: int,
@@ -99,7 +91,7 @@ def write_samples(
             yield TextSample(domain, begun, written, answer)
 
 
-def _continuation(tokenizer: Decodes, prompt: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
+def _continuation(tokenizer: Tokenizer, prompt: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
     """Text of a prompt and of what follows it, cut out of the text of both: decoded alone, what follows would lose its
     first space with tokenizers that write none at the start of a text, and a character that is cut in two."""
     alone = tokenizer.decode(prompt.tolist())

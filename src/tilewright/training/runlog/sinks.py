@@ -9,19 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from tilewright.core.errors import ConfigError
 
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
-
-
-class Sink(Protocol):
-    """Receives the scalars of a metrics row."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardSink:
@@ -52,6 +44,10 @@ class WandbSink:
         self._module.finish()
 
 
+Sink = TensorBoardSink | WandbSink
+"""Receives the scalars of a metrics row."""
+
+
 def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
     """The sinks a recipe asks for, ready.
 
@@ -76,13 +72,11 @@ def scalars_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             flat |= scalars_of(value, f"{prefix}{name}/")
-        elif _is_number(value) and f"{prefix}{name}" != "step":
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or f"{prefix}{name}" == "step":
+            continue
+        elif math.isfinite(value):
             flat[prefix + name] = float(value)
     return flat
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _import(name: str) -> ModuleType:
