@@ -145,8 +145,8 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
             memory_plan = parts.executor.memory_plan
             found["regrouped"].append(number)
         answer({"stolen": stolen.share})
-    if replanner.forecast.expected is not None:
-        found["after_bytes"] = replanner.forecast.peak_bytes
+    if replanner.expected is not None:
+        found["after_bytes"] = replanner.peak_bytes
     message = json.loads(line)
     several = [ceilings.Ceilings.from_json(rates) for rates in message["rates"]]
     counted = [rates for rates, share in zip(several, message["stolen"], strict=True) if share <= STOLEN]
@@ -157,7 +157,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     found["measured"] = (
         beyond_steps(setup, parts) | parts.memory_tracker.snapshot(parts.model, parts.optimizer)["known_phases"]
     )
-    found |= {"factor": replanner.forecast.memory_factor, "events": events}
+    found |= {"factor": replanner.memory_factor, "events": events}
     found["placement"] = sorted({str(layer) for layer in memory_plan.layers})
     parts.close()
     answer(found)

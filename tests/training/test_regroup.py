@@ -174,11 +174,11 @@ def test_a_run_that_goes_as_planned_says_so_once():
 def test_the_second_step_corrects_every_later_plan():
     """The machine takes a quarter more than planned: what fitted on paper does not. The first step compiles."""
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
-    assert play.replanner.forecast.expected is None
+    assert play.replanner.expected is None
     play.step()
     assert play.events == []
     play.step()
-    assert play.replanner.forecast.memory_factor == 1.25
+    assert play.replanner.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
     assert "+25.0% (threshold 5%)" in play.events[0][1]
     assert "from 4 keep to" in play.events[0][1]
@@ -186,8 +186,8 @@ def test_the_second_step_corrects_every_later_plan():
     play.step()
     play.step()
     assert len(play.events) == 1  # as expected from here on
-    assert play.replanner.forecast.peak_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
-    assert play.replanner.forecast.time_factor == 2.0
+    assert play.replanner.peak_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
+    assert play.replanner.time_factor == 2.0
 
 
 @pytest.mark.parametrize("budget", [610.0, 640.0])
@@ -358,13 +358,13 @@ def test_the_second_step_settles_what_is_expected(factor):
     """Also by less than the threshold, up or down, and without a word: the first one compiles."""
     play = Play(PlayedExecutor())
     play.step()
-    assert play.replanner.forecast.memory_factor == 1.0
+    assert play.replanner.memory_factor == 1.0
     play.executor.factor = factor
     play.step()
-    assert play.replanner.forecast.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.replanner.memory_factor == pytest.approx(factor, rel=0.01)
     play.executor.factor = factor * 1.03  # within what is expected now
     play.step()
-    assert play.replanner.forecast.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.replanner.memory_factor == pytest.approx(factor, rel=0.01)
     assert play.triggers() == ["calibration"]
 
 
@@ -375,10 +375,10 @@ def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
     play.executor.factor = 1.1
     play.step()
     assert play.executor.memory_plan != KEEP
-    assert play.replanner.forecast.time_factor == pytest.approx(2.0)
-    assert play.replanner.forecast.memory_factor == pytest.approx(1.1)
+    assert play.replanner.time_factor == pytest.approx(2.0)
+    assert play.replanner.memory_factor == pytest.approx(1.1)
     play.step()
-    assert play.replanner.forecast.peak_bytes <= 620
+    assert play.replanner.peak_bytes <= 620
 
 
 def test_a_model_that_nobody_can_plan_keeps_less_and_less():
@@ -439,4 +439,4 @@ def test_steps_after_the_second_are_not_measured(factors):
         play.executor.factor = factor
         play.step()
     assert (play.executor.memory_plan, len(play.events)) == (plan, told)
-    assert play.replanner.forecast.memory_factor == 1.0
+    assert play.replanner.memory_factor == 1.0

@@ -5,9 +5,9 @@ memory.
     result = run_with_retries(compute, lambda said: replanner.reduce_memory(step.number, said))
     replanner.after_step(step, result)
 
-The second step under a memory plan, the first that does not compile, says how far the plan is off (`forecast`):
-measured over planned bytes, by which every later plan is multiplied. A new plan is made where one of four things
-happens, and is taken where it must be (the old one does not fit) or where it is faster by enough to pay for the change:
+The second step under a memory plan, the first that does not compile, says how far the plan is off: measured over
+planned bytes, by which every later plan is multiplied. A new plan is made where one of four things happens, and is
+taken where it must be (the old one does not fit) or where it is faster by enough to pay for the change:
 
     calibration     that step took more than 5 % above what was expected (1 % where it took more than the run may use),
                     or more than 5 % less
@@ -36,7 +36,6 @@ from tilewright.planner.replan import Replan, Replanner
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook
-from tilewright.training.hooks.forecast import Forecast
 from tilewright.training.planning.describe import loosest, tighter, words
 
 CUTS = 6
@@ -96,7 +95,18 @@ class AdaptiveReplanner(StepHook):
         self.active = watch
         """Whether anything but an out-of-memory matters."""
         self.next_step = 0 if watch else math.inf
-        self.forecast = Forecast(executor, planner, known)
+        self._find_planner, self._known, self._looked = planner, known, False
+        self._planner: Replanner | None = None
+        self.row_length: int | None = None
+        """Tokens of the longest row; None of images, and before the first step."""
+        self.expected = known
+        """Of the memory plan and row length that run now, before any correction; None while no planner was asked."""
+        self.memory_factor = self.time_factor = 1.0
+        """Measured over planned bytes and seconds. The latter is the same for all plans, so it orders none of them."""
+        self.measured = 0.0
+        """Highest peak in bytes of the step that was looked at last."""
+        self.looks = 0
+        """How often that was measured."""
         self._memory_tracker, self._free, self._reserve = memory_tracker, free, reserve
         self._agreement = agreement or Agreement()
         self._record_event = record_event
@@ -119,10 +129,10 @@ class AdaptiveReplanner(StepHook):
             return step
         self._number, budget = step.number, self._allowed()
         if self._planned_for is None:
-            self._planned_for, self.forecast.row_length = budget, step.row_length
-        elif step.row_length != self.forecast.row_length:
-            text = f"rows of {step.row_length} tokens, before {self.forecast.row_length}"
-            self.forecast.restart(step.row_length)
+            self._planned_for, self.row_length = budget, step.row_length
+        elif step.row_length != self.row_length:
+            text = f"rows of {step.row_length} tokens, before {self.row_length}"
+            self._restart(step.row_length)
             self._plan_again("shape", text, tokens=step.row_length)
         else:
             self._look_at_budget(budget, budget / self._planned_for - 1)
@@ -141,33 +151,34 @@ class AdaptiveReplanner(StepHook):
         self._number = step.number
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
-        if not self.active or self.forecast.looks >= 2:
+        if not self.active or self.looks >= 2:
             return
-        if not self.forecast.is_known():
+        if not self._is_known():
             self.next_step = math.inf  # there is no planner for this model
             return
         peaks = {name: float(size) for name, size in self._peaks().items() if name in STEP_PHASES}
         if not peaks:  # the memory plan has changed after the step, or there was nothing to compute
             return
         seconds = self._agreement.most(result.seconds)
-        self.forecast.measure(peaks.values())
-        if self.forecast.looks == 1:
+        self.looks += 1
+        self.measured = max(peaks.values())
+        if self.looks == 1:
             self._first_s = seconds
             return
         self._calibrate(seconds)
-        if self.forecast.looks:  # else a new plan begins
+        if self.looks:  # else a new plan begins
             self.next_step = 0 if self._near() else math.inf
 
     def _calibrate(self, seconds: float) -> None:
         """The factors by which every later plan is multiplied; a new plan, where this one is far off."""
-        forecast = self.forecast
-        forecast.time_factor *= seconds / forecast.step_s
-        error, words = forecast.error, forecast.words()
-        slightly = error <= ERROR and forecast.measured > self._allowed()
+        self.time_factor *= seconds / self.step_s
+        error = self.measured / self.peak_bytes - 1
+        words = f"{format_bytes(self.measured)} measured, {format_bytes(self.peak_bytes)} expected: {error:+.1%}"
+        slightly = error <= ERROR and self.measured > self._allowed()
         threshold = OVER if slightly else ERROR
-        numbers = {"measured_bytes": forecast.measured, "expected_bytes": forecast.peak_bytes, "error": error}
+        numbers = {"measured_bytes": self.measured, "expected_bytes": self.peak_bytes, "error": error}
         factor = (1 + error) * (1 + self._growth)  # what later steps will take
-        forecast.memory_factor *= factor
+        self.memory_factor *= factor
         if factor - 1 >= -ERROR and error <= threshold:
             if not self._told:  # the user has seen that plans are right
                 text = f"{words}, within {100 * ERROR:g}%"
@@ -175,12 +186,12 @@ class AdaptiveReplanner(StepHook):
             self._told = True
             return
         self._told = True
-        text = f"{words} (threshold {100 * threshold:g}%), so plans are multiplied by {forecast.memory_factor:.3f}"
+        text = f"{words} (threshold {100 * threshold:g}%), so plans are multiplied by {self.memory_factor:.3f}"
         self._plan_again("calibration", text, threshold=threshold, **numbers)
 
     def _near(self) -> bool:
         """Whether the run takes so much of what it may use that its user should hear of plans."""
-        return max(self.forecast.measured, self.forecast.peak_bytes) >= NEAR * self._allowed()
+        return max(self.measured, self.peak_bytes) >= NEAR * self._allowed()
 
     # ---- out of memory ----
 
@@ -204,11 +215,11 @@ class AdaptiveReplanner(StepHook):
 
     def _tighten(self, text: str) -> bool:
         """Go over to a memory plan that takes less than the present one; False where there is none."""
-        planner = self.forecast.planner()
+        planner = self._planner_of_run()
         if planner is None:
             return self._tighten_unplanned(text)
-        self.forecast.is_known()
-        least = self.forecast.peak_bytes
+        self._is_known()
+        least = self.peak_bytes
         for found, limit in self._smaller(planner, least):
             if found.memory_plan != self.executor.memory_plan and found.peak_bytes < least:
                 self._limit = min(self._limit, limit)
@@ -221,14 +232,14 @@ class AdaptiveReplanner(StepHook):
 
     def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Replan, float]]:
         """Plans for less and less, and the smallest."""
-        limit = min(peak_bytes, self._allowed())
+        limit, factors = min(peak_bytes, self._allowed()), self._factors
         for _ in range(CUTS):
             limit *= 1 - CUT
-            found = planner.plan(limit, self.forecast.row_length, **self.forecast.factors)
+            found = planner.plan(limit, self.row_length, **factors)
             if found is None:
                 break
             yield found, limit
-        found = planner.smallest(self.forecast.row_length, memory_factor=self.forecast.memory_factor)
+        found = planner.smallest(self.row_length, memory_factor=self.memory_factor)
         if found is not None:
             yield found, found.peak_bytes
 
@@ -257,23 +268,23 @@ class AdaptiveReplanner(StepHook):
             if not quiet:
                 self._record(trigger, f"{text}; the memory plan stays: {why}", shown=self._near(), **numbers)
 
-        if self._fits(budget) and self.forecast.is_known() and loosest(self.executor.memory_plan):
+        if self._fits(budget) and self._is_known() and loosest(self.executor.memory_plan):
             return stays("it fits, and nothing is faster than to keep everything")
-        planner = self.forecast.planner()
-        if planner is None or not self.forecast.is_known():  # the run has said so when it began
+        planner = self._planner_of_run()
+        if planner is None or not self._is_known():  # the run has said so when it began
             return None
         started = time.perf_counter()
-        found = planner.plan(budget, self.forecast.row_length, **self.forecast.factors)
+        found = planner.plan(budget, self.row_length, **self._factors)
         none_fits = found is None
-        found = found or planner.smallest(self.forecast.row_length, memory_factor=self.forecast.memory_factor)
+        found = found or planner.smallest(self.row_length, memory_factor=self.memory_factor)
         numbers |= {"plan_s": time.perf_counter() - started}
         if found is None or found.memory_plan == self.executor.memory_plan:
             return stays("nothing fits better" if none_fits else "it is the best for this")
-        saved_s = self.forecast.step_s - found.step_s
-        if self.forecast.peak_bytes <= budget and not self._pays(saved_s):
+        saved_s = self.step_s - found.step_s
+        if self.peak_bytes <= budget and not self._pays(saved_s):
             would = f"{format_seconds(saved_s)} a step would be saved, which does not pay for a change"
             return stays(would if saved_s > 0 else "it still fits")
-        if self.forecast.peak_bytes > budget and found.peak_bytes >= self.forecast.peak_bytes:
+        if self.peak_bytes > budget and found.peak_bytes >= self.peak_bytes:
             return stays("it is the smallest there is")
         self._switch(
             trigger, f"{text}; nothing fits, so the smallest memory plan" if none_fits else text, found, **numbers
@@ -283,7 +294,7 @@ class AdaptiveReplanner(StepHook):
     def _pays(self, saved_s: float) -> bool:
         """Whether a change that need not be made is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
-        return saved_s > GAIN * self.forecast.step_s and saved_s * steps_left > self._first_s
+        return saved_s > GAIN * self.step_s and saved_s * steps_left > self._first_s
 
     def _switch(self, trigger: str, text: str, found: Replan, **numbers: Any) -> bool:
         numbers |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
@@ -305,16 +316,54 @@ class AdaptiveReplanner(StepHook):
             self._record(trigger, f"{text}; no memory to go over to {after}", **numbers)
             return False
         self._record(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
-        self.forecast.restart(self.forecast.row_length)
+        self._restart(self.row_length)
         self.next_step = 0 if self.active else math.inf
         self.executor.transaction.free_memory()  # what the old one took is measured no more
         self._peaks()  # those up to now are of the old one
         return True
 
-    # ---- what is known ----
+    # ---- what is expected ----
+
+    @property
+    def peak_bytes(self) -> float:
+        """Expected peak of a step, corrected."""
+        assert self.expected is not None, "nothing is expected yet"
+        return self.memory_factor * self.expected.peak_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Expected seconds of a step, corrected."""
+        assert self.expected is not None, "nothing is expected yet"
+        return self.time_factor * self.expected.step_s
+
+    @property
+    def _factors(self) -> dict[str, float]:
+        return {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
+
+    def _restart(self, row_length: int | None) -> None:
+        """Another memory plan or row length: nothing that was measured is of it, and nothing is expected yet."""
+        self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
+
+    def _planner_of_run(self) -> Replanner | None:
+        """The planner of this run, made now if it is not there; None where the model cannot be planned."""
+        if not self._looked:
+            self._planner, self._looked = self._find_planner(), True
+            known, self._known = self._known, None
+            if self._planner is not None and known is not None and self.expected is known:
+                self.expected = self._planner.predict(self.executor.memory_plan, self.row_length)
+                # What was measured stays; the planner may say otherwise than who spoke before.
+                self.memory_factor *= known.peak_bytes / self.expected.peak_bytes
+                self.time_factor *= known.step_s / self.expected.step_s
+        return self._planner
+
+    def _is_known(self) -> bool:
+        """Whether anything is expected of what runs now; a planner is asked where nothing is."""
+        if self.expected is None and (planner := self._planner_of_run()) is not None:
+            self.expected = planner.predict(self.executor.memory_plan, self.row_length)
+        return self.expected is not None
 
     def _fits(self, budget: float) -> bool:
-        return not self.forecast.is_known() or self.forecast.peak_bytes <= budget
+        return not self._is_known() or self.peak_bytes <= budget
 
     def _allowed(self) -> float:
         """Bytes that the run may use on the device now."""
