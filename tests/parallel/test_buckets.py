@@ -129,7 +129,7 @@ def overlapping(rank):
         model, list(model.parameters()), dist.group.WORLD, everyone=dist.group.WORLD, bucket_bytes=2000
     )
     gone = []
-    model[0].weight.register_hook(lambda grad: gone.append(len(reduction._sums._sent)))
+    model[0].weight.register_hook(lambda grad: gone.append(len(reduction._sent)))
     for last in (False, True):
         reduction.begin(last=last)
         model(torch.randn(3, 16)).sum().backward()
@@ -170,7 +170,7 @@ def stopping(rank):
             for param in model.parameters():
                 param.grad = None
     reduction.finish()
-    return said, model[3].bias.grad.tolist(), len(reduction._sums._sent)
+    return said, model[3].bias.grad.tolist(), len(reduction._sent)
 
 
 def test_a_rank_without_memory_stops_all_and_the_next_try_is_right():
