@@ -11,7 +11,10 @@ REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "memory.plan": {"memory.plan": "plan.toml"},
     "distill.teacher": {"distill.teacher": "runs/teacher"},
-    "precision.mode": {"precision.mode": "fp8_tile"},
+    "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
+    "precision.fp8_from": {"precision.mode": "fp8_tile", "precision.fp8_from": "[0,0.1,0.2]"},
+    "precision.fp8_until": {"precision.mode": "fp8_tile", "precision.fp8_until": "0.5"},
+    "train.compile": {"train.compile": "on", "parallel.schedule": "dualpipe_v"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "parallel.reduce_each": {"parallel.reduce_each": "true"},
 }
@@ -22,8 +25,14 @@ def load(**settings):
 
 
 def test_stages_alone_are_accepted():
+    assert load(**{"precision.mode": "fp8_tile"}).executor == "pipeline"
     assert load().executor == "pipeline"
     assert load(**{"parallel.pp": "1"}).executor == "standard"
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
+def test_both_ends_on_one_process_may_be_one_parameter(schedule):
+    assert load(**{"model.tie_embeddings": "true", "parallel.schedule": schedule}).executor == "pipeline"
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -33,7 +42,7 @@ def test_it_is_refused_by_name(field):
     problem = next(one for one in caught.value.problems if "cannot be cut" in one.what)
     assert field in problem.got
     assert "parallel.pp = 2" in problem.got
-    flag, value = problem.try_.split(",")[0].split(" or ")[0].split()[:2]
+    flag, value = problem.try_.split(", or ")[0].split(" or ")[0].split()[:2]
     assert flag == f"--{field}"
     load(**{**REFUSED[field], field: "" if value == '""' else value})
 
@@ -42,11 +51,11 @@ def test_it_is_refused_by_name(field):
     ("settings", "words"),
     [
         ({"parallel.schedule": "1fb1"}, "1f1b"),
-        ({"parallel.schedule": "zbv"}, "gpipe"),
+        ({"parallel.schedule": "zbw"}, "zbv"),
+        ({"model.num_layers": "3", "parallel.schedule": "zbv"}, "Fewer layers than stages"),
         ({"model.num_layers": "1"}, "Fewer layers than stages"),
         ({"model.num_layers": "3", "parallel.schedule": "interleaved"}, "Fewer layers than stages"),
         ({"model.kind": "hf", "model.path": "folder"}, "Hugging Face models cannot"),
-        ({"precision.rules": '[{ match = "*", compute = "fp8_tile" }]'}, "8 bits"),
         ({"lora.rank": "4"}, "LoRA"),
         ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Preferences"),
         ({"parallel.pp": "0"}, "parallel.pp"),

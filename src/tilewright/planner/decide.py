@@ -22,7 +22,7 @@ from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
-from tilewright.planner.advice.stages import AS_IT_STANDS, NOTE, largest_stage
+from tilewright.planner.advice.stages import AS_IT_STANDS, largest_stage, note_of
 from tilewright.planner.cost.choices import executors
 from tilewright.planner.cost.phases import written_beside
 from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, fuses, same_bits
@@ -150,7 +150,7 @@ def decide(
     loaded = on_machine(loaded, site.machine)
     recipe = site.at_mesh(loaded.recipe)
     if recipe.parallel.pp > 1:
-        there = replace(site, notes=(*site.notes, NOTE))
+        there = replace(site, notes=(*site.notes, note_of(recipe)))
         bound = largest_stage(recipe, there.planner(recipe), there.budget(recipe))
         return Decision(bound, note=AS_IT_STANDS)
     planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)

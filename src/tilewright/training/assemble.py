@@ -34,6 +34,7 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
 from tilewright.parallel.parallelize import parallelize
+from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
@@ -156,13 +157,16 @@ class RunContext:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled.
+        """Whether layers are compiled. Not by themselves where weight gradients wait, of which compiled code knows
+        nothing.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
         """
         recipe = self.recipe
-        return compiles_layers(recipe.train.compile, self.machine, by_default=recipe.model.kind == "decoder")
+        waits = recipe.parallel.pp > 1 and Pipeline.of(recipe.parallel).defers
+        by_default = recipe.model.kind == "decoder" and not waits
+        return compiles_layers(recipe.train.compile, self.machine, by_default=by_default)
 
     @property
     def offload_dir(self) -> Path:

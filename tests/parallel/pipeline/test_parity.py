@@ -12,6 +12,9 @@ SCHEDULES = {
     "1f1b": Pipeline(2, "1f1b"),
     "gpipe": Pipeline(2, "gpipe"),
     "interleaved": Pipeline(2, "interleaved", 2),
+    "interleaved_zero_bubble": Pipeline(2, "interleaved_zero_bubble", 2),
+    "zbv": Pipeline(2, "zbv", 2),
+    "dualpipe_v": Pipeline(2, "dualpipe_v", 2),
 }
 KINDS = ("gqa", "mla", "gqa_moe")
 
@@ -31,14 +34,18 @@ def _check(cases, results):
 
 
 def test_on_two_ranks():
-    cases = [(pipeline, kind) for pipeline in SCHEDULES.values() for kind in KINDS]
-    cases.append((SCHEDULES["1f1b"], "gqa", 1, 1, "full"))
+    few = ("1f1b", "interleaved", "zbv")
+    cases = [(pipeline, kind) for name, pipeline in SCHEDULES.items() for kind in (KINDS if name in few else ["gqa"])]
+    cases += [(SCHEDULES[name], "gqa", 1, 1, "full") for name in ("1f1b", "zbv")]
+    cases += [(SCHEDULES[name], "tied") for name in ("zbv", "dualpipe_v")]
     _check(cases, on_ranks(2, _cases, cases))
 
 
 def test_with_shards_and_copies_on_four_ranks():
-    cases = [(pipeline, kind, 2) for pipeline in SCHEDULES.values() for kind in ("gqa", "gqa_moe")]
-    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["interleaved"], "gqa", 2, 1, "full")]
+    cases = [(pipeline, "gqa", 2) for pipeline in SCHEDULES.values()]
+    cases += [(SCHEDULES[name], "gqa_moe", 2) for name in ("1f1b", "interleaved", "zbv")]
+    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["interleaved"], "gqa", 2, 1, "full"),
+              (SCHEDULES["dualpipe_v"], "gqa", 2, 1, "full")]  # fmt: skip
     cases += [(Pipeline(4), "gqa")]
     _check(cases, on_ranks(4, _cases, cases))
 

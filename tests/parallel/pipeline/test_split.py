@@ -8,7 +8,8 @@ from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.torch_names import check_torch
 
-SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)])
+SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
+                             ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipe_v", 2)])  # fmt: skip
 
 
 @given(SCHEDULES, st.integers(2, 9), st.integers(1, 70))

@@ -128,8 +128,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: not r.checkpoint.export_hf, "checkpoint.export_hf = false", "checkpoint", ("export_format",)),
     (lambda r: r.parallel.pp == 1, "parallel.pp = 1", "parallel", ("schedule", "virtual_stages")),
     (
-        lambda r: r.parallel.schedule != "interleaved",
-        'parallel.schedule is not "interleaved"',
+        lambda r: not r.parallel.schedule.startswith("interleaved"),
+        'parallel.schedule is neither "interleaved" nor "interleaved_zero_bubble"',
         "parallel",
         ("virtual_stages",),
     ),

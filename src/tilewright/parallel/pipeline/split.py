@@ -2,14 +2,18 @@
 
 A stage is a range of layers; the first one has the prologue too, the last one the epilogue. A rank has one stage, or
 `virtual` of them (interleaved): stage i is on rank i % pp, so the first stage is on the first rank, the last on the
-last.
+last. Or two of them (V): down the ranks and up again, so the first rank has the first stage and the last one.
 """
 
 import itertools
 from dataclasses import dataclass
 
-from tilewright.core.config.sections.parallel import ParallelSection, ScheduleName
+from tilewright.core.config.sections.parallel import DEFERRING, V_SCHEDULES, ParallelSection, ScheduleName
 from tilewright.core.errors import ConfigError
+
+_IN_ROUNDS: tuple[ScheduleName, ...] = ("interleaved", "interleaved_zero_bubble")
+_AS_MANY: tuple[ScheduleName, ...] = ("1f1b", "dualpipe_v")
+"""As many micro-batches as stages, at least."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,17 @@ class Pipeline:
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
         """What a recipe asks for."""
-        virtual = section.virtual_stages if section.schedule == "interleaved" else 1
-        return Pipeline(section.pp, section.schedule, virtual)
+        return Pipeline(section.pp, section.schedule, section.stages_per_process)
+
+    @property
+    def is_v(self) -> bool:
+        """A rank has two stages, as far from the first one as from the last: the first rank has both ends."""
+        return self.schedule in V_SCHEDULES
+
+    @property
+    def defers(self) -> bool:
+        """Weight gradients are computed later than those of inputs."""
+        return self.schedule in DEFERRING
 
     @property
     def num_stages(self) -> int:
@@ -39,8 +52,19 @@ class Pipeline:
         return self.pp * self.virtual
 
     def stages_of(self, rank: int) -> list[int]:
-        """Numbers of a rank's stages, in the order of the layers."""
+        """Numbers of a rank's stages, in the order of the layers.
+
+        Example:
+            >>> [Pipeline(2, "zbv", 2).stages_of(rank) for rank in range(2)]
+            [[0, 3], [1, 2]]
+        """
+        if self.is_v:
+            return [rank, self.num_stages - 1 - rank]
         return list(range(rank, self.num_stages, self.pp))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.pp
 
     def split(self, num_layers: int) -> list[range]:
         """The layers of each stage: as many in each, and one more in the first ones where that does not come out even.
@@ -66,7 +90,7 @@ class Pipeline:
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
     def _fitting(self, num_layers: int) -> str:
-        if self.pp * 2 <= num_layers:
+        if self.pp * 2 <= num_layers and not self.is_v:
             return f"--parallel.virtual_stages {num_layers // self.pp}"
         ways = f"--parallel.pp {num_layers}" if num_layers > 1 else "--parallel.pp 1"
         return ways if self.virtual == 1 else f"{ways} --parallel.schedule 1f1b"
@@ -78,9 +102,9 @@ class Pipeline:
             >>> [count for count in range(1, 9) if Pipeline(pp=3, schedule="interleaved", virtual=2).takes(count)]
             [1, 2, 3, 4, 5, 6, 8]
         """
-        if self.schedule == "1f1b":
-            return microbatches >= self.pp
-        if self.schedule == "interleaved":  # torch's takes them in rounds of about pp each, all of one size
+        if self.schedule in _AS_MANY:
+            return microbatches >= self.num_stages
+        if self.schedule in _IN_ROUNDS:  # torch's takes them in rounds of about pp each, all of one size
             return microbatches > 0 and microbatches % max(1, microbatches // self.pp) == 0
         return microbatches > 0
 
@@ -97,8 +121,10 @@ class Pipeline:
         """
         if self.takes(microbatches):
             return
-        fit = next(count for count in range(microbatches + 1, microbatches + 2 * self.pp + 2) if self.takes(count))
-        needs = f"at least {self.pp}" if self.schedule == "1f1b" else f"rounds of the same size, about {self.pp} each"
+        most = microbatches + 2 * self.num_stages + 2
+        fit = next(count for count in range(microbatches + 1, most) if self.takes(count))
+        rounds = f"rounds of the same size, about {self.pp} each"
+        needs = f"at least {self.num_stages}" if self.schedule in _AS_MANY else rounds
         way = f"--train.global_batch_size {fit * rows * ranks}" if rows else f"{fit} micro-batches"
         raise ConfigError(
             f'Number of micro-batches that schedule "{self.schedule}" does not take',

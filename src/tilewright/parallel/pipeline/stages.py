@@ -118,9 +118,9 @@ class StagedDecoder(Decoder):
         self.__dict__.update(vars(whole))  # all that it is, and what `convert` has noted; `whole` is not used again
         self.pipeline, self.row = pipeline, row
         self.model.layers = HeldLayers(layers)
-        if row.rank > 0:
+        if row.rank != pipeline.rank_of(0):
             self.model.embed_tokens = Elsewhere()
-        if row.rank < row.size - 1:
+        if row.rank != pipeline.rank_of(pipeline.num_stages - 1):
             self.model.norm, self.lm_head = Elsewhere(), Elsewhere()
         self.stages = ()
 
@@ -130,7 +130,9 @@ class StagedDecoder(Decoder):
         return self.residual_dtype or torch.float32
 
     def tie_weights(self) -> None:
-        """Nothing is tied here: embedding and head are on different ranks."""
+        """Where this rank has both ends, they may be one parameter."""
+        if not isinstance(self.lm_head, Elsewhere) and not isinstance(self.model.embed_tokens, Elsewhere):
+            super().tie_weights()
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Loss of a batch, without gradients; see the class."""
@@ -164,22 +166,21 @@ class StagedDecoder(Decoder):
     @torch.no_grad()
     def _pass(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the last stage makes of a batch, on all ranks in a row."""
-        ids_BS, last = batch["input_ids"], self.row.size - 1
+        ids_BS, rank_of = batch["input_ids"], self.pipeline.rank_of
         micro_batch = MicroBatch(batch, finish)
         found = torch.empty(shape, dtype=dtype, device=ids_BS.device)
+        stream_BSD = torch.empty(*ids_BS.shape, self.config.dim, dtype=self.stream_dtype, device=ids_BS.device)
         for stage in self.stages:
-            received = []
-            if not stage.is_first:
-                received.append(
-                    torch.empty(*ids_BS.shape, self.config.dim, dtype=self.stream_dtype, device=ids_BS.device)
-                )
-                dist.recv(received[0], group=self.row.handle, group_src=(stage.index - 1) % self.row.size)
-            given = stage(*received, micro_batch=micro_batch)
+            if not stage.is_first and rank_of(stage.index - 1) != self.row.rank:
+                dist.recv(stream_BSD, group=self.row.handle, group_src=rank_of(stage.index - 1))
+            given = stage(*([] if stage.is_first else [stream_BSD]), micro_batch=micro_batch)
             if stage.is_last:
                 found = given.to(dtype).contiguous()
+            elif rank_of(stage.index + 1) != self.row.rank:
+                dist.send(given.contiguous(), group=self.row.handle, group_dst=rank_of(stage.index + 1))
             else:
-                dist.send(given.contiguous(), group=self.row.handle, group_dst=(stage.index + 1) % self.row.size)
-        dist.broadcast(found, group=self.row.handle, group_src=last)
+                stream_BSD = given
+        dist.broadcast(found, group=self.row.handle, group_src=rank_of(self.pipeline.num_stages - 1))
         return found
 
 
@@ -202,12 +203,12 @@ def hold_stages(whole: Decoder, pipeline: Pipeline, row: Group) -> StagedDecoder
             try_="--parallel.pp 1, with dp_shard = N for N processes",
             where="parallel.pp",
         )
-    if whole.config.tie_embeddings:
+    if whole.config.tie_embeddings and not pipeline.is_v:
         raise ConfigError(
             "Tied embeddings across stages of a pipeline",
             got="tie_embeddings = true: the first stage has the embedding, the last one the head",
-            need="a head of its own",
-            try_="--model.tie_embeddings false, or --parallel.pp 1",
+            need='a head of its own, or a schedule with both ends on one process ("zbv", "dualpipe_v")',
+            try_="--model.tie_embeddings false, or --parallel.schedule zbv",
             where="parallel.pp",
         )
     ranges, blocks = pipeline.split(len(whole.blocks)), list(whole.blocks)

@@ -1,7 +1,8 @@
 """Forward and backward passes of a step over a row of ranks, each of which holds stages of one model."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tilewright.models.base.protocols import LayerContext
+from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.parallel.pipeline.stages import MicroBatch, StagedDecoder
 from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules, check_torch
 from tilewright.parallel.shard import keep_fp32_sums
+from tilewright.precision.mixed.deferred import attach
 
 
 @dataclass
@@ -46,6 +49,10 @@ class PipelineSteps:
         check_torch()
         self._model, self._device = model, device
         pipeline, self._width = model.pipeline, model.config.dim
+        self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]
+        """Of the stages' weight gradients, where the schedule computes them later."""
+        for stage, queue in zip(model.stages, self.queues, strict=False):
+            attach(stage, queue)
         stages = [
             RaggedStage(
                 stage,
@@ -55,9 +62,10 @@ class PipelineSteps:
                 group=model.row.handle,
                 width=self._width,
                 watch=watch,
-                before_reduce=partial(keep_fp32_sums, model),
+                before_reduce=partial(keep_fp32_sums, stage),
+                queue=queue,
             )
-            for stage in model.stages
+            for stage, queue in itertools.zip_longest(model.stages, self.queues)
         ]
         self._schedules = Schedules(pipeline.schedule, stages)
 
@@ -82,7 +90,10 @@ class PipelineSteps:
 
         passing = [MicroBatch(batch, partial(finish, number)) for number, batch in enumerate(microbatches)]
         shapes = [torch.Size((*batch["input_ids"].shape, self._width)) for batch in microbatches]
-        self._schedules.run(shapes, self._model.stream_dtype, [{"micro_batch": one} for one in passing])
+        with ExitStack() as regions:
+            for queue in self.queues:
+                regions.enter_context(queue.region())
+            self._schedules.run(shapes, self._model.stream_dtype, [{"micro_batch": one} for one in passing])
         for result, one in zip(results, passing, strict=True):
             result.aux = {**(result.aux or {}), **self._model.aux_metrics(one.counted)}
         return results

@@ -17,17 +17,25 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.errors import HardwareError
+from tilewright.ops.base.deferred import WeightGradientQueue
 
 SCHEDULES: dict[ScheduleName, Any] = {
     "1f1b": Schedule1F1B,
     "gpipe": ScheduleGPipe,
     "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipe_v": ScheduleDualPipeV,
 }
 OLDEST = (2, 13)
 PRIVATE_OF_STAGE = ("args_recv_info", "grad_recv_info", "chunks", "_runtime_validate")
@@ -67,6 +75,7 @@ class RaggedStage(PipelineStage):
         width: of the residual stream.
         watch: told of each pass.
         before_reduce: called before FSDP2 reduces the gradients of the step.
+        queue: of the module's layers, where their weight gradients wait; None: they are computed with the others.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class RaggedStage(PipelineStage):
         width: int,
         watch: PassWatch,
         before_reduce: Callable[[], None],
+        queue: WeightGradientQueue | None = None,
     ) -> None:
         stream = torch.empty(1, 1, width, device="meta", requires_grad=True)
         ids, loss = torch.empty(1, device="meta"), torch.empty((), device="meta", requires_grad=True)
@@ -92,6 +102,7 @@ class RaggedStage(PipelineStage):
             input_args=ids if first else stream,
             output_args=loss if last else stream,
             group=group,
+            dw_builder=None if queue is None else queue.builder,
         )
         self._runtime_validate = False  # TORCH_DISTRIBUTED_DEBUG=DETAIL would ask for the one static shape
         self._watch, self._before_reduce = watch, before_reduce
@@ -126,6 +137,10 @@ class RaggedStage(PipelineStage):
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None  # its gradient is on its way, and holds what it needs
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._watch("backward of weights", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._before_reduce()
         super().perform_reduce_grad(grad_scale_factor)
@@ -146,7 +161,7 @@ class Schedules:
 
     def __init__(self, name: ScheduleName, stages: Sequence[RaggedStage]) -> None:
         self._make, self._stages = SCHEDULES[name], list(stages)
-        self._single = name != "interleaved"
+        self._single = issubclass(self._make, PipelineScheduleSingle)
         self._made: dict[int, Any] = {}
 
     def run(self, shapes: Sequence[torch.Size], dtype: torch.dtype, kwargs: Sequence[dict[str, Any]]) -> None:

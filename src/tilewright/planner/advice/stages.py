@@ -18,6 +18,12 @@ NOTE = (
 )
 
 
+def note_of(recipe: Recipe) -> str:
+    """What a plan of stages does not count."""
+    waits = "; what weight gradients wait with is not in the bytes" if Pipeline.of(recipe.parallel).defers else ""
+    return NOTE + waits
+
+
 def under_way(pipeline: Pipeline, microbatches: int) -> int:
     """Most micro-batches whose activations a rank keeps at a time.
 
@@ -29,6 +35,8 @@ def under_way(pipeline: Pipeline, microbatches: int) -> int:
         return min(pipeline.pp, microbatches)
     if pipeline.schedule == "gpipe":
         return microbatches
+    if pipeline.defers:  # counted in torch's own orders, until the weight gradients of a pass are computed
+        return min(pipeline.pp + (pipeline.schedule == "dualpipe_v"), microbatches)
     stages = (
         (pipeline.virtual - 1) * pipeline.pp + 2 * (pipeline.pp - 1) + 1
     )  # forward passes before the first backward

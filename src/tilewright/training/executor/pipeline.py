@@ -52,6 +52,8 @@ class PipelineExecutor(StandardExecutor):
         super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
         self._steps = PipelineSteps(model, self.device, self._watch)
+        for queue in self._steps.queues if self.memory_tracker is not None else ():
+            self.memory_tracker.count_beside(queue.owned_bytes)
 
     def _check_alike(self, microbatches: Sequence[Batch]) -> None:
         StepPlan.of(microbatches).check(self._world)

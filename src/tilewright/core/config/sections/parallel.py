@@ -6,7 +6,11 @@ from pydantic import Field
 
 from tilewright.core.config.section import Count, Section
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
+V_SCHEDULES: tuple[ScheduleName, ...] = ("zbv", "dualpipe_v")
+"""Two stages per process, as far from the first one as from the last: the first process has both ends."""
+DEFERRING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", *V_SCHEDULES)
+"""Weight gradients are computed later than those of inputs."""
 
 
 class ParallelSection(Section):
@@ -24,9 +28,11 @@ class ParallelSection(Section):
     schedule: ScheduleName = "1f1b"
     """Stages: in what order forward and backward passes of micro-batches run. `1f1b`: as few micro-batches under way as
     stages; takes at least as many. `gpipe`: all forward passes, then all backward passes; takes any number.
-    `interleaved`: several stages per process, for less idle time."""
+    `interleaved`: several stages per process, for less idle time. `interleaved_zero_bubble`: the same, with weight
+    gradients computed later, where a process would wait. `zbv` and `dualpipe_v`: that with two stages per process, the
+    first and the last one on the first process; `dualpipe_v` takes at least as many micro-batches as stages."""
     virtual_stages: Count = Field(default=2, ge=2)
-    """Stages: how many `interleaved` gives each process."""
+    """Stages: how many `interleaved` and `interleaved_zero_bubble` give each process."""
     dp_replicate: Count = Field(default=1, ge=1)
     """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
     dp_shard: Count = Field(default=-1, ge=-1)
@@ -43,3 +49,16 @@ class ParallelSection(Section):
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
     start of a run where it neither computes nor writes. torchrun can start all again."""
+
+    @property
+    def stages_per_process(self) -> int:
+        """Of a pipeline.
+
+        Example:
+            >>> names = "1f1b", "interleaved", "zbv"
+            >>> [ParallelSection(schedule=name, virtual_stages=3).stages_per_process for name in names]
+            [1, 3, 2]
+        """
+        if self.schedule in V_SCHEDULES:
+            return 2
+        return self.virtual_stages if self.schedule in ("interleaved", "interleaved_zero_bubble") else 1

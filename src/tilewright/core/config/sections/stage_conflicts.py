@@ -1,20 +1,11 @@
 """What stages of a pipeline (`parallel.pp`) cannot be together with, each by name."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
-
-
-def _in_8_bits(recipe: Recipe) -> bool:
-    precision = recipe.precision
-    modes = [mode for mode in (precision.mode, precision.start_mode) if mode is not None]
-    formats = [format for rule in precision.rules for format in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)]
-    wide = ("", "fp32", "tf32", "bf16", "fp16")
-    return precision.enabled and (
-        any(mode.startswith("fp8") for mode in modes) or any(format not in wide for format in formats)
-    )
-
+from tilewright.core.config.sections.parallel import DEFERRING, V_SCHEDULES
 
 # (is it so here?, field, what it is called, what it is said to be, what would do)
 _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
@@ -23,9 +14,10 @@ _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
         "model.kind", "Hugging Face models", "tilewright's own decoder", 'model.kind = "decoder"',
     ),
     (
-        lambda r: not r.model.path and r.model.tie_embeddings,
-        "model.tie_embeddings", "Tied embeddings", "a head of its own: the embedding is on another process",
-        "--model.tie_embeddings false",
+        lambda r: not r.model.path and r.model.tie_embeddings and r.parallel.schedule not in V_SCHEDULES,
+        "model.tie_embeddings", "Tied embeddings",
+        'a head of its own, or a schedule with both ends on one process ("zbv", "dualpipe_v")',
+        "--model.tie_embeddings false, or --parallel.schedule zbv",
     ),
     (
         lambda r: r.memory.executor == "layer_major",
@@ -41,7 +33,25 @@ _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
         "distill.teacher", "A teacher", "a loss of labels alone: the teacher's scores are nowhere sent",
         '--distill.teacher ""',
     ),
-    (_in_8_bits, "precision.mode", "Formats of 8 bits and fewer", "16 bits or more", "--precision.mode bf16_mixed"),
+    (
+        lambda r: r.precision.enabled and r.precision.controller.enabled,
+        "precision.controller.enabled", "The controller of 8-bit matmuls",
+        "formats that stay: stages measure other layers, and do not agree on them yet",
+        "--precision.controller.enabled false",
+    ),
+    (
+        lambda r: r.precision.enabled and r.precision.fp8_from != (0.0, 0.0, 0.0),
+        "precision.fp8_from", "A schedule of 8-bit matmuls", "formats that stay", "--precision.fp8_from [0,0,0]",
+    ),
+    (
+        lambda r: r.precision.enabled and r.precision.fp8_until < 1,
+        "precision.fp8_until", "A schedule of 8-bit matmuls", "formats that stay", "--precision.fp8_until 1",
+    ),
+    (
+        lambda r: r.train.compile == "on" and r.parallel.schedule in DEFERRING,
+        "train.compile", "Compiled layers whose weight gradients wait", "layers in eager mode, or schedule 1f1b",
+        "--train.compile auto",
+    ),
     (
         lambda r: r.parallel.cpu_offload,
         "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
@@ -61,8 +71,7 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         return
     for found, field, what, need, try_ in _REFUSED:
         if found(recipe):
-            section, name = field.split(".")
-            value = getattr(getattr(recipe, section), name)
+            value = functools.reduce(getattr, field.split("."), recipe)
             yield Conflict(
                 ("parallel.pp", field),
                 f"{what} cannot be cut into stages yet",
@@ -70,7 +79,7 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
                 need,
                 f"{try_}, or --parallel.pp 1",
             )
-    stages = parallel.pp * (parallel.virtual_stages if parallel.schedule == "interleaved" else 1)
+    stages = parallel.pp * parallel.stages_per_process
     if model.kind == "decoder" and not model.path and model.num_layers < stages:
         yield Conflict(
             ("parallel.pp", "parallel.schedule", "parallel.virtual_stages", "model.num_layers"),
