@@ -158,8 +158,7 @@ def _llama(recipe: Any, dtype: torch.dtype, compiled: bool) -> Any:
     """Hugging Face's Llama of the recipe's shape, with the weights that our rows start from."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from tilewright.models.build import build_model
-    from tilewright.models.layerwise.lazy_init import random_values
+    from tilewright.models.build import build_model, random_values
 
     shape, vocab = recipe.model, recipe.data.vocab_size
     config = LlamaConfig(

@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 from benchmarks.common import write_result
 from tilewright.core import env
 from tilewright.core.hardware import detect_machine
+from tilewright.models.build import random_values, stored_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.agree import gather
 from tilewright.parallel.fill import shard_from_meta

@@ -86,8 +86,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.memory.chunked_mlp import chunk_mlps
     from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
     from tilewright.memory.tracking.tracker import MemoryTracker
-    from tilewright.models.build import build_model
-    from tilewright.models.layerwise.lazy_init import random_values
+    from tilewright.models.build import build_model, random_values
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip

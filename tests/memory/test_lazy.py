@@ -13,14 +13,12 @@ from tilewright.memory.offload.layout import placeholder
 from tilewright.memory.offload.lazy_params import dummy_values, fill_buffers, to_placeholders
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.memory.tracking.process_memory import Sampler
-from tilewright.models.build import init_weights
+from tilewright.models.build import init_weights, layered, random_values, stored_values
 from tilewright.models.decoder import init
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.hf.load import load_hf
-from tilewright.models.layerwise.hf_view import layered
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy

@@ -7,10 +7,9 @@ import torch
 from tests.models.shapes import KERNELS
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.offload.param_store import ParamOffloader
-from tilewright.models.build import init_weights
+from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.layerwise.lazy_init import random_values
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 

@@ -9,8 +9,9 @@ from tests.models.shapes import SHAPES, make_batch, make_decoder
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_hf import CUT
 from tilewright.memory.offload.layout import placeholder
+from tilewright.models.build import layered
 from tilewright.models.layerwise.calls import LayerCall, LayerCalls
-from tilewright.models.layerwise.hf_view import HFLayers, layered
+from tilewright.models.layerwise.hf_view import HFLayers
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.ops.base.documents import document_tensors, documents_from, documents_of
 from tilewright.precision.convert import convert

@@ -13,7 +13,7 @@ from tests.models.shapes import KERNELS, SHAPES, load_decoder, make_decoder
 from tests.models.test_fp8_io import NETS, write_plain
 from tests.parallel.steps import HF_SIZES
 from tilewright.memory.offload.lazy_params import to_placeholders
-from tilewright.models.build import init_weights
+from tilewright.models.build import init_weights, random_values, stored_values
 from tilewright.models.decoder import hf_weights, init
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import save_decoder
@@ -22,7 +22,6 @@ from tilewright.models.folder import fp8_weights
 from tilewright.models.folder.row_wise import Recorded, read_rows
 from tilewright.models.folder.safetensors import open_file
 from tilewright.models.hf.load import load_hf
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 
 BLOCK = 2**18
 SIZES = [1, 15, 16, 17, 1000, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 15, 2 * BLOCK + 7, 3 * BLOCK, 3 * BLOCK + 24]

@@ -9,10 +9,10 @@ from tests.models.shapes import KERNELS, load_decoder, make_decoder
 from tests.parallel.steps import build, hf_config, is_part, microbatches, run, world_of
 from tests.ranks import on_ranks
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
+from tilewright.models.build import random_values, stored_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.parallel.fill import shard_from_meta
 from tilewright.parallel.shard import Sharding
 from tilewright.precision.convert import convert

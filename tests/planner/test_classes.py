@@ -13,11 +13,11 @@ from tests.planner.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.planner.test_cost import HF, MLA, MOE
 from tilewright.core.units import ranges
 from tilewright.models.build import decoder_config
+from tilewright.models.decoder.activation_bytes import work_per_token
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.model.decoder_shape import work_per_token
 from tilewright.planner.model.gemms import BYTES
 from tilewright.planner.model.shape import Line
 from tilewright.planner.trace.fake_model import KERNELS, quiet, to_fake

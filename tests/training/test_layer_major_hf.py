@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounter
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_step import LR, executor, reference, worst
 from tilewright.core.hardware import detect_machine
-from tilewright.models.layerwise.hf_view import HFLayers, layered
+from tilewright.models.build import layered
+from tilewright.models.layerwise.hf_view import HFLayers
 from tilewright.models.layerwise.view import SingleBlock, find_layer_groups
 from tilewright.ops.backends.native import loss
 from tilewright.ops.backends.native.loss import ChunkStep, masked_softmax_, row_lse

@@ -24,7 +24,7 @@ from tilewright.memory.layer_major.apply_plan import by_group, input_tiers
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
-from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.build import layered
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip

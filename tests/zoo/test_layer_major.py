@@ -7,7 +7,7 @@ from torch import nn
 from tests.training.test_layer_major_step import LR, executor
 from tests.zoo.cases import cases
 from tests.zoo.families import TRAINED
-from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.build import layered
 from tilewright.models.layerwise.view import SingleBlock
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip

@@ -4,8 +4,8 @@ import pytest
 
 from tests.models.test_row_wise import assert_parts
 from tests.zoo.families import TRAINED
+from tilewright.models.build import stored_values
 from tilewright.models.hf.load import load_hf
-from tilewright.models.layerwise.lazy_init import stored_values
 
 SAMPLE = ("gpt2", "qwen3_moe", "mamba2")
 """Of the families that are loaded: t5 is refused."""

@@ -1,28 +1,37 @@
 """From a recipe's `[model]` section to a model, on any device, with weights or without.
 
-The one place that knows which kinds of model there are.
+The one place that knows which architectures there are: `ARCHITECTURES`. What is asked of one is `spec.ModelSpec`.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from tilewright.core.config.load import Loaded
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_share
 from tilewright.models.base.meta import shapes_only
-from tilewright.models.base.protocols import Model
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.decoder.hf_weights import load_weights, read_config
-from tilewright.models.decoder.init import init_decoder
+from tilewright.models.decoder.decoder import Block, Decoder
+from tilewright.models.decoder.hf_config import read_config, to_hf_config
+from tilewright.models.decoder.hf_weights import decoder_weights, load_weights
+from tilewright.models.decoder.init import decoder_values, init_decoder
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf, whole_architecture
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.parts import untrained_parts
 from tilewright.models.hf.rows import position_limit
+from tilewright.models.layerwise.hf_view import layered_hf
+from tilewright.models.layerwise.lazy_init import random_hf, stored_hf
+from tilewright.models.layerwise.view import LayerwiseModel
+from tilewright.models.spec import ModelSpec
 from tilewright.ops.kernels import Kernels
 
 
@@ -43,12 +52,16 @@ def build_model(
 
     Raises:
         ConfigError: the section's values do not fit together, or the folder's model does not fit the data.
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the folder cannot be read, or is none of this architecture.
     """
     kernels = kernels or Kernels.default()
-    section = in_folder(section)
-    if section.kind == "hf":
-        return _build_hf(section, vocab_size, kernels, device)
+    spec = spec_of(section.kind)
+    return spec.build(spec, in_folder(section), vocab_size, kernels, device)
+
+
+def _build_decoder(
+    spec: ModelSpec, section: ModelSection, vocab_size: int, kernels: Kernels, device: torch.device | str
+) -> Decoder:
     if section.task != "causal_lm":
         raise ConfigError(
             "Decoder supports task causal_lm only",
@@ -77,7 +90,7 @@ def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
     if not section.path:
         return DecoderConfig.from_section(section, vocab_size)
     folder = local_folder(section.path)
-    config = read_config(folder)
+    config = spec_of(section.kind).read_folder(folder)
     check_vocab(config.vocab_size, vocab_size, folder)
     return config
 
@@ -123,9 +136,9 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
         vocab_size: of the tokenizer; None where it is not known yet.
     """
     section = in_folder(section)
-    if section.kind == "decoder":
+    if section.kind != "hf":
         if section.path and vocab_size is not None:
-            check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)
+            check_vocab(spec_of(section.kind).read_folder(section.path).vocab_size, vocab_size, section.path)
         return
     _require_path(section)
     net = hf_shapes(section.path, section.task)
@@ -152,7 +165,7 @@ def longest_text(section: ModelSection, at_least: int) -> int | None:
         at_least: positions that are wanted.
     """
     section = in_folder(section)
-    return None if section.kind == "decoder" else position_limit(hf_shapes(section.path, section.task), at_least)
+    return None if section.kind != "hf" else position_limit(hf_shapes(section.path, section.task), at_least)
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -164,15 +177,31 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 def init_weights(model: Model, seed: int) -> None:
     """Random initial weights, a pure function of seed and parameter names. Overwrites what is there."""
-    if isinstance(model, Decoder):
-        init_decoder(model, seed)
-    elif isinstance(model, HFModel):
-        init_hf(model, seed)
-    else:
-        raise TypeError(f"init_weights knows Decoder and HFModel, not {type(model).__name__}")
+    spec_of(model.architecture).init(model, seed)
 
 
-def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: torch.device | str) -> HFModel:
+def random_values(model: Model, seed: int) -> InitialValues:
+    """The same in pieces. The model may be on the meta device."""
+    return spec_of(model.architecture).random_values(model, seed)
+
+
+def stored_values(model: Model, folder: Path | str) -> InitialValues:
+    """The weights of a Hugging Face folder, in pieces. The model may be on the meta device.
+
+    Raises:
+        CheckpointError: the folder is not whole, or not of this model.
+    """
+    return spec_of(model.architecture).stored_values(model, folder)
+
+
+def layered(model: Model) -> LayerwiseModel:
+    """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
+    return spec_of(model.architecture).layered(model)
+
+
+def _build_hf(
+    spec: ModelSpec, section: ModelSection, vocab_size: int, kernels: Kernels, device: torch.device | str
+) -> HFModel:
     _require_path(section)
     weights = "random" if torch.device(device).type == "meta" else section.weights
     model = load_hf(section.path, section.task, weights, kernels=kernels, device=device)
@@ -206,3 +235,67 @@ def _require_path(section: ModelSection) -> None:
             try_="model.path = the folder",
             where="model.path",
         )
+
+
+def _row(model: Any) -> LayerwiseModel:
+    return model
+
+
+def _hf_config(config: Any, dtype_name: str) -> dict[str, Any]:
+    return config.to_dict()
+
+
+def decoder_like(name: str, block: Callable[..., nn.Module], **answers: Any) -> ModelSpec:
+    """An architecture of tilewright's decoder with another layer. It has no folder and no exported graph of its own
+    unless `answers` give them; formulas are those of `Block` unless they do.
+
+    Args:
+        name: that no architecture has.
+        block: makes a layer from (shape, number, kernels); a `decoder.Block`, or what has its attributes.
+        answers: further fields of `ModelSpec`.
+
+    Example:
+        >>> decoder_like("mine", Block).write_config is None
+        True
+    """
+    return ModelSpec(
+        name=name,
+        block=block,
+        **{
+            "build": _build_decoder,
+            "init": init_decoder,
+            "random_values": decoder_values,
+            "stored_values": decoder_weights,
+            "layered": _row,
+        }
+        | answers,
+    )
+
+
+DECODER = decoder_like("decoder", Block, read_config=read_config, write_config=to_hf_config)
+HF = ModelSpec(
+    name="hf",
+    build=_build_hf,
+    init=init_hf,
+    random_values=random_hf,
+    stored_values=stored_hf,
+    layered=layered_hf,
+    formulas=None,
+    write_config=_hf_config,
+)
+ARCHITECTURES = (DECODER, HF)
+"""All that `model.kind` names."""
+
+
+def spec_of(architecture: str | ModelSpec) -> ModelSpec:
+    """The answers of an architecture: of `model.kind`, or of `Model.architecture`."""
+    if not isinstance(architecture, str):
+        return architecture
+    return next(spec for spec in ARCHITECTURES if spec.name == architecture)
+
+
+def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
+    """A recipe that trains an architecture of the caller's own, for `training.loop.train` and the planner. Its run.toml
+    has the name, which no command reads: other processes do not know the architecture."""
+    recipe = loaded.recipe
+    return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))

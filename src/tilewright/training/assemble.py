@@ -165,7 +165,7 @@ class RunContext:
         """
         recipe = self.recipe
         waits = recipe.parallel.pp > 1 and Pipeline.of(recipe.parallel).defers
-        by_default = recipe.model.kind == "decoder" and not waits
+        by_default = recipe.model.kind != "hf" and not waits
         return compiles_layers(recipe.train.compile, self.machine, by_default=by_default)
 
     @property

@@ -10,8 +10,7 @@ from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_share
 from tilewright.formats.fp8_layout import CODE_DTYPE
-from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.decoder.hf_config import to_hf_config
+from tilewright.models.build import spec_of
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
@@ -39,9 +38,8 @@ def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
 
 def _why_not(dtype: torch.dtype, source: ExportSource) -> str | None:
     try:
-        if isinstance(source.model, Decoder):
-            to_hf_config(source.model.config, "bfloat16")
-        elif dtype == CODE_DTYPE and isinstance(source.model, HFModel):
+        spec_of(source.model.architecture).folder_config(source.model.config, "bfloat16")  # type: ignore[attr-defined]
+        if dtype == CODE_DTYPE and isinstance(source.model, HFModel):
             plan_fp8(source.model.net)
     except CheckpointError as error:
         return "; ".join(f"{problem.what}: {problem.got}" for problem in error.problems)

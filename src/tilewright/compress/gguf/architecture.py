@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.protocols import Model
-from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.decoder.hf_config import to_hf_config
+from tilewright.models.build import spec_of
 from tilewright.models.hf.model import HFModel
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama"}
@@ -82,11 +81,7 @@ def hf_config(model: Model) -> Mapping[str, Any]:
     Raises:
         CheckpointError: no Hugging Face layout describes it.
     """
-    if isinstance(model, Decoder):
-        return to_hf_config(model.config, "float32")
-    if isinstance(model, HFModel):
-        return model.config.to_dict()
-    raise TypeError(f"hf_config knows Decoder and HFModel, not {type(model).__name__}")
+    return spec_of(model.architecture).folder_config(model.config, "float32")  # type: ignore[attr-defined]
 
 
 def state(model: Model) -> dict[str, Tensor]:

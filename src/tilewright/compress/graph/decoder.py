@@ -7,6 +7,8 @@ both are tied.
 Legend: S new positions  T all positions so far  D model width  V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ class DecoderGraph(nn.Module):
 
     Args:
         decoder: with plain layers (no adapters, no quantised layers). Its weights are read, not kept.
+        block: makes the graph's layer from the decoder's, and whether attention is latent.
 
     Example:
         >>> from tilewright.models.build import init_weights
@@ -53,13 +56,13 @@ class DecoderGraph(nn.Module):
         (torch.Size([1, 6, 50]), torch.Size([1, 4, 6, 8]))
     """
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: Decoder, block: Callable[..., nn.Module] = GraphBlock):
         super().__init__()
         config = decoder.config
         latent = config.attention == "mla"
         self.embed = nn.Embedding.from_pretrained(decoder.model.embed_tokens.weight.detach().float())
         self.rotary = Rotary(config.rope_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(GraphBlock(block, latent) for block in decoder.blocks)
+        self.blocks = nn.ModuleList(block(layer, latent) for layer in decoder.blocks)
         self.norm = GraphNorm(decoder.model.norm.weight, decoder.model.norm.eps)
         self.head = join([decoder.lm_head])
         if config.tie_embeddings:

@@ -4,8 +4,9 @@ Lengths are free: of the new tokens from 1, of the kept ones from 0, up to `long
 memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +15,38 @@ from torch.export import Dim, ExportedProgram
 from tilewright.compress.graph.decoder import DecoderGraph
 from tilewright.compress.graph.hf import HFGraph
 from tilewright.core.errors import CheckpointError
-from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.hf.model import HFModel
+from tilewright.models.base.protocols import Model
+from tilewright.models.build import spec_of
 
 IDS, LOGITS = "ids", "logits"
+GRAPHS: dict[str, Callable[[Any], nn.Module]] = {"decoder": DecoderGraph, "hf": HFGraph}
+"""By architecture, what makes its graph; one of the caller's own brings `ModelSpec.graph`."""
 
 
-def why_no_graph(model: object, task: str) -> str | None:
+def why_no_graph(model: Model, task: str) -> str | None:
     """Why a model cannot become a graph; None where tracing it can be tried. Quick."""
     if task == "image_classification":
         return "graphs are written for models that read token ids, not images"
-    if not isinstance(model, (Decoder, HFModel)):
-        return f"no graph form for {type(model).__name__}"
-    return None
+    spec = spec_of(model.architecture)
+    return None if (spec.graph or GRAPHS.get(spec.name)) else f"no graph form for the architecture {spec.name}"
 
 
-def graph_of(model: Decoder | HFModel) -> DecoderGraph | HFGraph:
-    """The graph form of a model in FP32, in evaluation mode."""
-    graph = DecoderGraph(model) if isinstance(model, Decoder) else HFGraph(model)
+def graph_of(model: Model) -> Any:
+    """The graph form of a model in FP32, in evaluation mode.
+
+    Raises:
+        CheckpointError: its architecture has none.
+    """
+    spec = spec_of(model.architecture)
+    make = spec.graph or GRAPHS.get(spec.name)
+    if make is None:
+        raise CheckpointError(
+            "No graph form for this architecture",
+            got=spec.name,
+            need="an architecture that makes one (ModelSpec.graph)",
+            try_="--to hf, or a model of another architecture",
+        )
+    graph = make(model)
     return graph.eval().requires_grad_(False)
 
 

@@ -122,5 +122,5 @@ def _texts(data: Prepared, tokenizer: Tokenizer, rows: list[np.ndarray]) -> list
 def _long_row(ids: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Ids for latencies: `CACHED_AT` + 1 of them; of a model that may have a table of positions no more than its rows
     had."""
-    length = CACHED_AT + 1 if recipe.model.kind == "decoder" else min(CACHED_AT + 1, recipe.data.seq_len)
+    length = CACHED_AT + 1 if recipe.model.kind != "hf" else min(CACHED_AT + 1, recipe.data.seq_len)
     return np.resize(ids, length)

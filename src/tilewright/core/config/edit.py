@@ -1,5 +1,6 @@
 """A loaded recipe with other settings: values by name, checked again, each with its source; defaults of a machine."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,9 @@ def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
 
 
 def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return schema.nested(schema.flat(recipe.model_dump()) | dict(settings))
+    """All values by section, as they are: a dump would take an architecture of the caller's own to pieces."""
+    known = {item.path: functools.reduce(getattr, item.path.split("."), recipe) for item in schema.fields()}
+    return schema.nested(known | dict(settings))
 
 
 def value_of(recipe: Recipe, name: str) -> Any:

@@ -35,7 +35,7 @@ def _model(recipe: Recipe) -> Iterator[Conflict]:
             "model.path = a Hugging Face folder with weights",
             '--model.path FOLDER, or model.weights = "random"',
         )
-    if model.kind == "decoder" and model.task != "causal_lm":
+    if model.kind != "hf" and model.task != "causal_lm":
         yield Conflict(
             ("model.kind", "model.task"),
             f'Task "{model.task}" is not supported by the decoder',
@@ -48,7 +48,7 @@ def _model(recipe: Recipe) -> Iterator[Conflict]:
 def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
     """Head counts and widths of our decoder, where they come from the recipe and not from a folder."""
     model = recipe.model
-    if model.kind != "decoder" or model.path or model.attention != "gqa":
+    if model.kind == "hf" or model.path or model.attention != "gqa":
         return
     if not model.head_dim and model.dim % model.num_heads:
         yield Conflict(
@@ -80,7 +80,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
 
 def _mla(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
-    if model.kind != "decoder" or model.path or model.attention != "mla":
+    if model.kind == "hf" or model.path or model.attention != "mla":
         return
     if model.qk_rope_head_dim % 2:
         yield Conflict(
@@ -94,7 +94,7 @@ def _mla(recipe: Recipe) -> Iterator[Conflict]:
 
 def _experts(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
-    if model.kind != "decoder" or model.path or model.num_experts == 0:
+    if model.kind == "hf" or model.path or model.num_experts == 0:
         return
     if model.num_dense_layers > model.num_layers:
         yield Conflict(
@@ -137,7 +137,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
 def _export(recipe: Recipe) -> Iterator[Conflict]:
     """Shapes that no Hugging Face layout describes, told before the run instead of at its end."""
     model = recipe.model
-    if not recipe.checkpoint.export_hf or model.kind != "decoder" or model.path:
+    if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
     if model.attention == "gqa" and (model.num_experts or model.dim % model.num_heads):
         has = "experts" if model.num_experts else f"dim = {model.dim} and {model.num_heads} heads"

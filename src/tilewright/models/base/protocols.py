@@ -108,6 +108,9 @@ class Model(TrainableModel, Protocol):
     kernels: Kernels
     """Implementations of the operations."""
 
+    architecture: Any
+    """Which answers are the model's: a name in `build.ARCHITECTURES`, or a `spec.ModelSpec` of the caller's own."""
+
     forward_methods: tuple[str, ...]
     """Methods that read parameters and do not call `forward`: sharded ones are gathered for them too."""
 

@@ -212,6 +212,21 @@ def head_bytes(config: DecoderConfig, num_tokens: int, storage: Storage) -> int:
     return norm + num_tokens * config.dim * storage.matmul + config.vocab_size * config.dim * FP32
 
 
+def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:
+    """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
+
+    What traces say (tests/planner/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
+    the layer's output; where the MLP is thin, attention's.
+
+    Args:
+        config: of the decoder.
+        matmul: bytes of a number in the matmuls.
+        stream: bytes of a number in the residual stream.
+    """
+    around_mlp = (10 if matmul == 2 else 8) * config.ffn_dim + stream * config.dim
+    return max(around_mlp, 12.0 * config.dim)
+
+
 def _latent(config: DecoderConfig) -> int:
     return config.kv_lora_rank + config.qk_rope_head_dim
 

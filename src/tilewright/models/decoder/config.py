@@ -53,6 +53,8 @@ class DecoderConfig:
     num_limited_groups: int = 1
     routed_scaling: float = 1.0
     balance_rate: float = 1e-3
+    architecture: Any = "decoder"
+    """Whose layers these are: a name, or the caller's own `models.spec.ModelSpec`."""
 
     def __post_init__(self) -> None:
         problems = [*self._attention_problems(), *(self._expert_problems() if self.num_experts else [])]
@@ -76,6 +78,7 @@ class DecoderConfig:
                 try_=f"model.dim = {section.dim // section.num_heads * section.num_heads or section.num_heads}",
                 where="model.dim",
             )
+        values["architecture"] = section.kind
         values["num_kv_heads"] = section.num_kv_heads or section.num_heads
         values["head_dim"] = section.head_dim or section.dim // section.num_heads
         values["ffn_dim"] = section.ffn_dim or -(-8 * section.dim // (3 * 64)) * 64

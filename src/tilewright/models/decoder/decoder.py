@@ -116,7 +116,8 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig, kernels: Kernels):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, layer, kernels) for layer in range(config.num_layers))
+        block = Block if isinstance(config.architecture, str) else config.architecture.block
+        self.layers = nn.ModuleList(block(config, layer, kernels) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
 
 
@@ -148,7 +149,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
         super().__init__()
         kernels = kernels or Kernels.default()
-        self.config = config
+        self.config, self.architecture = config, config.architecture
         self.kernels = kernels
         self.model = Trunk(config, kernels)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)

@@ -83,6 +83,11 @@ def mlp_weights(config: DecoderConfig, layer: int) -> int:
     return experts * 3 * config.dim * config.expert_dim + config.num_experts * config.dim
 
 
+def hidden_width(config: DecoderConfig, layer: int) -> int:
+    """Width of the hidden layer of an MLP, or of one expert."""
+    return config.expert_dim if config.is_moe(layer) else config.ffn_dim
+
+
 def _inactive_parameters(config: DecoderConfig, layer: int) -> int:
     if not config.is_moe(layer):
         return 0

@@ -93,8 +93,11 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
     """config.json for this shape: Llama layout for dense GQA, DeepSeek-V3 layout for MLA.
 
     Raises:
-        CheckpointError: no Hugging Face layout describes the shape.
+        CheckpointError: no Hugging Face layout describes the shape; of an architecture of the caller's own, what it
+            says.
     """
+    if not isinstance(config.architecture, str):
+        return config.architecture.folder_config(config, dtype_name)
     layout = DEEPSEEK if config.attention == "mla" else LLAMA
     problems = _unwritable(config)
     if problems:

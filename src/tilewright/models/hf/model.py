@@ -59,6 +59,9 @@ class HFModel(nn.Module):
     uses_every_parameter = False
     """See `protocols.Model`. Experts may get no token, and layers be dropped."""
 
+    architecture = "hf"
+    """See `protocols.Model`."""
+
     def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
         super().__init__()
         self.net = net

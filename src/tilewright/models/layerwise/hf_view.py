@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.eval_mode import eager
-from tilewright.models.base.protocols import LayerContext, LossOutput, Model
-from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.calls import LayerCall, LayerCalls, tensors_of
 from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
@@ -155,12 +154,8 @@ class HFLayers:
         self._outer = (_leaves(first), _leaves(loss))
 
 
-def layered(model: Model) -> LayerwiseModel:
+def layered_hf(model: HFModel) -> LayerwiseModel:
     """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
-    if isinstance(model, Decoder):
-        return model
-    if not isinstance(model, HFModel):
-        return SingleBlock(model)
     try:
         return _cut(model)
     except _NotSliceable as reason:

@@ -1,13 +1,13 @@
-"""First values of a model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its layer groups
-with.
+"""First values of a Hugging Face model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its
+layer groups with.
 
-    values = random_values(model, seed)  # or stored_values(model, folder)
-    values({"model.layers.3.mlp.up_proj.weight": tensor, ...})
+    values = random_values(model, seed)  # of `models.build`; or stored_values(model, folder)
+    values({"net.model.layers.3.mlp.up_proj.weight": tensor, ...})
 
 Each tensor gets the same values as the whole model does by `build.init_weights` or by loading the folder, whatever
 other tensors are asked for with it. Called where a recipe keeps parameters off the device, or in shards. Of a tensor
-that is asked for in part, only its rows are read or, of our decoder, drawn; a Hugging Face model's own initialisation
-draws whole modules: its parameters pass by whole, in FP32, one at a time.
+that is asked for in part, only its rows are read; the model's own initialisation draws whole modules: its parameters
+pass by whole, in FP32, one at a time.
 """
 
 import functools
@@ -17,10 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, Model
-from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.decoder.hf_weights import copy_stored, decoder_weights
-from tilewright.models.decoder.init import decoder_values
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
+from tilewright.models.decoder.hf_weights import copy_stored
 from tilewright.models.folder.fp8_weights import find_weights
 from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
 from tilewright.models.hf.conversion import converted_values
@@ -32,16 +30,12 @@ _NET = "net."
 """What is before the names of a Hugging Face model in ours."""
 
 
-def random_values(model: Model, seed: int) -> InitialValues:
+def random_hf(model: HFModel, seed: int) -> InitialValues:
     """Random initial weights, those of `build.init_weights`. The model may be on the meta device."""
-    if isinstance(model, Decoder):
-        return decoder_values(model, seed)
-    if isinstance(model, HFModel):
-        return functools.partial(_draw, model.net, seed)
-    raise TypeError(f"random_values knows Decoder and HFModel, not {type(model).__name__}")
+    return functools.partial(_draw, model.net, seed)
 
 
-def stored_values(model: Model, folder: Path | str) -> InitialValues:
+def stored_hf(model: HFModel, folder: Path | str) -> InitialValues:
     """The weights of a Hugging Face folder. The model may be on the meta device.
 
     Where a folder does not hold all that the model has under the names that transformers looks for, transformers has to
@@ -51,10 +45,6 @@ def stored_values(model: Model, folder: Path | str) -> InitialValues:
     Raises:
         CheckpointError: the folder is not whole, or not of this model.
     """
-    if isinstance(model, Decoder):
-        return decoder_weights(model, folder)
-    if not isinstance(model, HFModel):
-        raise TypeError(f"stored_values knows Decoder and HFModel, not {type(model).__name__}")
     values = direct_values(model, folder) or _converted_values(model, folder)
     if values is not None:
         return values

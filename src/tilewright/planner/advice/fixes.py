@@ -97,7 +97,7 @@ def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     if recipe.model.task != "image_classification":
         for length in _halves(recipe.data.seq_len, 128):
             yield {"data.seq_len": length}, False
-    if recipe.model.kind == "decoder" and not recipe.model.path:
+    if recipe.model.kind != "hf" and not recipe.model.path:
         yield from _smaller_models(recipe)
 
 

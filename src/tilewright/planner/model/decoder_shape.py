@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs, Recipe
 from tilewright.core.hardware import Machine
-from tilewright.models.decoder.activation_bytes import FP32, Storage, layer_bytes, role, tile_bytes, weight_copy_bytes
+from tilewright.models.build import spec_of
+from tilewright.models.decoder.activation_bytes import FP32, Storage, role
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.decoder.flops import count_flops, mlp_weights
+from tilewright.models.spec import Formulas
 from tilewright.ops.attention import attention_kind, keeps_mask
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
@@ -110,6 +111,12 @@ class _Decoder:
     """Layers keep casts of their weights; shards are gathered in the format in which they are read."""
 
     @property
+    def formulas(self) -> Formulas:
+        found = spec_of(self.config.architecture).formulas
+        assert found is not None
+        return found
+
+    @property
     def seq_len(self) -> int:
         return self.recipe.data.seq_len
 
@@ -140,8 +147,8 @@ class _Decoder:
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(place, "none", replace(storage, compiled=False))
         inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
-        flops, kept_codes = count_flops(config, seq_len), keeps_qdata(self.machine, self.recipe)
-        widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
+        flops, kept_codes = self.formulas.flops(config, seq_len), keeps_qdata(self.machine, self.recipe)
+        widths = (self.formulas.width(config, index), config.dim)
         operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
         return LayerClass(
             name="layer" if len(self.skeleton.indices) == 1 else "experts" if moe else "dense",
@@ -163,7 +170,7 @@ class _Decoder:
             matmuls=matmuls,
             matmul_flops=float(flops.layers[index] * seq_len),
             last_flops=float(flops.last[index] * seq_len),
-            mlp_flops=2.0 * seq_len * (mlp_weights(config, index) - inactive),
+            mlp_flops=2.0 * seq_len * (self.formulas.mlp_weights(config, index) - inactive),
             attention_flops=flops.attention * seq_len,
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
             cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
@@ -177,9 +184,9 @@ class _Decoder:
         stored, sizes = BYTES[self.policy.storage], []
         for rows in (1, 2):
             tokens = rows * self.seq_len
-            total = layer_bytes(self.short, place, mode, storage) * tokens
-            total += tile_bytes(self.short, place, mode, storage, tokens)
-            copies = weight_copy_bytes(self.short, place, mode, storage, stored) if self.copies else 0
+            total = self.formulas.layer_bytes(self.short, place, mode, storage) * tokens
+            total += self.formulas.tile_bytes(self.short, place, mode, storage, tokens)
+            copies = self.formulas.weight_copy_bytes(self.short, place, mode, storage, stored) if self.copies else 0
             sizes.append(total + copies)
         return Line.through(*sizes)
 
@@ -195,7 +202,7 @@ class _Decoder:
     def _mlp_share(self, place: int, storage: Storage) -> float:
         """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""
         thin = replace(self.short, ffn_dim=1, expert_dim=1 if self.short.num_experts else 0)
-        whole, rest = (layer_bytes(config, place, "none", storage) for config in (self.short, thin))
+        whole, rest = (self.formulas.layer_bytes(config, place, "none", storage) for config in (self.short, thin))
         return max(0.0, 1 - rest / whole)
 
     def _work(self, kept: Line) -> float:
@@ -204,7 +211,7 @@ class _Decoder:
             return self.pages.work
         if self.config.num_experts or self.policy.is_fp8:
             return WORK_GUESS
-        need = work_per_token(self.config, BYTES[self.policy.matmul], BYTES[self.policy.stream])
+        need = self.formulas.work_per_token(self.config, BYTES[self.policy.matmul], BYTES[self.policy.stream])
         return need / (kept.per_row / self.seq_len)
 
 
@@ -232,18 +239,3 @@ def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage
     }
     fused = {name for name, form in qdata.items() if form.in_rows and gemms[name].fprop.scaled}
     return replace(kept, tiled=frozenset(gemms), qdata=qdata, fused=frozenset(fused))
-
-
-def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:
-    """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
-
-    What traces say (tests/planner/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
-    the layer's output; where the MLP is thin, attention's.
-
-    Args:
-        config: of the decoder.
-        matmul: bytes of a number in the matmuls.
-        stream: bytes of a number in the residual stream.
-    """
-    around_mlp = (10 if matmul == 2 else 8) * config.ffn_dim + stream * config.dim
-    return max(around_mlp, 12.0 * config.dim)

@@ -8,9 +8,10 @@ from torch import nn
 
 from tilewright.core.config.recipe import LoraSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
+from tilewright.core.errors import ConfigError
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.base.meta import shapes_only
-from tilewright.models.build import build_model, decoder_config
+from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
@@ -81,7 +82,7 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
         ConfigError: the model cannot be built.
         CheckpointError: its folder cannot be read.
     """
-    if recipe.model.kind == "decoder":
+    if spec_of(recipe.model.kind).formulas is not None:
         return _short_decoder(recipe.model, recipe.lora, vocab_size)
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
     assert isinstance(model, HFModel)
@@ -113,10 +114,27 @@ def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) ->
     short = replace(config, num_layers=len(kinds), num_dense_layers=int(False in kinds))
     with shapes_only():
         model = Decoder(short, Kernels.default())
+    _check_counts(model)
     _adapt(model, lora)
     names = {id(module): name for name, module in model.named_modules()}
     blocks = tuple(names[id(block)] for block in model.blocks)
     return Skeleton(model, blocks, indices, names[id(model.model.embed_tokens)], config)
+
+
+def _check_counts(model: Decoder) -> None:
+    """Raise ConfigError where the formulas of an architecture are those of another one."""
+    spec = spec_of(model.architecture)
+    assert spec.formulas is not None
+    for layer, block in enumerate(model.blocks):
+        real, said = sum(param.numel() for param in block.parameters()), spec.formulas.parameters(model.config, layer)
+        if real != said:
+            raise ConfigError(
+                "Formulas of an architecture do not count its layers",
+                got=f"{said} parameters in {spec.name}'s layer of this kind, {real} in its modules",
+                need="formulas of the same layer (ModelSpec.formulas)",
+                try_="Formulas(parameters=..., mlp_weights=..., flops=..., layer_bytes=...)",
+                where="model.kind",
+            )
 
 
 def _foreign_skeleton(model: HFModel) -> Skeleton:

@@ -13,7 +13,7 @@ Legend: K input features  M output features  R rank.
 import difflib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.nn.functional import dropout as zero_some
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.tiled import WithCopies
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import name_seed
@@ -208,8 +209,10 @@ def load_lora_decoder(
     kernels: Kernels | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    read: Callable[[Path | str], DecoderConfig] = read_config,
 ) -> Decoder:
-    """A decoder with adapters from a folder of Llama or DeepSeek-V3 layout; arguments as in `add_lora`.
+    """A decoder with adapters from a folder of Llama or DeepSeek-V3 layout, or of what `read` reads; arguments as in
+    `add_lora`.
 
     FP8 weights of the folder become the layers' codes and scales as they are, without being decoded, so the model never
     takes more than about a byte per weight. Weights in another format are encoded one by one.
@@ -219,7 +222,7 @@ def load_lora_decoder(
         ConfigError: see `add_lora`.
     """
     with torch.device("meta"):
-        model = Decoder(read_config(folder), kernels)
+        model = Decoder(read(folder), kernels)
         more = {"dropout": dropout, "rslora": rslora, "modules_to_save": modules_to_save}
         names = add_lora(model, rank, alpha, targets, base, **more, kernels=kernels, seed=seed)
     model.to_empty(device=device)

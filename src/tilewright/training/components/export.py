@@ -17,6 +17,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
+from tilewright.models.build import spec_of
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
@@ -43,9 +44,13 @@ def check_export(recipe: Recipe, model: Model) -> None:
         model: may be on the meta device.
 
     Raises:
-        CheckpointError: nothing of the model can be stored in FP8, or transformers could not read the folder again.
+        CheckpointError: no layout of a folder holds the model, nothing of it can be stored in FP8, or transformers
+            could not read the folder again.
     """
-    if recipe.checkpoint.export_hf and recipe.checkpoint.export_format == "fp8" and isinstance(model, HFModel):
+    if not recipe.checkpoint.export_hf or recipe.lora.rank:
+        return
+    spec_of(model.architecture).folder_config(model.config, "bfloat16")  # type: ignore[attr-defined]
+    if recipe.checkpoint.export_format == "fp8" and isinstance(model, HFModel):
         plan_fp8(model.net)
 
 
@@ -161,7 +166,7 @@ def config_keys(recipe: Recipe, tokenizer: Tokenizer | None, rules: TextRules | 
     """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length; what the
     run taught to end an answer takes the place of another end."""
     taught = {} if rules is None or rules.taught is None else {"eos_token_id": rules.taught}
-    if recipe.model.kind != "decoder" or tokenizer is None:
+    if recipe.model.kind == "hf" or tokenizer is None:
         return taught
     keys = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     if recipe.model.weights == "load":

@@ -15,10 +15,17 @@ from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.models.build import build_model, in_folder, init_weights, untrained_notes
+from tilewright.models.build import (
+    build_model,
+    in_folder,
+    init_weights,
+    random_values,
+    spec_of,
+    stored_values,
+    untrained_notes,
+)
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
@@ -53,9 +60,10 @@ def build_adapted(
     adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
     more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
     coded = lora.base == "fp8" and model.weights == "load"
-    if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte per weight from the first moment on
+    if lora.rank and coded and model.kind != "hf":  # never decoded: a byte per weight from the first moment on
         build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
-        return load_lora_decoder(model.path, *adapters, **more, kernels=kernels, device=device, seed=recipe.run.seed)
+        more |= {"seed": recipe.run.seed, "read": spec_of(model.kind).read_folder}
+        return load_lora_decoder(model.path, *adapters, **more, kernels=kernels, device=device)
     if lazy and lora.rank and model.kind == "hf" and model.weights == "load":
         shapes = build_model(model, vocab_size, kernels, "meta")
         if can_fill(shapes, model.path):

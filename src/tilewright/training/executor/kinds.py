@@ -23,7 +23,7 @@ from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.lazy_params import dummy_values
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
-from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.build import layered
 from tilewright.models.layerwise.view import LayerGroups, find_layer_groups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.base import ExecutorInputs, ExecutorKind

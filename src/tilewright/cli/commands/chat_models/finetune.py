@@ -67,7 +67,7 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     for note in loaded.notes:
         say(f"note: {note}")
     section = loaded.recipe.model
-    code = "tilewright's decoder" if section.kind == "decoder" else "transformers' code"
+    code = "tilewright's decoder" if section.kind != "hf" else "transformers' code"
     say(f"model: {section.path}, run by {code}; {_WORDS[how]}")
     prepared = prepare_data(loaded.recipe)
     assert isinstance(prepared, PreparedData)

@@ -63,7 +63,7 @@ def _learns(section: ModelSection, config: Mapping[str, Any]) -> bool:
     """Whether the architecture has a model of these sizes, and that has gradients; its file stays in the folder."""
     write_json(Path(section.path) / "config.json", config)
     try:
-        if section.kind == "decoder":
+        if section.kind != "hf":
             decoder_config(section, 1)
             return True
         model = build_model(section, 1, device="cpu")

@@ -1,16 +1,36 @@
 """`[model]`: which model a run trains, and the shape of our own decoder."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer, WrapValidator
 
 from tilewright.core.config.section import EVERY, Count, Section
+
+
+@runtime_checkable
+class Architecture(Protocol):
+    """An architecture of the caller's own in the place of a name (`models.spec.ModelSpec`); files hold names only."""
+
+    name: str
+    build: Callable[..., Any]
+
+
+def _own(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, Architecture) else check(value)
+
+
+_Kind = Annotated[
+    Literal["decoder", "hf"],
+    WrapValidator(_own),
+    PlainSerializer(lambda kind: getattr(kind, "name", kind), when_used="json"),
+]
 
 
 class ModelSection(Section):
     changes_numbers = EVERY
 
-    kind: Literal["decoder", "hf"] = "decoder"
+    kind: _Kind = "decoder"
     """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
     path: str = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,

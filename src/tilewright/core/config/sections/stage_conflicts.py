@@ -80,7 +80,7 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
                 f"{try_}, or --parallel.pp 1",
             )
     stages = parallel.pp * parallel.stages_per_process
-    if model.kind == "decoder" and not model.path and model.num_layers < stages:
+    if model.kind != "hf" and not model.path and model.num_layers < stages:
         yield Conflict(
             ("parallel.pp", "parallel.schedule", "parallel.virtual_stages", "model.num_layers"),
             "Fewer layers than stages of the pipeline",
