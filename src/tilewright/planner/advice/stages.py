@@ -56,5 +56,10 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     layers = pipeline.virtual * -(-whole // pipeline.num_stages)
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
-    settings = {"parallel.pp": 1, "train.micro_batch_size": min(rows, recipe.train.global_batch_size)}
+    settings: dict[str, object] = {
+        "parallel.pp": 1,
+        "train.micro_batch_size": min(rows, recipe.train.global_batch_size),
+    }
+    if pipeline.defers:
+        settings["train.compile"] = "off"
     return planner.with_recipe(changed(recipe, settings)).with_layers(layers).as_it_stands(budget)
