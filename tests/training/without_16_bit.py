@@ -94,22 +94,22 @@ def test_operations(dtype, autocast, compiled):
 
 MLA = {"model__attention": "mla", "model__q_lora_rank": 8, "model__kv_lora_rank": 8}
 NARROW = {"optim__moments": "8bit", "optim__master_weights": "stochastic"}
-RECIPES = {
-    "muon": {"optim__kind": "muon"},
+RECIPES = {  # several things in one run: a run takes a second of the processor
+    "experts_fp8": {"precision__mode": "fp8_tile", "optim__kind": "muon", "model__num_experts": 4} | MLA,
     "pure_fp16": {"precision__mode": "pure_fp16"},
-    "fp8_tile": {"precision__mode": "fp8_tile"},
-    "experts": {"model__num_experts": 4} | MLA,
     "layer_major": {"memory__executor": "layer_major"} | NARROW,
 }
 LONGER = {
     "bf16_mixed": {},  # muon updates the embedding and norms as it does
+    "muon": {"optim__kind": "muon"},
+    "fp8_tile": {"precision__mode": "fp8_tile"},
+    "experts": {"model__num_experts": 4} | MLA,
     "lora": {"lora__rank": 4, "lora__alpha": 8.0},
     "hybrid": {"precision__mode": "hybrid"},
     "fp8_tensorwise": {"precision__mode": "fp8_tensorwise"},
-    "experts_fp8": {"precision__mode": "fp8_tile", "model__num_experts": 4},
     "mla": MLA,
     "narrow": NARROW,
-    "layer_major": {"memory__executor": "layer_major", "optim__moments": "8bit"},
+    "layer_major 8bit": {"memory__executor": "layer_major", "optim__moments": "8bit"},
 }
 
 
@@ -164,7 +164,7 @@ def test_preferences_and_their_reference(kind, pairs, model, tmp_path):  # noqa:
 def test_compiled_layers_loss_and_optimizer(name, data, tmp_path):
     compiled = {"train__compile": "on", "ops__cross_entropy": "auto", "ops__adam": "auto"}
     with no_16_bit_products():
-        train(tiny(data, tmp_path, **SHORT | (RECIPES | LONGER)[name] | compiled))
+        train(tiny(data, tmp_path, **SHORT | LONGER[name] | compiled))
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid", "fp8_tile"])
