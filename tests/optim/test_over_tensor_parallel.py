@@ -1,5 +1,6 @@
-"""FSDP2 over tensor parallelism: a rank's rows of rows are one range, and are updated to the bits of the whole. Parts
-that are columns, or that do not come out even, are refused where states or weights are rounded."""
+"""FSDP2 over tensor parallelism: a rank's rows of rows are one range, its rows of columns a block, and both are updated
+to the bits of the whole. Parts that cut a block of codes, or that do not come out even, are refused where states or
+weights are rounded."""
 
 import pytest
 import torch
@@ -17,22 +18,26 @@ from tilewright.ops.base.parts import holds_rows, part_of, place_of
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.muon import Muon
-from tilewright.parallel.fill import fill_part
+from tilewright.parallel.fill import fill_part, shard_from_meta
+from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import Group, World
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.dist
 EIGHT_BITS = (torch.float32, "8bit", "fp32")
-STYLES = {"rows": ColwiseParallel, "columns": RowwiseParallel, "uneven": ColwiseParallel}
+STYLES = {
+    "rows": ColwiseParallel, "columns": RowwiseParallel, "uneven": ColwiseParallel, "blocks": RowwiseParallel,
+}  # fmt: skip
 
 
 class Layers(nn.Module):
-    """A matrix whose rows tensor parallelism cuts, one whose columns, and one whose 6 rows do not divide by 4 ranks."""
+    """A matrix whose rows tensor parallelism cuts, two whose columns (in whole blocks of codes in one of them), and one
+    whose 6 rows do not divide by 4 ranks."""
 
     def __init__(self, names, dtype):
         super().__init__()
-        shapes = {"rows": (130, 8), "columns": (8, 12), "uneven": (130, 6)}
+        shapes = {"rows": (130, 8), "columns": (8, 12), "uneven": (130, 6), "blocks": (512, 12)}
         for name in names:
             self.add_module(name, nn.Linear(*shapes[name], dtype=dtype))
         self.norm = nn.LayerNorm(8, dtype=dtype)
@@ -43,7 +48,7 @@ class Layers(nn.Module):
 def _cut(whole, kind, rank):
     """This rank's block, counted by hand: over tp, then over dp_shard. The bias of cut columns is whole along tp."""
     shard, tp = divmod(rank, 2)
-    if kind == "columns" and whole.ndim == 2:
+    if kind in ("columns", "blocks") and whole.ndim == 2 and whole.shape[1] > 1:  # not the scales of a bias
         whole = whole.chunk(2, dim=1)[tp]
     elif kind in ("rows", "uneven"):
         whole = whole.chunk(2)[tp]
@@ -108,7 +113,8 @@ def _said(call):
 def _everything(rank, folder):
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")), {"updates": []}
     for format in FORMATS:
-        found["updates"] += _updates(rank, mesh, ("rows",), format)
+        more = ("columns",) if format[1] != "8bit" else ()
+        found["updates"] += _updates(rank, mesh, ("rows", "blocks", *more), format)
     found["updates"] += _updates(rank, mesh, ("rows", "columns", "uneven"), (torch.float32, "fp32", "fp32"))
 
     model = _layers(mesh, ("rows", "columns", "uneven"))
@@ -154,6 +160,32 @@ def _everything(rank, folder):
     return found
 
 
+def _made_from_nothing(rank):
+    """Of each parameter, whether the block that this rank fills is that of the whole one, placed as ever."""
+    mesh, names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")), ("rows", "columns", "blocks")
+    whole = dict(Layers(names, torch.float32).named_parameters())
+    model = Layers(names, torch.float32).to("meta")
+    parallelize_module(model, mesh["tp"], {name: STYLES[name]() for name in names})
+
+    def values(tensors, first_rows=None):
+        for name, tensor in tensors.items():
+            start = (first_rows or {}).get(name, 0)
+            tensor.copy_(whole[name].detach()[start : start + len(tensor)])
+
+    shard_from_meta(model, [], mesh["dp_shard"], Sharding(), values, torch.device("cpu"))
+    params, filled = dict(model.named_parameters()), _layers(mesh, names)
+    return {
+        name: torch.equal(params[name].to_local(), _cut(want.detach(), _kind(name), rank))
+        and params[name].placements == filled.get_parameter(name).placements
+        for name, want in whole.items()
+    }
+
+
+def test_a_model_that_tensor_parallelism_has_cut_is_made_from_nothing():
+    for rank, found in enumerate(on_ranks(4, _made_from_nothing)):
+        assert all(found.values()), f"rank {rank}: {found}"
+
+
 def test_rows_of_rows_are_updated_like_the_whole(tmp_path):
     results = on_ranks(4, _everything, tmp_path)
     for rank, found in enumerate(results):
@@ -167,7 +199,7 @@ def test_rows_of_rows_are_updated_like_the_whole(tmp_path):
         refused = found["refused"]
         assert refused == results[0]["refused"], "the same on all ranks"
         assert "divides by the number of its parts" in refused["place"]
-        assert "whole rows on each rank" in refused["8bit columns"]
+        assert "a multiple of 256 columns" in refused["8bit columns"]
         assert "in equal parts" in refused["8bit uneven"]
         assert "along one axis of the mesh" in refused["muon"]
     starts = [found["places"]["rows.weight"][0] for found in results]

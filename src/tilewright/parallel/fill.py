@@ -11,10 +11,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues
-from tilewright.ops.base.parts import TensorPart, rows_of, sharded_like
+from tilewright.ops.base.parts import TensorPart, part_of, rows_of, sharded_like
 from tilewright.parallel.pipeline.stages import ModelStage
 from tilewright.parallel.shard import Sharding, ready, shard
 
@@ -38,7 +39,7 @@ def shard_from_meta(
     """Shard a model without memory, and fill its parts and buffers.
 
     Args:
-        model: converted, on the meta device.
+        model: converted, on the meta device; what tensor parallelism has cut there is sharded further.
         layers, mesh, sharding: see `shard`.
         values: initial values; asked for this rank's rows of one parameter at a time, on the host.
         device: of the model.
@@ -50,19 +51,20 @@ def shard_from_meta(
     Raises:
         ConfigError: see `shard`.
     """
+    cut = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     to_placeholders(model, device)
     fill_buffers(model, values)
     home = torch.device("cpu") if sharding.cpu_offload else device
     held: dict[str, Tensor] = {}
     for name, param in model.named_parameters():  # before they are cut: initial values may ask for whole modules
-        rows = rows_of(len(param), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
-        part = TensorPart.of_rows(param.shape, rows)
+        left = part_of(cut.get(name, param))
+        part = left.some_rows(rows_of(left.sizes[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)))
         own = held[name] = torch.empty(part.sizes, dtype=param.dtype, device=home)
         if fresh and own.numel():
             on_host = own if own.device.type == "cpu" else torch.empty(part.sizes, dtype=param.dtype)
             fill_part(values, name, on_host, part)
             own.copy_(on_host)
-    _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
+    _renew(model, lambda name, param: _without_memory(param, cut.get(name)))
     shard_all(model, layers, mesh, sharding, stages)
     _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, param))
     if before_gather is not None:
@@ -123,6 +125,13 @@ def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -
         whole = torch.empty((len(rows), *part.shape[1:]), dtype=out.dtype)
         values({name: whole}, {name: rows.start})
         out[start : start + len(rows)] = whole[(slice(None), *part.slices[1:])]
+
+
+def _without_memory(param: nn.Parameter, cut: DTensor | None) -> Tensor:
+    """On the meta device, in the parts that the parameter was in."""
+    sizes = param.shape if cut is None else part_of(cut).sizes
+    made = torch.empty(sizes, dtype=param.dtype, device="meta")
+    return made if cut is None else sharded_like(made, param.shape, cut)
 
 
 def _renew(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:

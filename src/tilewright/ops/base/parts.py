@@ -47,8 +47,11 @@ class TensorPart:
     @staticmethod
     def of_rows(shape: Sequence[int], rows: range) -> "TensorPart":
         """Some whole rows of a tensor."""
-        rest = tuple(shape[1:])
-        return TensorPart(tuple(shape), (rows.start, *(0 for _ in rest)), (len(rows), *rest))
+        return TensorPart(tuple(shape), (0,) * len(shape), tuple(shape)).some_rows(rows)
+
+    def some_rows(self, rows: range) -> "TensorPart":
+        """Those of its own rows."""
+        return TensorPart(self.shape, (self.starts[0] + rows.start, *self.starts[1:]), (len(rows), *self.sizes[1:]))
 
     @property
     def rows(self) -> range:
