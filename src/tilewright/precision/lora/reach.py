@@ -8,6 +8,8 @@ source nothing is found.
 import ast
 import functools
 import inspect
+import re
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -41,13 +43,24 @@ def _taken(kind: type[nn.Module]) -> frozenset[str]:
     """Attributes of `self` whose weight a class reads and which it does not call."""
     read: set[str] = set()
     called: set[str] = set()
-    for one in kind.__mro__:
-        if one is nn.Module:
-            break
+    kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    if not any(_may_read(one.__module__) for one in kinds):
+        return frozenset()
+    for one in kinds:
         for method in _methods(one):
             read |= set(_reads(method))
             called |= {attr for node in ast.walk(method) if isinstance(node, ast.Call) and (attr := _own(node.func))}
     return frozenset(read - called)
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_read(module: str) -> bool:
+    """Whether a module's source has what is looked for, before classes are taken out of it, which takes a second for
+    those of a large model."""
+    try:
+        return re.search(r"\bself\s*\.\s*\w+\s*\.\s*weight\b", inspect.getsource(sys.modules[module])) is not None
+    except (OSError, TypeError, KeyError):
+        return True
 
 
 def _methods(kind: type) -> Iterator[ast.AST]:

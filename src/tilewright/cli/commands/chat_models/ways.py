@@ -135,8 +135,8 @@ def _best(way: Way, planning: "_Planning") -> Way:
         way: as `train` plans it.
         planning: of this model.
     """
-    best, site = _as_fast(way, way, {}, planning), planning.site(way.loaded)
-    found = []
+    site = planning.site(way.loaded)
+    best, found = _as_fast(way, way, {}, decide(way.loaded, site, "fastest").plan, planning), []
     for settings in variants(way.loaded) if way.layers else ():
         loaded = typed_too(way.loaded, settings)
         fastest = None if loaded is None else decide(loaded, site, "fastest")
@@ -146,22 +146,21 @@ def _best(way: Way, planning: "_Planning") -> Way:
     # Of equally fast ones the first takes least of the host.
     for plan, settings in sorted(found, key=lambda one: (-round(one[0].tokens_per_s / top, 2), one[0].host_bytes)):
         if best.plan is not None and plan.tokens_per_s > WORTH * best.plan.tokens_per_s:
-            best = _as_fast(best, way, settings, planning)
+            best = _as_fast(best, way, settings, plan, planning)
     return best
 
 
-def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], planning: "_Planning") -> Way:
-    """The way with these settings and those with which `train` is as fast as can be, where that gains something."""
-    loaded, site = typed_too(way.loaded, settings), planning.site(way.loaded)
-    plan = None if loaded is None else decide(loaded, site, "fastest").plan
-    for more in () if plan is None else as_settings(plan, on_machine(way.loaded, site.machine).recipe):
+def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], fastest: Plan, planning: "_Planning") -> Way:
+    """The way with these settings and those with which `train` is as fast as can be, where that gains something.
+    `fastest`: the plan that is so."""
+    for more in as_settings(fastest, on_machine(way.loaded, planning.site(way.loaded).machine).recipe):
         chosen = {**settings, **more}
         loaded = typed_too(way.loaded, chosen)
-        other = None if loaded is None else planning.way(loaded, way.how).plan
-        if other is None or best.plan is None or other.state != "fits":
+        other = None if loaded is None else planning.way(loaded, way.how)
+        if other is None or other.plan is None or best.plan is None or other.state != "fits":
             continue
-        if other.tokens_per_s > WORTH * best.plan.tokens_per_s:
-            best = replace(planning.way(loaded, way.how), chosen=chosen, plain=way.plan)
+        if other.plan.tokens_per_s > WORTH * best.plan.tokens_per_s:
+            best = replace(other, chosen=chosen, plain=way.plan)
     return best
 
 
