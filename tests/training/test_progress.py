@@ -1,8 +1,10 @@
 """A run that works says so: off a terminal a line in each half minute, whatever takes long."""
 
 import io
+import re
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -16,26 +18,45 @@ from tilewright.training.loop import train
 from tilewright.training.run import Run
 from tilewright.training.runlog import progress, recorder
 
+EVERY_S = 0.3
+
+
+def until_said(said, lines):
+    deadline = time.monotonic() + 60
+    while len(said) < lines:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.01)
+
+
+def silence_s(line):
+    number, unit = re.search(r": working, ([\d.]+) (ms|s) after the last line$", line).groups()
+    return float(number) / (1000 if unit == "ms" else 1)
+
 
 def test_it_says_what_goes_on_while_nothing_else_is_said():
-    said = []
-    with Pulse(said.append, every_s=0.1) as pulse:
+    said, spoke_at = [], []
+    with Pulse(said.append, every_s=EVERY_S) as pulse:
         pulse.at("the first thing")
-        time.sleep(0.15)
-        for _ in range(4):  # something else is said all the time
+        until_said(said, 1)
+        for _ in range(8):  # something else is said all the time
             pulse.said()
+            spoke_at.append(time.monotonic())
             time.sleep(0.05)
+        before = len(said)
         pulse.at(lambda: f"the second thing, {len(said)} lines before")
-        time.sleep(0.25)
+        spoke_at.append(time.monotonic())
+        until_said(said, before + 2)
         pulse.at("")
-        time.sleep(0.15)
-    before = len(said)
-    time.sleep(0.15)
-    assert len(said) == before, "it ends with its block"
+        ended = len(said)
+        time.sleep(1.2 * EVERY_S)
+    time.sleep(1.2 * EVERY_S)
+    assert len(said) <= ended + 1, "it ends with its block, and with what goes on"
+    gap = max(later - one for one, later in pairwise(spoke_at))
+    assert before == 1 or gap > 0.9 * EVERY_S, "it speaks only where this machine was busy for so long"
     assert said[0].startswith("the first thing: working, ")
-    assert said[0].endswith(" ms after the last line")
-    assert said[1].startswith("the second thing, 1 lines before: working, 1"), "0.1 s after the second thing began"
-    assert said[2].startswith("the second thing, 2 lines before: working, 2"), "its own lines are not counted"
+    assert said[before].startswith(f"the second thing, {before} lines before: working, ")
+    assert silence_s(said[before]) >= 0.99 * EVERY_S
+    assert silence_s(said[before + 1]) >= 1.98 * EVERY_S, "its own lines are not counted"
 
 
 def test_it_says_nothing_where_it_is_off_or_nobody_reads():
