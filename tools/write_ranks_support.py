@@ -1,5 +1,5 @@
-"""Writes the support matrix, docs/reference/support-matrix.md: what works on one process, on copies, in shards and in
-shards with copies, from the marks of the tests that hold it.
+"""Writes the support matrix, docs/reference/support-matrix.md: what works on one process, on copies, in shards, in
+shards with copies and in stages, from the marks of the tests that hold it.
 
     @pytest.mark.support("muon", "copies", "dp_shard")           # the test holds these cells
     @pytest.mark.support("layer_major", "dp_shard", refused=True)  # it holds that they are refused, with an error
@@ -22,6 +22,7 @@ MESHES = {
     "copies": "copies (`dp_replicate`)",
     "shards": "shards (`dp_shard`)",
     "hsdp": "both (HSDP)",
+    "stages": "stages (`pp`)",
 }
 FEATURES = {
     "Models": {

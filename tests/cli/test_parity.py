@@ -16,6 +16,7 @@ from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
 from tilewright.cli.commands.outputs.parity_model import with_small_model
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
+from tilewright.parallel.mesh import MeshSizes
 
 
 @pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=0", "tp=2", "dp_shard=1", "dp_shard=x,dp_replicate=2"])
@@ -41,18 +42,32 @@ def test_nan_is_beyond_every_tolerance():
 
 
 def test_the_model_is_small_and_each_rank_has_two_rows():
-    recipe = tiny(load_recipe("zero_cpu", {}, environ={}).recipe, 4)
+    recipe = tiny(load_recipe("zero_cpu", {}, environ={}).recipe, MeshSizes(dp_shard=4))
     assert (recipe.model.dim, recipe.model.num_layers, recipe.train.global_batch_size) == (64, 2, 8)
     assert recipe.optim.moments == "8bit"
 
 
+def test_of_stages_each_has_a_layer_and_micro_batches_enough():
+    given = load_recipe("default", {"parallel.schedule": "interleaved", "parallel.virtual_stages": "3"}, environ={})
+    recipe = tiny(given.recipe, MeshSizes(pp=2, dp_shard=2))
+    assert (recipe.model.num_layers, recipe.train.global_batch_size, recipe.model.tie_embeddings) == (6, 8, False)
+
+
 @pytest.mark.dist
-def test_two_processes_against_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("dp_shard=2", {}),
+        ("pp=2", {"parallel__schedule": "interleaved", "model__num_experts": 4}),
+        pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes_against_one(tmp_path, monkeypatch, mesh, more):
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
-    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32")
+    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", **more)
     arguments = [f"--{name}={value}" for name, value in given.items()]
-    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", "dp_shard=2", "default", *arguments])
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", mesh, "default", *arguments])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     assert found["beyond"] == 0

@@ -35,6 +35,9 @@ def test_both_ends_on_one_process_may_be_one_parameter(schedule):
     assert load(**{"model.tie_embeddings": "true", "parallel.schedule": schedule}).executor == "pipeline"
 
 
+@pytest.mark.support("layer_major", "stages", refused=True)
+@pytest.mark.support("teacher", "stages", refused=True)
+@pytest.mark.support("offload", "stages", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
 def test_it_is_refused_by_name(field):
     with pytest.raises(ConfigError, match="cannot be cut into stages yet") as caught:
@@ -47,6 +50,9 @@ def test_it_is_refused_by_name(field):
     load(**{**REFUSED[field], field: "" if value == '""' else value})
 
 
+@pytest.mark.support("hf", "stages", refused=True)
+@pytest.mark.support("lora", "stages", refused=True)
+@pytest.mark.support("pairs", "stages", refused=True)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

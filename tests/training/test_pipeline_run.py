@@ -62,6 +62,8 @@ def ran(data, tmp_path_factory):
     return folder, found
 
 
+@pytest.mark.support("run", "stages")
+@pytest.mark.support("evaluation", "stages")
 @pytest.mark.parametrize(
     ("name", "world", "other"),
     [
@@ -86,6 +88,8 @@ def test_it_is_the_run_of_one_process(ran, name, world, other):
     assert samples[0] == samples[1]
 
 
+@pytest.mark.support("resume", "stages")
+@pytest.mark.support("reshard", "stages")
 @pytest.mark.parametrize("name", ["piped_first", "alone_first"])
 def test_it_goes_on_with_other_stages(ran, name):
     folder, found = ran
@@ -93,6 +97,7 @@ def test_it_goes_on_with_other_stages(ran, name):
     _same(folder / name, folder / "whole")
 
 
+@pytest.mark.support("export", "stages")
 def test_its_folder_is_that_of_one_process(ran):
     ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in ("1f1b", "alone"))
     assert ours.keys() == theirs.keys()

@@ -33,6 +33,10 @@ def _check(cases, results):
         assert set(names) == whole, "all parts are somewhere, under the model's own names"
 
 
+@pytest.mark.support("decoder", "stages")
+@pytest.mark.support("experts", "stages")
+@pytest.mark.support("checkpointing", "stages")
+@pytest.mark.support("accumulation", "stages")
 def test_on_two_ranks():
     few = ("1f1b", "interleaved", "zbv")
     cases = [(pipeline, kind) for name, pipeline in SCHEDULES.items() for kind in (KINDS if name in few else ["gqa"])]

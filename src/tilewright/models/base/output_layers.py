@@ -15,10 +15,11 @@ from tilewright.models.base.own_weights import held_weight
 def find_heads(model: nn.Module) -> list[nn.Linear]:
     """The output projections, in the model's order.
 
-    These are linear layers that share an embedding's weight. In a transformers model, those outside of its base model
-    and its repeated layers that are as wide as its labels or words are many, or the last layer if it is so wide. In
-    another one, the last linear layer if it is behind all repeated layers and changes the width. In any, the last one
-    if it is as wide as an embedding is long.
+    A model that has `output_layers` says so itself, as one of which other ranks hold parts must: the structure of what
+    is left would tell something else. In any other these are linear layers that share an embedding's weight. In a
+    transformers model, those outside of its base model and its repeated layers that are as wide as its labels or words
+    are many, or the last layer if it is so wide. In another one, the last linear layer if it is behind all repeated
+    layers and changes the width. In any, the last one if it is as wide as an embedding is long.
 
     Example:
         >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
@@ -27,6 +28,9 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
         >>> find_heads(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10)))  # layers by themselves: no model's output
         []
     """
+    told = [part.output_layers for part in model.modules() if hasattr(part, "output_layers")]
+    if told:
+        return [head for heads in told for head in heads]
     modules = _layers(model)
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     embeddings = [module for module in modules if isinstance(module, nn.Embedding)]

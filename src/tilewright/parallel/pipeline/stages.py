@@ -125,6 +125,11 @@ class StagedDecoder(Decoder):
         self.stages = ()
 
     @property
+    def output_layers(self) -> tuple[nn.Linear, ...]:
+        """The head, on the rank that has it; see `models.base.output_layers`."""
+        return (self.lm_head,) if isinstance(self.lm_head, nn.Linear) else ()
+
+    @property
     def stream_dtype(self) -> torch.dtype:
         """Of what travels between stages."""
         return self.residual_dtype or torch.float32

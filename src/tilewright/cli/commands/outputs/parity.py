@@ -23,8 +23,10 @@ from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
 from tilewright.core.subprocess_call import answer, answer_error, call_module
 from tilewright.parallel.mesh import DATA_AXES, MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
 
 STEPS = 3
+_AXES = ("pp", *DATA_AXES)
 TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
 """By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2 in FP32:
 gradients 1.9e-7, weights 4.3e-7. 16-bit gradients are rounded after each sum, 8-bit ones in each matmul."""
@@ -53,7 +55,7 @@ class Gap:
 
 
 def parse_sizes(text: str) -> MeshSizes:
-    """Ranks by axis in `dp_shard=2,dp_replicate=2`.
+    """Ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`.
 
     Raises:
         ConfigError: something else.
@@ -65,11 +67,11 @@ def parse_sizes(text: str) -> MeshSizes:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name not in DATA_AXES or not value.isdecimal() or not int(value):
+        if name not in _AXES or not value.isdecimal() or not int(value):
             raise ConfigError(
                 "Mesh that cannot be read",
                 got=text,
-                need="numbers of processes: dp_shard=N, dp_replicate=N, or both with a comma between",
+                need=f"numbers of processes: {'=N, '.join(_AXES)}=N, or several of them with commas between",
                 try_="--parallel dp_shard=2,dp_replicate=2",
                 where="--parallel",
             )
@@ -98,13 +100,13 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
 
     with tempfile.TemporaryDirectory() as folder:
         loaded = with_small_model(loaded, Path(folder) / "model")
-        recipe = tiny(loaded.recipe, sizes.data)
-        path = Path(folder) / "parity.toml"
-        write_run_toml(Loaded(recipe, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
+        recipe = tiny(loaded.recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}")
         sides = []
         for number, (mesh, environs) in enumerate(_sides(sizes)):
-            out = Path(folder) / f"{number}.npz"
+            out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
+            of_side = changed(recipe, {"parallel.pp": mesh["pp"]})
+            write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
@@ -145,16 +147,19 @@ def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]
     return [(asdict(mesh), env.of_ranks(mesh.world, port)) for mesh in (MeshSizes(), sizes)]
 
 
-def tiny(recipe: Recipe, ranks: int) -> Recipe:
+def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
     """The recipe with a small model, short rows and one row per micro-batch, two for each rank that reads rows of
-    its own."""
+    its own, and twice as many for each stage of a pipeline, which has a layer at least. Heads of stages are their
+    own."""
     rows = 2 if recipe.data.format == "preferences" else 1
+    pipeline = Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp}))
+    layers = pipeline.num_stages if sizes.pp > 1 else 2
     settings: dict[str, Any] = {
         "run.device": "cpu" if recipe.run.device == "cpu" else "auto",
         "run.threads": 1,
         "data.seq_len": min(recipe.data.seq_len, 128),
         "train.steps": STEPS,
-        "train.global_batch_size": 2 * ranks * rows,
+        "train.global_batch_size": 2 * sizes.data * rows * sizes.pp,
         "train.micro_batch_size": rows,
         "train.compile": "off",
         "optim.warmup_steps": 0,
@@ -170,7 +175,8 @@ def tiny(recipe: Recipe, ranks: int) -> Recipe:
         heads = 4
         settings |= {
             "model.dim": 64,
-            "model.num_layers": min(model.num_layers, 2),
+            "model.num_layers": max(min(model.num_layers, 2), layers if sizes.pp > 1 else 1),
+            "model.tie_embeddings": model.tie_embeddings and (sizes.pp == 1 or pipeline.is_v),
             "model.num_heads": heads,
             "model.num_kv_heads": min(model.num_kv_heads, 2),
             "model.head_dim": 16 if model.head_dim else 0,
@@ -222,6 +228,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
     import numpy as np
     import torch
 
+    from tilewright.parallel.agree import gather
     from tilewright.parallel.launch import launched
     from tilewright.training.assemble import build, set_up
     from tilewright.training.planning.ranks import watched
@@ -261,8 +268,9 @@ def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
         finally:
             hook.remove()
             parts.close()
+        of_ranks = gather(world.waiting_group, {} if world.data.rank else found)  # those of a row hold other layers
         if world.is_first:
-            np.savez(out, **found)
+            np.savez(out, **{key: value for of_rank in of_ranks for key, value in of_rank.items()})
     return world.rank
 
 
