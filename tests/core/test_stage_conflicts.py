@@ -36,6 +36,7 @@ def test_both_ends_on_one_process_may_be_one_parameter(schedule):
 
 
 @pytest.mark.support("layer_major", "stages", refused=True)
+@pytest.mark.support("controller", "stages", refused=True)
 @pytest.mark.support("teacher", "stages", refused=True)
 @pytest.mark.support("offload", "stages", refused=True)
 @pytest.mark.parametrize("field", REFUSED)

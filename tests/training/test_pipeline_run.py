@@ -63,6 +63,7 @@ def ran(data, tmp_path_factory):
 
 
 @pytest.mark.support("run", "stages")
+@pytest.mark.support("fp8", "stages")
 @pytest.mark.support("evaluation", "stages")
 @pytest.mark.parametrize(
     ("name", "world", "other"),
