@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.training.tiny import tiny
+from tilewright.cli.app import run as command_line
 from tilewright.core import log
 from tilewright.core.log import Pulse
 from tilewright.data.common.progress import ProgressBar
@@ -131,6 +132,24 @@ def test_a_bar_speaks_off_a_terminal(monkeypatch, hasty, capsys, quiet):
     said = capsys.readouterr()
     assert said.out == "", "a command may write JSON there"
     assert ("preparing data: tokens, 25%: " in said.err) is not quiet
+
+
+def test_a_bar_of_short_phases_speaks_too(hasty, capsys):
+    """Off a terminal a phase that begins has said nothing."""
+    with ProgressBar("work") as bar:
+        for number in range(20):
+            bar.phase(f"part {number}")
+            time.sleep(0.05)
+    assert "work: part" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_plan_of_a_recipe_speaks(form, monkeypatch, capsys):
+    monkeypatch.setattr(log.Pulse.__init__, "__defaults__", (log.say, 0.01))
+    assert command_line(["plan", "zero_cpu", "--on", "h100", *form]) == 0
+    found = capsys.readouterr()
+    assert "planning: the run" in found.err
+    assert "working" not in found.out
 
 
 def test_on_a_terminal_the_live_line_is_enough(monkeypatch):

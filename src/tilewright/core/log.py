@@ -115,10 +115,11 @@ class Pulse:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True) if on else None
 
-    def at(self, what: Callable[[], str] | str) -> None:
-        """Something else begins: a phrase, or what gives one; empty while another one speaks."""
+    def at(self, what: Callable[[], str] | str, *, said: bool = True) -> None:
+        """Something else begins: a phrase, or what gives one; empty while another one speaks. `said`: in a line."""
         self._what = what
-        self.said()
+        if said:
+            self.said()
 
     def said(self) -> None:
         """Something was said, or begins, just now."""

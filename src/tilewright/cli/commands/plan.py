@@ -73,21 +73,27 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     with gc_paused():
         from tilewright.cli.plan_output import show, to_json
+        from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.advice.sweep import pareto
         from tilewright.training.planning.advice import advice
         from tilewright.training.planning.refused import refused
         from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
 
     request = PlanRequest(**options)
-    loaded, site = asked_for(loaded, request, quiet=as_json)
-    found = plan_for(loaded, site, request, as_it_stands=as_json)  # a program reads why not
+    with ProgressBar("planning") as progress:
+        progress.phase("the run")
+        loaded, site = asked_for(loaded, request, quiet=as_json)
+        found = plan_for(loaded, site, request, as_it_stands=as_json)  # a program reads why not
+        if why:
+            lines = _why(loaded, site, found, why)
+        else:
+            progress.phase("what would be faster")
+            told = advice(loaded, site, found, request)
+            other = _other(site, request, found, compare, overrides(ctx)) if compare else None
+            curve = pareto(loaded, site) if html and not request.largest and not found.shape.unknown else []
     if why:
-        lines = _why(loaded, site, found, why)
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
         return
-    told = advice(loaded, site, found, request)
-    other = _other(site, request, found, compare, overrides(ctx)) if compare else None
-    curve = pareto(loaded, site) if html and not request.largest and not found.shape.unknown else []
     if as_json:
         print_json(to_json(found, told, other, curve))
     else:

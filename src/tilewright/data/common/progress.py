@@ -41,7 +41,7 @@ class ProgressBar:
         self._finish()
         self._name, self._started = name, time.perf_counter()
         self._done, self._total = 0.0, total
-        self._pulse.at(self._words)
+        self._pulse.at(self._words, said=log.isEnabledFor(logging.INFO))
         if self._bar:
             if self._task is not None:
                 self._bar.remove_task(self._task)
