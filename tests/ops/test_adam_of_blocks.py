@@ -70,7 +70,7 @@ def cut_out(whole, part):
     return dataclasses.replace(whole, **found, first=part.first_element, skip=part.shape[1] - part.sizes[1])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     data=st.data(), kind=st.sampled_from(KINDS), rows=st.integers(1, 7), columns=st.sampled_from([128, 256, 300, 640]),
     seed=st.integers(0, 9),
