@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.rank_kills import SETTINGS, Job, kill_one
-from tests.training.tiny import rows
+from tests.training.tiny import last_state, rows
 from tilewright.report.page import write_report
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -43,3 +44,20 @@ def test_four_ranks_survive_a_kill_and_two_and_one_go_on(tmp_path):
     assert [row["step"] for row in metrics if "loss" in row] == list(range(1, 61))
     losses = [row["loss"] for row in metrics if "loss" in row]
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.support("kill", "stages")
+def test_a_stage_that_is_killed_changes_no_weight(tmp_path):
+    """The second of two stages, between checkpoints: all begin again, and end where an undisturbed run does."""
+    stages = SAVES | {"parallel.pp": "2", "model.tie_embeddings": "false", "train.steps": "24"}
+    whole = Job(tmp_path / "whole", 2, **stages)
+    whole.finish()
+    job = Job(tmp_path / "killed", 2, restarts=1, **stages)
+    job.wait_for_step(8)
+    row = kill_one(job, 1)
+    job.finish()
+    assert row["named"]
+    tensors, expected = last_state(job.run)[0], last_state(whole.run)[0]
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name

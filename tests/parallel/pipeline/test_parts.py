@@ -10,6 +10,8 @@ from tilewright.models.base.routers import find_routers
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.world import Group
+from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.policy.policy import Policy
 
 
 def _kinds(model):
@@ -34,3 +36,20 @@ def test_parts_of_ranks_are_those_of_the_whole(kind, pipeline, layers):
     ]
     for what, names in whole.items():
         assert sorted(name for of_rank in ranks for name in of_rank[what]) == sorted(names), what
+
+
+def _decisions(model, mode):
+    found = decide_all(model, Policy(mode, device_type="cpu"))
+    return {site.fqn: (site.kind, decision.operands, decision.storage) for site, decision in found.sites}
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid", "fp8_tile", "fp32"])
+def test_formats_of_ranks_are_those_of_the_whole(mode):
+    """They are decided again after an evaluation and with a new mode, when a rank has its own part alone."""
+    for kind, pipeline, layers in (("gqa", Pipeline(2), 2), ("deepseek", Pipeline(3), 3)):
+        whole = _decisions(decoder(kind, layers), mode)
+        ranks = {}
+        for rank in range(pipeline.pp):
+            ranks |= _decisions(hold_stages(decoder(kind, layers), pipeline, Group(rank, pipeline.pp)), mode)
+        ranks = {name: found for name, found in ranks.items() if name in whole}
+        assert ranks == whole
