@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.controller.monitor import named_float8_layers
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, evaluating
+from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import FormatSchedule
@@ -34,7 +34,7 @@ def plain_loss(model, x):
 
 
 def gemms(model):
-    return {name: str(layer.gemms) for name, layer in named_float8_layers(model)}
+    return {name: str(layer.gemms) for name, layer in float8_layers(model).items()}
 
 
 def outliers(rows=128):
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_in_any_format_is_not_applied():
 
 def test_the_gradients_of_a_redone_step_are_those_of_bf16_alone():
     model, wide = two_layers(), two_layers()
-    for _, layer in named_float8_layers(wide):
+    for layer in float8_layers(wide).values():
         layer.set_gemms(Gemms.all("bf16"))
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
     control = PrecisionController(model, ControllerSettings(budget=1.0, interval=1000))
@@ -201,7 +201,7 @@ def test_experts_that_ran_as_one_operation_follow_too():
     convert(model, Policy("fp8_tile", keep="value"))
     control = PrecisionController(model, FREE)
     batch = make_batch(rows=4)
-    layer = dict(named_float8_layers(model))["model.layers.1.mlp.experts.0.gate_proj"]
+    layer = float8_layers(model)["model.layers.1.mlp.experts.0.gate_proj"]
     outcome = control.run(lambda: model.loss(batch).loss_sum)
     assert outcome.apply
     with control.wider_precision():

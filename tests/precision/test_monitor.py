@@ -12,9 +12,10 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import fp8_format
-from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, named_float8_layers, picked_rows
+from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows
 from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerStats
 from tilewright.precision.convert import convert
+from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.policy.policy import Policy, Rule
 
@@ -174,7 +175,7 @@ def test_a_sample_leaves_the_model_as_it_was(kind):
     batch = make_batch()
     model.loss(batch).loss_sum.backward()
     before, notes = state(model), model._load_LE
-    layers = named_float8_layers(model)
+    layers = list(float8_layers(model).items())
     hooks = [len(layer._forward_hooks) for _, layer in layers]
     torch.rand(3)
     rng = torch.get_rng_state()

@@ -16,11 +16,12 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.init import init_decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
+from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms, expected_gain
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import SearchUnit, find_float8_layers
+from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import LossModel, loss_slope, parse_budget, shrink_to_mean
 from tilewright.precision.search.policy_file import PolicyFile, fold
 from tilewright.precision.search.search import SearchSpace, baselines, curve, fastest
@@ -246,7 +247,7 @@ def sensitivity(model, batches):
 
 def by_hand(model, batch, name, gemm):
     """Loss and flat FP64 gradient with one matmul in FP8."""
-    layers = find_float8_layers(model)
+    layers = float8_layers(model)
     for layer in layers.values():
         layer.set_gemms(BASE, power_of_two=True)
     if name:
@@ -319,12 +320,12 @@ def test_measuring_leaves_the_model_as_it_was(model, batches):
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(weights[name], param) for name, param in model.named_parameters())
     assert all(param.grad is None for param in model.parameters())
-    assert {layer.gemms for layer in find_float8_layers(model).values()} == {TILES}
+    assert {layer.gemms for layer in float8_layers(model).values()} == {TILES}
 
 
 def test_single_switches_add_up(model, batches, sensitivity):
     """What all matmuls lose together is within 2x of the sum over single switches: independent errors' squares add."""
-    everything = measure_policy(model, batches, dict.fromkeys(find_float8_layers(model), TILES))
+    everything = measure_policy(model, batches, dict.fromkeys(float8_layers(model), TILES))
     for i in range(len(batches)):
         total = sum(switch.gradients[i].lost for switch in sensitivity.switches)
         assert 0.5 < total / everything.gradients[i].lost < 2
@@ -369,7 +370,7 @@ def test_only_linear_layers_that_rules_leave_free_are_switched():
     )
     model = Decoder(config, Kernels.default())
     convert(model, measuring_policy(Policy("bf16_mixed", rules=(Rule("*.up_proj", compute="bf16"),))))
-    names = {name.rpartition(".")[2] for name in find_float8_layers(model)}
+    names = {name.rpartition(".")[2] for name in float8_layers(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}
 
 
@@ -382,7 +383,7 @@ def test_weights_that_are_not_finite_tell_nothing(model, batches):
         measure(model, batches[:1])
     with torch.no_grad():
         weight.copy_(kept)
-    assert {layer.gemms for layer in find_float8_layers(model).values()} == {TILES}
+    assert {layer.gemms for layer in float8_layers(model).values()} == {TILES}
 
 
 def test_a_gradient_that_vanished_loses_the_whole_step():

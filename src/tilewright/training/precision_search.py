@@ -21,10 +21,11 @@ from tilewright.data.batches.microbatches import Batch
 from tilewright.data.common.progress import ProgressBar
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import set_mode
+from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
-from tilewright.precision.search.layer_stats import SearchUnit, find_float8_layers, group_layers
+from tilewright.precision.search.layer_stats import SearchUnit, group_layers
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, loss_slope
 from tilewright.precision.search.search import PolicyCandidate, SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
@@ -203,7 +204,7 @@ def _refuse(recipe: Recipe) -> None:
 
 
 def _check_not_empty(model: Model) -> None:
-    if not find_float8_layers(model):
+    if not float8_layers(model):
         raise ConfigError(
             "No linear layer of this model can compute in FP8",
             got="rules or fp32_ops that keep all of them out, or a model without such layers",

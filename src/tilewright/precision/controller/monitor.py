@@ -23,17 +23,12 @@ from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.models.base.eval_mode import eager
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
-from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, TILES
 from tilewright.precision.snapshot import preserved
 
 _ROWS = 128
 """Rows of a tile of the column-wise copies: rows are picked in such runs."""
-
-
-def named_float8_layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
-    """The layers whose matmuls have formats of their own, by name, in the order of the model."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
 
 class Monitor:
@@ -74,11 +69,11 @@ class Monitor:
     @contextmanager
     def watching(self) -> Iterator[Callable[[], QuantStats]]:
         """Look at the passes that run inside, which run in eager mode. Gives a function that returns what was seen."""
-        layers = named_float8_layers(self._model)
+        layers = float8_layers(self._model)
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
         runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
-        handles = [layer.register_forward_hook(self._hook(name, seen)) for name, layer in layers]
+        handles = [layer.register_forward_hook(self._hook(name, seen)) for name, layer in layers.items()]
         for module, _ in runners:
             module.expert_runner = None
         try:

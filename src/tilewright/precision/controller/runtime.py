@@ -19,10 +19,10 @@ from tilewright.core.errors import ConfigError
 from tilewright.optim.gradients import gradient_values, total_norm
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
 from tilewright.precision.controller.groups import LEVELS, GemmSite
-from tilewright.precision.controller.monitor import Monitor, all_reduce_worst, named_float8_layers
+from tilewright.precision.controller.monitor import Monitor, all_reduce_worst
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.stats import QuantStats
-from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.float8.wiring import group_experts
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.schedule import FormatSchedule
@@ -90,7 +90,7 @@ class PrecisionController:
         self.told: set[str] = set()
         """Matmuls that the budget refused to move, as far as was reported."""
         self._rows: deque[dict[str, Any]] = deque()
-        self._before = [(layer, layer.gemms) for _, layer in named_float8_layers(model)]
+        self._before = [(layer, layer.gemms) for layer in float8_layers(model).values()]
 
     @property
     def active(self) -> bool:
@@ -120,7 +120,7 @@ class PrecisionController:
 
     def _set(self, formats: Mapping[tuple[str, str], str]) -> bool:
         changed = False
-        for name, layer in named_float8_layers(self.model):
+        for name, layer in float8_layers(self.model).items():
             gemms = (
                 Gemms.of(*(formats[name, gemm] for gemm in GEMM_NAMES)) if (name, "fprop") in formats else layer.gemms
             )
@@ -159,7 +159,7 @@ class PrecisionController:
 
     def decide(self, step: int, evidence: QuantStats) -> None:
         """Judge evidence of this rank, with that of the others, and carry the moves out."""
-        names = [name for name, _ in named_float8_layers(self.model)]
+        names = list(float8_layers(self.model))
         evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
         moves = self.controller.decide(step, evidence, recalibrate=self.recalibrates(step))
@@ -270,7 +270,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     Raises:
         ConfigError: see `PrecisionController`.
     """
-    layers = named_float8_layers(model)
+    layers = list(float8_layers(model).items())
     others = [(n, str(layer.gemms)) for n, layer in layers if set(_eight_bit(layer)) - {LEVELS[0]}]
     if others or not any(_eight_bit(layer) for _, layer in layers):
         raise ConfigError(

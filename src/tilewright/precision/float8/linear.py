@@ -232,6 +232,11 @@ class Float8Linear(Cast, nn.Linear):
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
+def float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
+    """The layers whose matmuls have formats of their own, by name, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
 def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
     """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
     known = _known(gemms.formats, power_of_two)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tilewright.formats.quant_error import measure as quantization_error
 from tilewright.formats.tiled import OperandFormat, WithCopies
-from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.policy.gemm_formats import TILES
 
 
@@ -38,15 +38,10 @@ class SearchUnit:
     underflow: Mapping[str, float] = field(default_factory=dict)
 
 
-def find_float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
-    """The layers whose matmuls can be switched, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-
-
 def group_layers(model: nn.Module) -> list[SearchUnit]:
     """The units of a model, in its order."""
     units: dict[str, SearchUnit] = {}
-    for name, layer in find_float8_layers(model).items():
+    for name, layer in float8_layers(model).items():
         key = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
         same = units.get(key)
         layers = (*same.layers, name) if same else (name,)

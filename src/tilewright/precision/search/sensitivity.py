@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import NumericsError
 from tilewright.models.base.protocols import TrainableModel
-from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import SearchUnit, facts, find_float8_layers, group_layers
+from tilewright.precision.search.layer_stats import SearchUnit, facts, group_layers
 
 Batch = Mapping[str, Tensor]
 BASE = Gemms.all("fp32")
@@ -147,7 +147,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
 @contextmanager
 def all_in(model: nn.Module, gemms: Gemms):
     """All switchable layers in one format; yields them by name, and puts everything back as it was."""
-    layers = find_float8_layers(model)
+    layers = float8_layers(model)
     before = {name: layer.gemms for name, layer in layers.items()}
     try:
         _set_all(model, layers, dict.fromkeys(layers, gemms))
