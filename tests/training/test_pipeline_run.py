@@ -135,3 +135,29 @@ def _same(run, alone):
     for name in (name for name in expected if name.startswith("model.")):
         worst = (tensors[name] - expected[name]).abs().max().item()
         assert worst < 1e-4, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
+
+
+MODES = {
+    "bf16": {"precision__mode": "bf16_mixed"},
+    "fp16": {"precision__mode": "pure_fp16"},
+    "start": {"precision__mode": "bf16_mixed", "precision__start_mode": "fp32", "precision__start_fraction": 0.5},
+    "nan": {"optim__lr": "1e30"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.support("bf16", "stages")
+@pytest.mark.support("fp16", "stages")
+def test_modes_and_bad_numbers(data, tmp_path):
+    """Formats that change in the middle, a loss scale, and a run that ends in its third bad step."""
+    (alone,) = on_ranks(1, runs, str(data), str(tmp_path), MODES)
+    piped = on_ranks(2, runs, str(data), str(tmp_path), {f"{name}_2": PIPED | given for name, given in MODES.items()})
+    for name in MODES:
+        assert piped[0][f"{name}_2"] == piped[1][f"{name}_2"] or name == "nan"
+        losses = [
+            [row["loss"] for row in rows(tmp_path / run / "metrics.jsonl") if "loss" in row]
+            for run in (name, f"{name}_2")
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5), name  # FP16: a sum in another order is rounded to 2^-11
+    for told in (alone["nan"], *(of_rank["nan_2"] for of_rank in piped)):
+        assert "Non-finite gradient in 3 steps in a row" in told
