@@ -54,9 +54,10 @@ def micro_batches(count: int, generator: torch.Generator) -> list[dict[str, torc
 
 
 def counts_of(pipeline: Pipeline) -> list[int]:
-    """Numbers of micro-batches of the steps: more, fewer and as many again, all that the schedule takes."""
-    taken = [count for count in range(1, 4 * pipeline.pp) if pipeline.takes(count)]
-    return [taken[len(taken) // 2], taken[-1], taken[0], taken[-1]]
+    """Numbers of micro-batches of the steps: the second is the larger one, and the first comes again; the schedule
+    takes both."""
+    few, many = [count for count in range(1, 4 * pipeline.pp) if pipeline.takes(count)][:2]
+    return [few, many, few]
 
 
 def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int = 1, recompute: str = "none"):
