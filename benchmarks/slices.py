@@ -86,20 +86,23 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.memory.chunked_mlp import chunk_mlps
     from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
     from tilewright.memory.tracking.tracker import MemoryTracker
-    from tilewright.models.build import build_model, random_values
+    from tilewright.models.build import build_model
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
     from tilewright.optim.param_groups import decay_groups
+    from tilewright.parallel.world import World
     from tilewright.precision.convert import convert
     from tilewright.precision.policy.policy import Policy
-    from tilewright.training.executor import layer_major_setup
+    from tilewright.training.components.model import first_values
+    from tilewright.training.executor.base import ExecutorInputs
+    from tilewright.training.executor.kinds import layer_major_executor
 
     memory, optim = recipe.memory, recipe.optim
     sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
     kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
     model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
-    values = random_values(model, recipe.run.seed)
+    values = first_values(recipe, model)
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters="bf16"), kernels=kernels)
     to_placeholders(model, "cpu")
     fill_buffers(model, values)
@@ -113,10 +116,11 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
         decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
         master=optim.master_weights, kernels=kernels,
     )  # fmt: skip
-    cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
-    return layer_major_setup.make_executor(
-        recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), memory_tracker=MemoryTracker("cpu"),
-        kernels=kernels, weights=None, folder=folder,
+    return layer_major_executor(
+        ExecutorInputs(
+            recipe, model, optimizer, None, GradClip(optim.clip_norm), None, None, MemoryTracker("cpu"), kernels,
+            World.alone(), folder, values,
+        )
     )  # fmt: skip
 
 
