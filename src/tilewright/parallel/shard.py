@@ -102,10 +102,14 @@ def ready(model: nn.Module) -> None:
     Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
     read (`precision.assign.gathered`).
     """
-    fully_shard.state(model)._lazy_init()  # of the root first: it must be the one that begins
-    if any(param.dtype in LOW_DTYPES for param in model.parameters()):
-        _give_fp32_gradients_to_all(model)
+    low = any(param.dtype in LOW_DTYPES for param in model.parameters())
     report = getattr(model, "precision_report", None)
+    if low or report is not None:
+        # Of the root first: it must be the one that begins. An uneven part is copied into one with padding, so what
+        # needs none of this leaves that to the first step.
+        fully_shard.state(model)._lazy_init()
+    if low:
+        _give_fp32_gradients_to_all(model)
     if report is not None:
         settle(model, decide_all(model, report.policy).sites)
 
