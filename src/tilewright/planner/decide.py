@@ -22,7 +22,7 @@ from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
-from tilewright.planner.advice.stages import AS_IT_STANDS, largest_stage, note_of
+from tilewright.planner.advice.stages import as_it_stands, largest_stage, note_of
 from tilewright.planner.cost.choices import executors
 from tilewright.planner.cost.phases import written_beside
 from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, fuses, same_bits
@@ -152,7 +152,7 @@ def decide(
     if recipe.parallel.pp > 1:
         there = replace(site, notes=(*site.notes, note_of(recipe)))
         bound = largest_stage(recipe, there.planner(recipe), there.budget(recipe))
-        return Decision(bound, note=AS_IT_STANDS)
+        return Decision(bound, note=as_it_stands(recipe))
     planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)
     planner = planner if num_layers is None else planner.with_layers(num_layers)
     if how == "fastest":

@@ -12,10 +12,17 @@ from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
 AS_IT_STANDS = "nothing is decided layer by layer for stages of a pipeline yet"
+EAGER = "layers are not compiled, since schedule {} computes weight gradients later"
 NOTE = (
     "bytes are a bound for the rank that holds most: its layers, embedding and head, and the micro-batches under way; "
     "idle time of the pipeline is not in the seconds"
 )
+
+
+def as_it_stands(recipe: Recipe) -> str:
+    """Why stages run as the recipe says, and what `train.compile = "auto"` means for them."""
+    eager = recipe.train.compile == "auto" and Pipeline.of(recipe.parallel).defers
+    return AS_IT_STANDS + (f"; {EAGER.format(recipe.parallel.schedule)}" if eager else "")
 
 
 def note_of(recipe: Recipe) -> str:

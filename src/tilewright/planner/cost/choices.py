@@ -113,8 +113,9 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 
 
 def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
-    """Those that can run a recipe's formats, clipping and adapters."""
+    """Those that can run a recipe's formats, clipping, adapters, and its mesh."""
     precision = recipe.precision
+    on_mesh = {name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)}
     scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
     scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
     need, wanted = "whole_gradient", True  # loss scaling, and formats that move
@@ -127,8 +128,8 @@ def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
     elif recipe.optim.clip == "delayed":
         wanted = False
     elif not (precision.enabled and (scaled or precision.moves_matmuls)):
-        return tuple(CAPABILITIES)
-    return tuple(name for name, can in CAPABILITIES.items() if getattr(can, need) is wanted)
+        return tuple(on_mesh)
+    return tuple(name for name, can in on_mesh.items() if getattr(can, need) is wanted)
 
 
 def state_bytes(weights: Weights, setting: GlobalConfig) -> float:

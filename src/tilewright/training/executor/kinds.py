@@ -26,9 +26,8 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import layered
 from tilewright.models.layerwise.view import LayerGroups, find_layer_groups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.executor.base import ExecutorInputs, ExecutorKind
+from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.layer_major import LayerMajorExecutor
-from tilewright.training.executor.pipeline import pipeline_executor
 from tilewright.training.executor.standard import standard_executor
 
 
@@ -138,8 +137,14 @@ def _no_loss_scaling(precision: PrecisionSection) -> ConfigError:
     )
 
 
+def _pipeline_executor(inputs: ExecutorInputs) -> Executor:
+    from tilewright.training.executor.pipeline import pipeline_executor  # torch's pipelining: half a second
+
+    return pipeline_executor(inputs)
+
+
 _MAKE = MappingProxyType(
-    {"standard": standard_executor, "layer_major": layer_major_executor, "pipeline": pipeline_executor}
+    {"standard": standard_executor, "layer_major": layer_major_executor, "pipeline": _pipeline_executor}
 )
 KINDS: Mapping[str, ExecutorKind] = MappingProxyType(
     {name: ExecutorKind(capabilities_of(name), make) for name, make in _MAKE.items()}
