@@ -86,7 +86,9 @@ def test_a_write_is_seen_by_compiled_code(mode):
             WAYS[way](case)
             values = {name: value.detach().clone() for name, value in case.model.state_dict().items()}
             for got, want in zip(results(compiled, case.x), fresh_results(values, mode, case.x), strict=True):
-                assert torch.equal(got, want), way
+                # Compiled, the gradient of a bias is a sum over the rows in another order.
+                beyond = len(case.x) * torch.finfo(torch.float32).eps * want.abs().max() if want.ndim == 1 else 0.0
+                assert (got - want).abs().max() <= beyond, way
             case.weight.data = case.weight.data.contiguous()
             case.model.load_state_dict(start)
 

@@ -144,11 +144,9 @@ def test_replicas_that_differ_are_named_and_not_saved(tmp_path):
     (tmp_path / "True").mkdir()
     for sound, corrupt in (records for of_rank in on_ranks(4, _flips_a_bit, tmp_path) for records in of_rank):
         assert sound.error is None
-        assert sound.differing == ()
-        names = [difference.name for difference in corrupt.differing]
-        assert names == ["model.up.weight", "optimizer.mid.bias.exp_avg"]
-        assert {(difference.ranks, difference.others) for difference in corrupt.differing} == {((3,), (1,))}
-        assert "model.up.weight on rank 3, against rank 1" in corrupt.error
+        for name in ("model.up.weight", "optimizer.mid.bias.exp_avg"):
+            assert f"{name} on rank 3, against rank 1" in corrupt.error
+        assert corrupt.error.count(" on rank ") == 2
     for now in ("False", "True"):
         (path,) = (tmp_path / now).iterdir()
         index = writing.dcp.FileSystemReader(path).read_metadata()

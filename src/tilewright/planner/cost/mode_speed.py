@@ -41,8 +41,8 @@ def slow_modes(rates: Ceilings, machine: Machine) -> dict[str, float]:
         >>> from tilewright.planner.machine.gpu_specs import find_published
         >>> from tilewright.core.hardware import detect_machine
         >>> spec = find_published("h100")
-        >>> slow_modes(spec.ceilings(), spec.machine(detect_machine("cpu"), 2**30))
-        {}
+        >>> list(slow_modes(spec.ceilings(), spec.machine(detect_machine("cpu"), 2**30)))  # multiplied in FP32
+        ['nvfp4']
     """
     return {mode: speed for mode, speed in mode_speeds(rates, machine).items() if speed < SLOWER}
 

@@ -20,7 +20,7 @@ _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
         "--model.tie_embeddings false, or --parallel.schedule zbv",
     ),
     (
-        lambda r: r.memory.executor == "layer_major",
+        lambda r: r.memory.can.offload,
         "memory.executor", "The layer-major executor", "one process that holds all layers",
         '--memory.executor standard',
     ),
