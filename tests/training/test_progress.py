@@ -148,7 +148,7 @@ def test_a_plan_of_a_recipe_speaks(form, monkeypatch, capsys):
     monkeypatch.setattr(log.Pulse.__init__, "__defaults__", (log.say, 0.01))
     assert command_line(["plan", "zero_cpu", "--on", "h100", *form]) == 0
     found = capsys.readouterr()
-    assert "planning: the run" in found.err
+    assert "planning: " in found.err  # whichever phase takes longer than a pulse
     assert "working" not in found.out
 
 
