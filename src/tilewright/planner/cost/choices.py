@@ -115,7 +115,9 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
     """Those that can run a recipe's formats, clipping, adapters, and its mesh."""
     precision = recipe.precision
-    on_mesh = {name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)}
+    on_mesh: dict[ExecutorName, Capabilities] = {
+        name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)
+    }
     scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
     scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
     need, wanted = "whole_gradient", True  # loss scaling, and formats that move
