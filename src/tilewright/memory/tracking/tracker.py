@@ -148,7 +148,7 @@ class MemoryTracker:
         self._keepers.append((owner, num_bytes))
 
     def count_beside(self, num_bytes: Callable[[], Mapping[str, int]]) -> None:
-        """Count what nobody else sees on top of each owner's bytes: weight gradients that wait
+        """Count what no owner sees on top of each owner's bytes: weight gradients that wait
         (`ops.base.deferred`).
 
         Args:

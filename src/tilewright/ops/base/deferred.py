@@ -34,7 +34,7 @@ class Waiting:
     """A weight gradient to come."""
 
     compute: Callable[[], Tensor]
-    """Called once at most: by then nobody has changed what it reads."""
+    """Called once at most: what it reads has not been changed by then."""
     held: Sequence[Tensor]
     """What is in memory for its sake."""
 
