@@ -83,6 +83,38 @@ def test_bytes_of_each_rank_are_those_of_the_plan(replicate, shards, names, data
     assert whole == pytest.approx(shards * results[0]["reduced each"][0]["backward"]["gradients"], rel=WITHIN)
 
 
+def counted(rank, data, runs, changes):
+    """Planned bytes of gradients in backward, and what the ledger counts after each backward pass of a step."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    loaded = tiny(Path(data), Path(runs), **changes)
+    found = []
+    with launched(MeshSizes.of(loaded.recipe.parallel), device="cpu", timeout_s=60) as world:
+        setup = set_up(loaded, world=world)
+        parts = build(setup, fresh=True)
+        tracker = parts.memory_tracker
+
+        def begins(phase):
+            moment = tracker._moment()
+            found.append((phase, moment.gradients + moment.whole["gradients"]))
+
+        for step in range(2):
+            tracker.on_phase = begins if step else None
+            parts.modes.enter(step)
+            parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+        parts.close()
+    return dict(setup.planned.priced.phases)["backward"]["gradients"], found
+
+
+def test_gradients_are_counted_after_each_pass(data, tmp_path):
+    changes = CASES["reduced each"] | {"parallel__dp_replicate": 2, "parallel__dp_shard": 2} | UNCOMPILED
+    for planned, found in on_ranks(4, counted, str(data), str(tmp_path), changes):
+        (first, before), *rest = [row for row in found if row[0] in ("forward", "update")]
+        assert (first, before) == ("forward", 0)
+        assert [phase for phase, _ in rest] == ["forward", "update", "update"]
+        for phase, size in rest:
+            assert size == pytest.approx(planned, rel=WITHIN), phase
+
+
 # ---- runs ----
 
 BIG = {

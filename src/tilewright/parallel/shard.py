@@ -171,13 +171,14 @@ class WholeBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        groups = (group for module in fsdp_modules(model) for group in param_groups(module))
-        self._params: list[Any] = [param for group in groups for param in group.fsdp_params]
+        self._groups: list[Any] = [group for module in fsdp_modules(model) for group in param_groups(module)]
 
     def __call__(self) -> dict[str, int]:
-        """Bytes of whole parameters, and of their whole gradients, that this rank has now in addition to its parts."""
-        found = {"parameters": 0, "gradients": 0}
-        for param in self._params:
+        """Bytes of whole parameters, and of their whole gradients, that this rank has now in addition to its parts; and
+        of parts of gradients that no parameter has yet, because copies of the shards add them after the last pass."""
+        waiting = [group._partial_reduce_output for group in self._groups]
+        found = {"parameters": 0, "gradients": sum(part.nbytes for part in waiting if part is not None)}
+        for param in (param for group in self._groups for param in group.fsdp_params):
             found["parameters"] += sum(out.untyped_storage().nbytes() for out in param.all_gather_outputs)
             whole = getattr(param, "_unsharded_param", None)
             grads = param.unsharded_accumulated_grad, None if whole is None else whole.grad
