@@ -8,7 +8,7 @@ READY := .venv/.ready
 # Arguments for train and mutants, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
 
-.PHONY: help train test test-fast lint types unit fuzz mutants hooks docs bench reference support constraints clean
+.PHONY: help train test test-fast lint types unit again fuzz mutants hooks docs bench reference support constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,11 @@ types: $(READY) ## pyright
 # One thread a test process: two processes share the cores without fighting over them.
 unit: $(READY) ## all tests but the slow ones and those for a GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+# A test that passes alone and not beside others has a race. More than five failures are no such tests.
+again: $(READY) ## run the tests that failed last once more, one at a time
+	@$(BIN)/python tools/failed_last.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v
 
 # TEST_SEED=17 repeats the numbers of a failure.
 fuzz: $(READY) ## all tests on random numbers, and property-based ones on cases, that were never drawn before

@@ -1,8 +1,12 @@
 """`make help` has a line for every target, and what the Makefile names is there."""
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -38,3 +42,13 @@ def test_mutants_are_drawn_from_packages_that_are_there():
     for package in packages:
         assert (ROOT / "src" / "tilewright" / package).is_dir(), package
         assert (ROOT / "tests" / package).is_dir(), package
+
+
+@pytest.mark.parametrize(("failed", "status"), [(0, 1), (1, 0), (5, 0), (6, 1)])
+def test_few_failures_run_again(failed, status, tmp_path):
+    cache = tmp_path / ".pytest_cache/v/cache/lastfailed"
+    cache.parent.mkdir(parents=True)
+    cache.write_text(json.dumps({f"tests/test_a.py::test_{i}": True for i in range(failed)}))
+    command = [sys.executable, str(ROOT / "tools" / "failed_last.py")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.count("failed beside others")) == (status, failed)
