@@ -1,4 +1,4 @@
-"""What the passes of a stage cost: a * T + b * (sum of L^2) for each kind of layer, and terms for embedding, loss and pass.
+"""What the passes of a stage cost: a * T + b * (sum of L^2) per kind of layer, and terms for embedding, loss and pass.
 
 T is the tokens of a micro-batch, L the length of each of its documents: attention over documents costs L^2 for each.
 Seconds are those of the forward and backward passes of one micro-batch through one stage, on a rank of speed 1.
@@ -31,9 +31,7 @@ class StageWork:
 
     def features(self, kinds: Sequence[str]) -> list[float]:
         """What each coefficient of a `CostModel` of these kinds is multiplied with."""
-        of_layers = [
-            float(self.layers.get(kind, 0) * times) for kind in kinds for times in (self.tokens, self.pairs)
-        ]
+        of_layers = [float(self.layers.get(kind, 0) * times) for kind in kinds for times in (self.tokens, self.pairs)]
         return [*of_layers, float(self.first * self.tokens), float(self.last * self.tokens), 1.0]
 
 

@@ -17,7 +17,7 @@ from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork
 FADE = 0.9
 HUBER = 1.345
 _PULL = 1e-3
-_SPEED_STEP = 0.3
+_SPEED_STEP = 0.5
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds of each pass of a rank's stages: two readings of the clock per pass; on CUDA two events, read after the step."""
+"""Seconds of each pass of a rank's stages: two readings of the clock; on CUDA two events, read after the step."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -4,6 +4,7 @@ A pass begins once the one before it on its rank is over, and what it needs is t
 before, a backward pass that of the stage behind, and its own forward pass. The order on each rank is the measured one.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -77,11 +78,12 @@ def replayed(row: Row, seconds: Callable[[Pass], float] = lambda one: one.second
         left = False
         for rank, of_rank in enumerate(row):
             for one in of_rank[len(found[rank]) :]:
-                needs = [done.get(key) for key in _needs(one, stages)]
-                if None in needs:
+                needs = _needs(one, stages)
+                if any(key not in done for key in needs):
                     break
                 before = found[rank][-1].end_s if found[rank] else 0.0
-                found[rank].append(replace(one, begin_s=max([before, *needs]), seconds=seconds(one)))
+                begin = max([before, *(done[key] for key in needs)])
+                found[rank].append(replace(one, begin_s=begin, seconds=seconds(one)))
                 done[_gives(one)] = found[rank][-1].end_s
                 left = True
     if any(len(made) < len(of_rank) for made, of_rank in zip(found, row, strict=True)):
@@ -127,15 +129,22 @@ def idle_time(rows: Sequence[Row]) -> IdleTime:
     span = max(span_s(row) for row in rows)
     ranks = sum(len(row) for row in rows)
     busy = math.fsum(busy_s(row) for row in rows)
-    idle = dict.fromkeys(CAUSES, 0.0)
+    idle: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     for row in rows:
         work, same, of_stage = busy_s(row) / len(row), _means(row, by_stage=False), _means(row, by_stage=True)
         spans = [work, *(span_s(replayed(row, of)) for of in (same, of_stage)), span_s(replayed(row))]
-        shares = [after - before for before, after in zip(spans, spans[1:], strict=False)]
+        shares = [after - before for before, after in itertools.pairwise(spans)]
         shares += [span - span_s(row), span_s(row) - spans[-1]]
         for cause, seconds in zip(CAUSES, shares, strict=True):
             idle[cause] += seconds * len(row) / (ranks * span)
     return IdleTime(1 - busy / (ranks * span), idle)
+
+
+def beside_s(rows: Sequence[Row]) -> float:
+    """What a micro-batch costs beside its passes, over the ranks in a row: messages, the interpreter between them."""
+    microbatches = len({one.microbatch for one in _all(rows[0])})
+    between = [span_s(row) - span_s(replayed(row)) for row in rows]
+    return max(0.0, math.fsum(between) / len(between)) * len(rows[0]) / microbatches
 
 
 def _means(row: Row, *, by_stage: bool) -> Callable[[Pass], float]:

@@ -73,15 +73,13 @@ def best_split(costs: SplitCosts, now: Sequence[int]) -> tuple[int, ...]:
             if giver != taker
         ]
         found = min(((costs._rated(move), move) for move in moves if costs._fits(move)), default=(rated, split))
-        if found[0][0] > rated[0] - 1e-12 and found[0][1] >= rated[1] - 1e-12:
-            return split
         if found[0] >= rated:
             return split
         rated, split = found
 
 
 @dataclass(frozen=True)
-class Move:
+class SplitMove:
     """Another split, and what it is for."""
 
     split: tuple[int, ...]
@@ -96,7 +94,7 @@ class Move:
         return 1 - self.after_s / self.before_s
 
 
-def worth(costs: SplitCosts, now: Sequence[int], *, steps_left: int, step_s: float, move_s: float) -> Move | None:
+def worth(costs: SplitCosts, now: Sequence[int], *, steps_left: int, step_s: float, move_s: float) -> SplitMove | None:
     """The better split where the steps that are left save more than twice what the move takes; None otherwise.
 
     Args:
@@ -106,6 +104,6 @@ def worth(costs: SplitCosts, now: Sequence[int], *, steps_left: int, step_s: flo
         step_s: seconds of a step.
         move_s: seconds of the move.
     """
-    move = Move(best_split(costs, now), max(costs.rank_seconds(now)), 0.0)
-    move = Move(move.split, move.before_s, max(costs.rank_seconds(move.split)))
+    move = SplitMove(best_split(costs, now), max(costs.rank_seconds(now)), 0.0)
+    move = SplitMove(move.split, move.before_s, max(costs.rank_seconds(move.split)))
     return move if move.gain >= 0.03 and steps_left * step_s * move.gain > 2 * move_s else None
