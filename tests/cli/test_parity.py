@@ -50,7 +50,7 @@ def test_the_model_is_small_and_each_rank_has_two_rows():
 def test_of_stages_each_has_a_layer_and_micro_batches_enough():
     given = load_recipe("default", {"parallel.schedule": "interleaved", "parallel.virtual_stages": "3"}, environ={})
     recipe = tiny(given.recipe, MeshSizes(pp=2, dp_shard=2))
-    assert (recipe.model.num_layers, recipe.train.global_batch_size, recipe.model.tie_embeddings) == (6, 8, False)
+    assert (recipe.model.num_layers, recipe.train.global_batch_size, recipe.model.tie_embeddings) == (6, 8, True)
 
 
 @pytest.mark.dist

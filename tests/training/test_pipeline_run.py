@@ -20,7 +20,7 @@ RUN = {
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 16}
 PIPED = {"parallel__pp": 2}
 INTERLEAVED = PIPED | {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
-V = PIPED | {"model__tie_embeddings": "true", "parallel__schedule": "zbv"}
+TIED = {"model__tie_embeddings": "true"}
 FP8 = {"precision__mode": "fp8_tile"}
 EXPORT = {"checkpoint__export_hf": "true"}
 HALF = {"optim__schedule": "constant", "checkpoint__interval": 0}
@@ -50,15 +50,20 @@ def ran(data, tmp_path_factory):
 
     stop = HALF | {"train__steps": 3}
     alone = {"alone": EXPORT, "experts_alone": EXPERTS, "whole": HALF, "alone_first": stop}
-    alone |= {"tied_alone": EXPORT | {"model__tie_embeddings": "true"}, "fp8_alone": FP8}
+    alone |= {"tied_alone": EXPORT | TIED, "fp8_alone": FP8}
     launch(1, alone)
-    piped = {"1f1b": PIPED | EXPORT, "experts": INTERLEAVED | EXPERTS, "piped_first": PIPED | stop, "tied": V | EXPORT}
+    piped = {
+        "1f1b": PIPED | EXPORT,
+        "experts": INTERLEAVED | EXPERTS,
+        "piped_first": PIPED | stop,
+        "tied": PIPED | TIED | EXPORT,
+    }
     piped["fp8"] = PIPED | FP8 | {"parallel__schedule": "dualpipe_v"}
     launch(2, piped | {"alone_first": INTERLEAVED | HALF})
     launch(1, {"piped_first": HALF})
     launch(4, {"shards": PIPED | {"parallel__dp_shard": 2}, "copies": PIPED | {"parallel__dp_replicate": 2},
                "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
-               "tied_shards": V | {"parallel__dp_shard": 2}})  # fmt: skip
+               "tied_shards": PIPED | TIED | {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}})  # fmt: skip
     return folder, found
 
 
@@ -71,6 +76,7 @@ def ran(data, tmp_path_factory):
         ("1f1b", 2, "alone"),
         ("experts", 2, "experts_alone"),
         ("tied", 2, "tied_alone"),
+        ("tied_shards", 4, "tied_alone"),
         ("shards", 4, "alone"),
         ("copies", 4, "alone"),
         ("bubbles", 4, "alone"),
@@ -100,18 +106,15 @@ def test_it_goes_on_with_other_stages(ran, name):
 
 @pytest.mark.support("export", "stages")
 def test_its_folder_is_that_of_one_process(ran):
-    ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in ("1f1b", "alone"))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() < 1e-4, name
+    for run, alone in (("1f1b", "alone"), ("tied", "tied_alone")):
+        ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in (run, alone))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert (ours[name] - tensor).abs().max() < 1e-4, name
 
 
 def rows_of_export(folder):
     return load_file(folder / "model.safetensors")
-
-
-def test_tied_shards_are_refused(ran):
-    assert all("Tied embeddings of stages cannot be sharded yet" in ran[1]["tied_shards", 4, rank] for rank in range(4))
 
 
 def test_what_a_user_is_told(ran):

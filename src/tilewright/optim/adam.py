@@ -6,7 +6,7 @@ Named after the optimizer that the articles ask for; BF16 moments are what DeepS
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from tilewright.optim.param_groups import check_settings
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_formats, loadable, readable
 from tilewright.optim.validate import check_not_replaced, check_param, check_update
 
-_OWN = ("kernels", "format", "seed", "num_updates")
+_OWN = ("kernels", "format", "seed", "num_updates", "_numbers")
 """What a copy has besides torch's."""
 
 
@@ -42,6 +42,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
             round stochastically. "split24" goes with 8-bit moments.
         kernels: implementations to use; the machine's best by default.
         seed: of the stochastic rounding.
+        numbers: of parameters in the random streams of the rounding, where these are some of a model's; None: their
+            places in the groups.
 
     Raises:
         ConfigError: a setting out of range or not known, or formats that do not go together or with the parameters.
@@ -68,6 +70,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         master: Master = "fp32",
         kernels: Kernels | None = None,
         seed: int = 0,
+        numbers: Mapping[Tensor, int] | None = None,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings(defaults, "arguments", muon=self._has_muon)
@@ -77,6 +80,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self.seed = seed
         self.num_updates = 0
         """Calls of `step` that updated all they had to; hooks may have failed after that."""
+        self._numbers = dict(numbers or {})
         self._places: dict[Tensor, _ParamSlot] = {}
         super().__init__(params, defaults)
 
@@ -117,7 +121,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
         place = self._places.get(param)
         if place is None or not place.holds(param, self.param_groups):
             members = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
-            self._places = {p: _ParamSlot(g, i, number) for number, (g, i, p) in enumerate(members)}
+            self._places = {
+                p: _ParamSlot(g, i, self._numbers.get(p, number)) for number, (g, i, p) in enumerate(members)
+            }
         if param not in self._places:
             raise ConfigError(
                 "Parameter that is not in this optimizer",

@@ -1,7 +1,7 @@
 """Gradient clipping by global norm, with the articles' adaptive bound and a threshold above which a step is skipped."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class GradClip:
         elements: bound on the magnitude of each element of the true gradient, applied before the norm that is
             clipped and told; 0 for none.
         row: ranks that hold other layers of the model, whose gradients the norm is of too; None where there are none.
+        counted_elsewhere: parameters that another rank of the row has too, whose gradients that rank counts.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class GradClip:
         momentum: int = 20,
         elements: float = 0.0,
         row: dist.ProcessGroup | None = None,
+        counted_elsewhere: Collection[Tensor] = (),
     ):
         self.max_norm = max_norm
         self.adaptive = adaptive
@@ -59,6 +61,7 @@ class GradClip:
         self.momentum = momentum
         self.elements = elements
         self._row = row
+        self._counted_elsewhere = frozenset(counted_elsewhere)
         self.mean_norm = 0.0
         self.num_norms = 0
 
@@ -68,13 +71,15 @@ class GradClip:
 
         Raises nothing: trouble is reported in the result's `skip`, and the gradients are then left as they were.
         """
+        params = list(params)
         lists = gradient_values(params)
-        norm = total_norm(lists, self._row) * inv_scale
+        counted = gradient_values(param for param in params if param not in self._counted_elsewhere)
+        norm = total_norm(counted, self._row) * inv_scale
         if self.elements and math.isfinite(norm):  # an overflow must stay one
             for grads in lists:
                 torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
                 torch._foreach_clamp_max_(grads, self.elements / inv_scale)
-            norm = total_norm(lists, self._row) * inv_scale
+            norm = total_norm(counted, self._row) * inv_scale
         result = self.decide(norm)
         factor = inv_scale * result.factor
         if factor != 1.0 and result.skip is None:

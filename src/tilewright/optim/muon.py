@@ -5,7 +5,7 @@ Keller Jordan et al. 2024 (kellerjordan.github.io/posts/muon); J. Liu et al., "M
 groups; which weights are matrices of hidden layers says `models.base.hidden_matrices`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Muon(DeepSeekAdam):
         master: see `DeepSeekAdam`.
         kernels: implementations to use; the machine's best by default.
         seed: of the stochastic rounding.
+        numbers: see `DeepSeekAdam`.
 
     Raises:
         ConfigError: a setting out of range or not known, formats that do not go together, no group with a "muon", or a
@@ -78,13 +79,13 @@ class Muon(DeepSeekAdam):
         master: Master = "fp32",
         kernels: Kernels | None = None,
         seed: int = 0,
+        numbers: Mapping[Tensor, int] | None = None,
     ):
         self._muon = {"momentum": momentum, "nesterov": nesterov, "num_steps": num_steps, "adjust_lr": adjust_lr}
         common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings(common | self._muon | {"muon": True, "stacks": False}, "arguments", muon=True)
-        super().__init__(
-            params, lr, betas, eps, weight_decay, moments=moments, master=master, kernels=kernels, seed=seed
-        )
+        more = {"moments": moments, "master": master, "kernels": kernels, "seed": seed, "numbers": numbers}
+        super().__init__(params, lr, betas, eps, weight_decay, **more)
         if not any("muon" in group for group in self.param_groups):
             raise ConfigError(
                 "No group says which parameters are Muon's",

@@ -17,7 +17,7 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues
 from tilewright.ops.base.parts import TensorPart, part_of, rows_of, sharded_like
 from tilewright.parallel.pipeline.stages import ModelStage
-from tilewright.parallel.shard import Sharding, ready, shard
+from tilewright.parallel.shard import Sharding, ready, shard, share_parts
 
 ROWS_BYTES = 16 * 2**20
 """Of whole rows, from which columns are cut."""
@@ -67,6 +67,8 @@ def shard_from_meta(
     _renew(model, lambda name, param: _without_memory(param, cut.get(name)))
     shard_all(model, layers, mesh, sharding, stages)
     _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, param))
+    if stages:
+        share_parts(model)
     if before_gather is not None:
         before_gather()
     for root in stages or (model,):
@@ -80,10 +82,13 @@ def shard_all(
     sharding: Sharding,
     stages: Sequence[ModelStage] = (),
 ) -> None:
-    """`shard` of a model, or of each of its stages."""
+    """`shard` of a model, or of each of its stages, whose ends may be tied."""
     for stage in stages:
         shard(stage, list(stage.layers), mesh, sharding)
-    if not stages:
+    if stages:
+        model.tie_weights()
+        share_parts(model)
+    else:
         shard(model, layers, mesh, sharding)
 
 

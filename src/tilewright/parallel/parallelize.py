@@ -9,13 +9,13 @@ others have left on a rank.
 """
 
 import torch
+from torch import Tensor
 
 from tilewright.core.config.recipe import ParallelSection
-from tilewright.core.errors import ConfigError
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import ModelStage, hold_stages
+from tilewright.parallel.pipeline.stages import ModelStage, StagedDecoder, hold_stages
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World
 
@@ -47,14 +47,6 @@ def parallelize(
     if world.sizes.pp > 1:
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
-        if model.config.tie_embeddings and world.fsdp_mesh is not None:
-            raise ConfigError(
-                "Tied embeddings of stages cannot be sharded yet",
-                got=f"tie_embeddings = true, {world.sizes.dp_shard} shards",
-                need="a head of its own, or whole stages",
-                try_="--parallel.dp_shard 1, or --model.tie_embeddings false",
-                where="parallel.dp_shard",
-            )
     mesh, wait = world.fsdp_mesh, world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:
@@ -67,3 +59,8 @@ def parallelize(
         how = {"fresh": fresh, "before_gather": wait, "stages": stages}
         shard_from_meta(model, model.layers, mesh, sharding, values, device, **how)
     return model
+
+
+def counted_elsewhere(model: Model) -> frozenset[Tensor]:
+    """Parameters of this rank that a rank with other layers has too, which counts them where ranks count together."""
+    return model.counted_elsewhere if isinstance(model, StagedDecoder) else frozenset()

@@ -157,6 +157,24 @@ def in_parts(model: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 
+def share_parts(model: nn.Module) -> None:
+    """Let groups that hold one parameter, as tied ends of a model in stages do, have one part of it: each gathers it
+    for itself, and their gradients are added up in it.
+
+    Args:
+        model: sharded, no group put together. Modules that share a parameter have the same object.
+    """
+    parts: dict[nn.Parameter, Any] = {}
+    for held in (
+        held for module in fsdp_modules(model) for group in param_groups(module) for held in group.fsdp_params
+    ):
+        param = getattr(held._module_info.module, held._module_info.param_name)
+        if param in parts:  # before it is looked at: an uneven part would be copied into one with padding again
+            held._sharded_param_data = parts[param]._sharded_param_data
+        held.reset_sharded_param()
+        parts.setdefault(param, held)
+
+
 def reshard(model: nn.Module) -> None:
     """Free what forward passes without a backward pass have left gathered. The parts are the parameters again."""
     for module in fsdp_modules(model):

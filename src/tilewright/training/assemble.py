@@ -33,7 +33,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
-from tilewright.parallel.parallelize import parallelize
+from tilewright.parallel.parallelize import counted_elsewhere, parallelize
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
@@ -54,7 +54,7 @@ from tilewright.training.components.export import check_export
 from tilewright.training.components.lifecycle import num_parameters
 from tilewright.training.components.matmul_switches import add_in_fp32
 from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant
-from tilewright.training.components.optimizer import make_optimizer
+from tilewright.training.components.optimizer import make_optimizer, rounding_numbers
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
@@ -332,6 +332,7 @@ def build(
         # 3. Cut, each part filled on its rank. A base under adapters is encoded as it is read, so it is filled before.
         fill_whole(recipe, model, device, values, world)
         counted, num_params = num_parameters(model), sum(param.numel() for param in model.parameters())
+        numbers = rounding_numbers(recipe.optim, model) if world.row.size > 1 else None
         model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
@@ -340,10 +341,11 @@ def build(
         cut_layers(model, layers, compile=setup.compiles)
         # 5. The optimizer, over parameters that stay the same objects from here on.
         optim = recipe.optim
-        optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed)
+        optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed, numbers)
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
         limits = optim.clip_norm, optim.clip_adaptive, optim.clip_threshold
-        clip = GradClip(*limits, elements=optim.clip_elements, row=world.row.handle)
+        more = {"elements": optim.clip_elements, "counted_elsewhere": counted_elsewhere(model)}
+        clip = GradClip(*limits, row=world.row.handle, **more)
         control = precision_hook(recipe, model, device, world.everyone.handle)
         # 6. The executor, which gives parameters and states their homes.
         executor = setup.executor.make(

@@ -9,12 +9,13 @@ from tests.models.shapes import KERNELS, SHAPES
 from tilewright.core import env
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.fill import shard_all
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.pipeline.steps import PipelineSteps
-from tilewright.parallel.shard import Sharding, shard
+from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 
 TOLERANCE = 2e-6
@@ -69,8 +70,8 @@ def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int =
     layers = pipeline.num_stages + 1
     held = hold_stages(decoder(kind, layers), pipeline, world.row)
     held.activation_checkpoint = recompute
-    for stage in held.stages if world.fsdp_mesh is not None else ():
-        shard(stage, list(stage.layers), world.fsdp_mesh, Sharding(reshard_after_forward=recompute != "none"))
+    if world.fsdp_mesh is not None:
+        shard_all(held, (), world.fsdp_mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
     steps, whole = PipelineSteps(held, torch.device("cpu")), decoder(kind, layers)
     generator, worst = torch.Generator().manual_seed(3), (0.0, "")
     params = list(held.parameters())

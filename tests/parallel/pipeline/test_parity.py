@@ -41,7 +41,7 @@ def test_on_two_ranks():
     few = ("1f1b", "interleaved", "zbv")
     cases = [(pipeline, kind) for name, pipeline in SCHEDULES.items() for kind in (KINDS if name in few else ["gqa"])]
     cases += [(SCHEDULES[name], "gqa", 1, 1, "full") for name in ("1f1b", "zbv")]
-    cases += [(SCHEDULES[name], "tied") for name in ("zbv", "dualpipe_v")]
+    cases += [(pipeline, "tied") for pipeline in SCHEDULES.values()]
     _check(cases, on_ranks(2, _cases, cases))
 
 
@@ -50,13 +50,14 @@ def test_with_shards_and_copies_on_four_ranks():
     cases += [(SCHEDULES[name], "gqa_moe", 2) for name in ("1f1b", "interleaved", "zbv")]
     cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["interleaved"], "gqa", 2, 1, "full"),
               (SCHEDULES["dualpipe_v"], "gqa", 2, 1, "full")]  # fmt: skip
-    cases += [(Pipeline(4), "gqa")]
+    cases += [(Pipeline(4), "gqa"), (Pipeline(4), "tied"), (SCHEDULES["1f1b"], "tied", 1, 2)]
+    cases += [(pipeline, "tied", 2) for pipeline in SCHEDULES.values()]
     _check(cases, on_ranks(4, _cases, cases))
 
 
 @pytest.mark.slow
 def test_all_of_them():
-    cases = [(SCHEDULES[name], kind, 2, 1, mode) for name in SCHEDULES for kind in SHAPES if kind != "tied"
+    cases = [(SCHEDULES[name], kind, 2, 1, mode) for name in SCHEDULES for kind in SHAPES
              for mode in ("none", "full")]  # fmt: skip
     cases += [(Pipeline(4, "interleaved", 3), "deepseek"), (Pipeline(4, "gpipe"), "mla_q_rank")]
     _check(cases, on_ranks(4, _cases, cases, seconds=400))

@@ -118,10 +118,14 @@ class StagedDecoder(Decoder):
         self.__dict__.update(vars(whole))  # all that it is, and what `convert` has noted; `whole` is not used again
         self.pipeline, self.row = pipeline, row
         self.model.layers = HeldLayers(layers)
-        if row.rank != pipeline.rank_of(0):
+        is_first, is_last = (row.rank == pipeline.rank_of(stage) for stage in (0, pipeline.num_stages - 1))
+        tied = self.config.tie_embeddings and (is_first or is_last)  # both modules, of which one may only hold it
+        if not is_first and not tied:
             self.model.embed_tokens = Elsewhere()
-        if row.rank != pipeline.rank_of(pipeline.num_stages - 1):
-            self.model.norm, self.lm_head = Elsewhere(), Elsewhere()
+        if not is_last:
+            self.model.norm = Elsewhere()
+        if not is_last and not tied:
+            self.lm_head = Elsewhere()
         self.stages = ()
 
     @property
@@ -134,9 +138,30 @@ class StagedDecoder(Decoder):
         """Of what travels between stages."""
         return self.residual_dtype or torch.float32
 
+    @property
+    def other_end(self) -> int | None:
+        """The rank in the row that holds this rank's embedding too, as its head, or the other way round; None where
+        ends are not tied, or where one rank has both."""
+        ends = self.pipeline.rank_of(0), self.pipeline.rank_of(self.pipeline.num_stages - 1)
+        if not self.config.tie_embeddings or ends[0] == ends[1] or self.row.rank not in ends:
+            return None
+        return sum(ends) - self.row.rank
+
+    @property
+    def counted_elsewhere(self) -> frozenset[nn.Parameter]:
+        """Parameters that another rank holds too, and counts in what is summed over a row: the last stage's of ends
+        that are tied over two ranks."""
+        again = self.other_end is not None and self.row.rank != self.pipeline.rank_of(0)
+        return frozenset([self.lm_head.weight] if again else [])
+
     def tie_weights(self) -> None:
-        """Where this rank has both ends, they may be one parameter."""
-        if not isinstance(self.lm_head, Elsewhere) and not isinstance(self.model.embed_tokens, Elsewhere):
+        """Where ends are tied, they are one parameter on a rank that has one of them; also once FSDP2 has cut one of
+        them, or each for itself."""
+        if isinstance(self.lm_head, Elsewhere) or isinstance(self.model.embed_tokens, Elsewhere):
+            return
+        if self.row.rank != self.pipeline.rank_of(0) and self.config.tie_embeddings:
+            self.model.embed_tokens.weight = self.lm_head.weight
+        else:
             super().tie_weights()
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
@@ -206,14 +231,6 @@ def hold_stages(whole: Decoder, pipeline: Pipeline, row: Group) -> StagedDecoder
             got=f"{type(whole).__name__}, parallel.pp = {pipeline.pp}",
             need="tilewright's own decoder",
             try_="--parallel.pp 1, with dp_shard = N for N processes",
-            where="parallel.pp",
-        )
-    if whole.config.tie_embeddings and not pipeline.is_v:
-        raise ConfigError(
-            "Tied embeddings across stages of a pipeline",
-            got="tie_embeddings = true: the first stage has the embedding, the last one the head",
-            need='a head of its own, or a schedule with both ends on one process ("zbv", "dualpipe_v")',
-            try_="--model.tie_embeddings false, or --parallel.schedule zbv",
             where="parallel.pp",
         )
     ranges, blocks = pipeline.split(len(whole.blocks)), list(whole.blocks)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.models.base.protocols import LayerContext
 from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.parts import local
 from tilewright.parallel.pipeline.stages import MicroBatch, StagedDecoder
 from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules, check_torch
 from tilewright.parallel.shard import keep_fp32_sums
@@ -71,7 +73,8 @@ class PipelineSteps:
 
     def run(self, microbatches: Sequence[Mapping[str, Tensor]], factor: float) -> list[MicroBatchResult]:
         """Forward and backward over all of them: gradients of `factor` times the sum of their losses are added to the
-        parameters of this rank's stages, over all micro-batches, and reduced where FSDP2 shards.
+        parameters of this rank's stages, which have none, over all micro-batches, and reduced where FSDP2 shards. Of
+        ends that are tied over two ranks both have the sum of their gradients, in the same bits.
 
         Args:
             microbatches: on the device. All ranks in a row have the same.
@@ -94,6 +97,35 @@ class PipelineSteps:
             for queue in self.queues:
                 regions.enter_context(queue.region())
             self._schedules.run(shapes, self._model.stream_dtype, [{"micro_batch": one} for one in passing])
+        add_other_end(self._model)
         for result, one in zip(results, passing, strict=True):
             result.aux = {**(result.aux or {}), **self._model.aux_metrics(one.counted)}
         return results
+
+
+@torch.no_grad()
+def add_other_end(model: StagedDecoder) -> None:
+    """After the passes of a step: where this rank holds one of two tied ends, its gradient becomes the sum of both. The
+    two ranks send each other theirs, and add them in either order, which gives the same bits.
+
+    Args:
+        model: this rank's part. Zeros are sent where it has no gradient; frozen ends have none.
+    """
+    peer, param = model.other_end, model.lm_head.weight if model.other_end is not None else None
+    if peer is None or param is None or not param.requires_grad:
+        return
+    if param.grad is None:
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+    own = local(param.grad)
+    sent, found, group = (
+        own.contiguous(),
+        torch.empty_like(own, memory_format=torch.contiguous_format),
+        model.row.handle,
+    )
+    passing = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, found, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(passing):
+        work.wait()
+    own.add_(found)

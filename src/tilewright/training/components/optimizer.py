@@ -1,5 +1,8 @@
 """The optimizer that a recipe asks for."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from tilewright.core.config.recipe import OptimSection
@@ -11,7 +14,9 @@ from tilewright.optim.muon import Muon
 from tilewright.optim.param_groups import decay_groups, muon_groups
 
 
-def make_optimizer(section: OptimSection, model: nn.Module, kernels: Kernels, seed: int) -> DeepSeekAdam:
+def make_optimizer(
+    section: OptimSection, model: nn.Module, kernels: Kernels, seed: int, numbers: Mapping[str, int] | None = None
+) -> DeepSeekAdam:
     """Over all trainable parameters of a model.
 
     Args:
@@ -19,6 +24,8 @@ def make_optimizer(section: OptimSection, model: nn.Module, kernels: Kernels, se
         model: converted, its parameters real or on meta.
         kernels: implementations of the updates.
         seed: of the stochastic rounding.
+        numbers: of the parameters in the random streams of the rounding, by name, where the model is a part of the one
+            that `rounding_numbers` saw; None: their own.
 
     Raises:
         ConfigError: Muon for a model that has no matrices.
@@ -32,8 +39,30 @@ def make_optimizer(section: OptimSection, model: nn.Module, kernels: Kernels, se
         "kernels": kernels,
         "seed": seed,
     }
+    if numbers is not None:
+        common["numbers"] = {param: numbers[name] for name, param in model.named_parameters() if name in numbers}
+    groups = _groups(section, model)
     if section.kind == "adamw":
-        return DeepSeekAdam(decay_groups(model, section.weight_decay), **common)
+        return DeepSeekAdam(groups, **common)
+    return Muon(groups, momentum=section.momentum, **common)
+
+
+def rounding_numbers(section: OptimSection, model: nn.Module) -> dict[str, int]:
+    """The number of each trainable parameter in the random streams of the rounding, by name: with them a part of the
+    model rounds as the whole does.
+
+    Args:
+        section: the recipe's `[optim]`.
+        model: all of it, converted, its parameters real or on meta.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    params = [param for group in _groups(section, model) for param in group["params"]]
+    return {names[param]: number for number, param in enumerate(params)}
+
+
+def _groups(section: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
+    if section.kind == "adamw":
+        return decay_groups(model, section.weight_decay)
     matrices = [matrix for matrix in hidden_matrices(model) if matrix.requires_grad]
     if not matrices:
         raise ConfigError(
@@ -42,5 +71,4 @@ def make_optimizer(section: OptimSection, model: nn.Module, kernels: Kernels, se
             need="linear layers between embedding and output head",
             try_='optim.kind = "adamw"',
         )
-    groups = muon_groups(model, matrices, section.weight_decay, stacks=True)
-    return Muon(groups, momentum=section.momentum, **common)
+    return muon_groups(model, matrices, section.weight_decay, stacks=True)

@@ -149,8 +149,7 @@ def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]
 
 def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
     """The recipe with a small model, short rows and one row per micro-batch, two for each rank that reads rows of
-    its own, and twice as many for each stage of a pipeline, which has a layer at least. Heads of stages are their
-    own."""
+    its own, and twice as many for each stage of a pipeline, which has a layer at least."""
     rows = 2 if recipe.data.format == "preferences" else 1
     pipeline = Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp}))
     layers = pipeline.num_stages if sizes.pp > 1 else 2
@@ -176,7 +175,6 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         settings |= {
             "model.dim": 64,
             "model.num_layers": max(min(model.num_layers, 2), layers if sizes.pp > 1 else 1),
-            "model.tie_embeddings": model.tie_embeddings and (sizes.pp == 1 or pipeline.is_v),
             "model.num_heads": heads,
             "model.num_kv_heads": min(model.num_kv_heads, 2),
             "model.head_dim": 16 if model.head_dim else 0,

@@ -5,19 +5,13 @@ from collections.abc import Callable, Iterator
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.sections.parallel import DEFERRING, V_SCHEDULES
+from tilewright.core.config.sections.parallel import DEFERRING
 
 # (is it so here?, field, what it is called, what it is said to be, what would do)
 _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
     (
         lambda r: r.model.kind == "hf",
         "model.kind", "Hugging Face models", "tilewright's own decoder", 'model.kind = "decoder"',
-    ),
-    (
-        lambda r: not r.model.path and r.model.tie_embeddings and r.parallel.schedule not in V_SCHEDULES,
-        "model.tie_embeddings", "Tied embeddings",
-        'a head of its own, or a schedule with both ends on one process ("zbv", "dualpipe_v")',
-        "--model.tie_embeddings false, or --parallel.schedule zbv",
     ),
     (
         lambda r: r.memory.can.offload,
