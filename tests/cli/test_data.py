@@ -2,25 +2,22 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import transformers
 
+from tests.commands import Command
 from tests.contracts.observe import fixed_ceilings
 from tests.data.build.corpora import digest, write_corpus, write_media
 from tilewright.cli.app import run
 from tilewright.cli.open_model import open_model
-from tilewright.core import env
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import DataError
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.data.prepare import prepare
 
-ROOT = Path(__file__).resolve().parents[2]
 TOML = '[read]\nsource = "in"\n[rules]\nmin_words = 20\n[tokenizer]\nvocab_size = 400\n'
 SMALL = {
     "model.dim": "16",
@@ -220,10 +217,12 @@ def test_what_inspect_matches(here, capsys):
 @pytest.mark.dist
 def test_two_ranks_build_what_one_process_builds(here):
     assert run(["data", "build", "--processes", "1", "--out", "one"]) == 0
-    command = [sys.executable, "-m", "tilewright", "data", "build", "--executor", "rank", "--out", "two"]
+    command = ["data", "build", "--executor", "rank", "--out", "two"]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    ranks = [subprocess.Popen(command, env=env.importing(ROOT / "src") | place) for place in places]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    ranks = [Command(command, environ=place) for place in places]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, said
     assert digest(here / "two") == digest(here / "one")
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from tests.commands import call_in_fork
 from tests.training.tiny import save_tokenizer, settings, write_text
 from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs import parity
@@ -63,8 +64,11 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
     ],
 )
 def test_several_processes_against_one(tmp_path, monkeypatch, mesh, more):
+    """Of four ranks in processes that import for themselves, as a user's do."""
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
+    if parse_sizes(mesh).world == 2:
+        monkeypatch.setattr(parity, "call_module", call_in_fork)
     given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", **more)
     arguments = [f"--{name}={value}" for name, value in given.items()]
     result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", mesh, "default", *arguments])

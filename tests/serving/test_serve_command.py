@@ -1,30 +1,27 @@
 """`tilewright serve` as a process: what it prints of places and memory, its options' effects, and its end."""
 
 import re
-import subprocess
-import sys
+import signal
 
 import pytest
 
 from tests.cli.tuned import make_model
+from tests.commands import Command
 from tests.serving.served import post
 from tilewright.cli.app import run
-
-COMMAND = [sys.executable, "-m", "tilewright", "serve"]
 
 
 @pytest.mark.timeout(120)
 def test_memory_places_and_the_end(tmp_path):
     folder = make_model(tmp_path / "tiny", "llama")
     options = ["--port", "0", "--concurrent", "2", "--waiting", "3", "--cache", "64KiB", "--chunk", "16"]
-    process = subprocess.Popen([*COMMAND, str(folder), *options], stdout=subprocess.PIPE, text=True)
+    process = Command(["serve", str(folder), *options])
     try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert lines[1].startswith("2 answers at a time, 3 may wait")
-        held = int(re.search(r"64[.0]* KiB hold ([0-9,]+) tokens", lines[2])[1].replace(",", ""))
+        held = int(re.search(r"64[.0]* KiB hold ([0-9,]+) tokens", process.line(60, "KiB hold"))[1].replace(",", ""))
+        assert process.line(60, "may wait").startswith("2 answers at a time, 3 may wait")
         # FP32 keys and values of one head of 16 columns in two layers
         assert held == 64 * 2**10 // (4 * 2 * 16 * 2)
-        port = int(re.search(r":(\d+)/v1", lines[0])[1])
+        port = int(re.search(r":(\d+)/v1", process.line(60, "/v1"))[1])
         ask = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         assert post(port, "/v1/chat/completions", ask | {"max_tokens": 3})[0] == 200
         status, content, _ = post(port, "/v1/chat/completions", ask | {"n": 6})
@@ -33,8 +30,9 @@ def test_memory_places_and_the_end(tmp_path):
         assert status == 200, content
         assert content["usage"]["total_tokens"] <= 256
     finally:
-        process.terminate()
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 @pytest.mark.parametrize("size", ["lots", "-1", "4 apples"])
