@@ -14,6 +14,7 @@ from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any
 
+from tests.disk import not_waited_for
 from tests.ranks import fork_server
 
 
@@ -123,6 +124,7 @@ def _main(args: list[str], module: str, leads: bool, environ: dict[str, str], sa
         os.dup2(file, number)
     # Whole blocks and lines, as to a pipe.
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.fsync = not_waited_for  # this process is the test's own
     os.environ.clear()
     os.environ.update(environ)
     if leads:

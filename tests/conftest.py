@@ -61,6 +61,15 @@ def _machine_is_known(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _disk_is_not_waited_for():
+    from tests.disk import not_waited_for
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", not_waited_for)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_it_was():
     """A command run with --quiet leaves nothing to the next test."""

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.disk import not_waited_for
 from tests.draws import draw_from
 
 PRELOAD = [
@@ -117,6 +118,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.fsync = not_waited_for  # this process is the test's own
     draw_from(function.__qualname__)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})
