@@ -1,6 +1,7 @@
 """The suite depends on neither a terminal nor on what else the machine does."""
 
 import ast
+import itertools
 import random
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests import conftest, ranks, schedule
+from tests.cover import covering
 from tests.draws import aside, draw_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,3 +114,17 @@ def test_no_test_draws_what_cannot_be_drawn_again():
     assert list(new_each_time(planted)) == [1, 2, 3, 4]
     files = (ROOT / "tests").rglob("*.py")
     assert not [f"{file}:{line}" for file in files for line in new_each_time(file.read_text())]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (2, 8, 4, 2), (6, 5)])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_sample_of_a_product_has_each_value_and_each_pair(sizes, pairs):
+    axes = [[(axis, value) for value in range(size)] for axis, size in enumerate(sizes)]
+    cases = covering(*axes, pairs=pairs)
+    assert [tuple(case.values) for case in cases] == list(itertools.product(*axes)), "the rest is there, and slow"
+    kept = [case.values for case in cases if not case.marks]
+    parts = min(2, len(sizes)) if pairs else 1
+    wanted = {part for case in cases for part in itertools.combinations(case.values, parts)}
+    assert {part for case in kept for part in itertools.combinations(case, parts)} == wanted
+    assert len(kept) <= 2 * np.prod(sorted(sizes)[-parts:])
+    assert covering(*axes, pairs=pairs) == cases, "and the same each time"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tilewright.core.config.edit import changed
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
@@ -123,13 +124,21 @@ def measured_activations(recipe, vocab_size=512) -> int:
     return row["phase_owners"]["forward"]["activations"]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid", "fp8_tile"])
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "matmuls", "attention", "full", "full_fp8"])
-@pytest.mark.parametrize("model", [{}, MLA | MOE], ids=["dense", "mla_moe"])
+KINDS = {"dense": {}, "mla_moe": MLA | MOE}
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint", "mode"),
+    covering(
+        tuple(KINDS),
+        ("none", "selective", "matmuls", "attention", "full", "full_fp8"),
+        ("fp32", "bf16_mixed", "hybrid", "fp8_tile"),
+    ),
+)
 def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint):
     checkpoint, _, inputs = checkpoint.partition("_")
     recipe = make_recipe(
-        model={"dim": 128, "num_layers": 3, "num_heads": 2} | model,
+        model={"dim": 128, "num_layers": 3, "num_heads": 2} | KINDS[model],
         precision={"mode": mode},
         train={"micro_batch_size": 4, "activation_checkpoint": checkpoint, "checkpoint_inputs": inputs or "exact"},
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import covering
 from tests.optim.test_citizen import normal
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.planner.test_cost import HF, MLA, MOE
@@ -64,9 +65,10 @@ def test_states_of_a_foreign_model(tmp_path):
     assert shape.direction_format == "fp32", "this CPU has no instructions for BF16"
 
 
-@pytest.mark.parametrize("candidate", ["native", "wide"])
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("shape", [(768, 1024), (2048, 512), (3, 512, 512)])
+@pytest.mark.parametrize(
+    ("shape", "storage", "candidate"),
+    covering([(768, 1024), (2048, 512), (3, 512, 512)], tuple(STORAGE), ("native", "wide")),
+)
 def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape, candidate):
     """Measured with torch's profiler of memory, which sees each allocation. Bound: the chunks that rounding works on,
     2^18 elements of at most 44 bytes, are not counted, nor are the GEMMs' own buffers."""

@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 
+from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_rates
 from tests.planner.test_cost import HF
 from tilewright.core.config.edit import on_machine
@@ -52,9 +53,6 @@ COMMANDS = {
     "slice_cpu, exact": ("slice_cpu", "--optim.clip", "two_pass"),
     "zero_cpu, 2 shards": ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "1"),
 }
-CASES = pytest.mark.parametrize(
-    "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, 1.0, pytest.param(4.0, marks=pytest.mark.slow)]
-)
 EACH = pytest.mark.parametrize("command", COMMANDS)
 ON = pytest.mark.parametrize("where", MACHINES)
 
@@ -117,8 +115,10 @@ def named(text: str, place: str) -> float:
     return float(parse_bytes(re.findall(rf"([\d.]+[GM]iB) on the {place}", text)[0]))
 
 
-@pytest.mark.parametrize("how", get_args(How))
-@pytest.mark.parametrize(("where", "command", "share"), cases(0.7, 1.0, 0.4, 4.0))
+@pytest.mark.parametrize(
+    ("where", "command", "share", "how"),
+    covering(tuple(MACHINES), tuple(COMMANDS), (0.7, 1.0, 0.4, 4.0), get_args(How), pairs=False),
+)
 def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, share, how):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     site = site_of(loaded, where, given=budget)
@@ -217,9 +217,9 @@ def seconds(line: str) -> float:
     return 1.006 * float(value) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
 
 
-@CASES
-@EACH
-@ON
+@pytest.mark.parametrize(
+    ("where", "command", "share"), covering(tuple(MACHINES), tuple(COMMANDS), (0.7, 1.0, 0.4, 4.0), pairs=False)
+)
 def test_train_executes_the_plan_that_was_written(where, command, share, tmp_path):
     budget = budget_of(COMMANDS[command], where, share)
     found = planner_for(load(COMMANDS[command]), where).plan(budget)
@@ -278,8 +278,9 @@ def test_an_executor_that_is_typed_says_nothing_of_what_layers_keep(where):
 SHARDED = ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "1")
 
 
-@ON
-@pytest.mark.parametrize("more", [(), ("--parallel.reshard_after_forward", "false")])
+@pytest.mark.parametrize(
+    ("where", "more"), covering(tuple(MACHINES), [(), ("--parallel.reshard_after_forward", "false")], pairs=False)
+)
 def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, tmp_path):
     """By a plan that decides and by a recipe as it stands: gradients that are whole from one micro-batch to the next
     are what does not fit."""

@@ -6,6 +6,7 @@ import json
 import pytest
 from torch import nn
 
+from tests.cover import covering
 from tests.planner.families import FAMILIES
 from tests.planner.rates import make_machine, make_recipe
 from tilewright.ops.kernels import Kernels
@@ -24,8 +25,15 @@ def stored(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.task == "causal_lm"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    covering(
+        [name for name, family in FAMILIES.items() if family.task == "causal_lm"],
+        tuple(CASES),
+        pairs=False,
+        name="stored",
+    ),
+)
 def test_planned_weights_are_as_the_run_stores_them(name, case, tmp_path):
     family = FAMILIES[name]
     (tmp_path / "config.json").write_text(json.dumps(family.config))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import covering
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
@@ -69,14 +70,14 @@ INPUT_WRITES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("write", INPUT_WRITES)
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
-def test_one_buffer_for_all_batches(write, kind, context):
+@pytest.mark.parametrize(
+    ("context", "write", "kind"), covering(("enable_grad", "no_grad", "inference_mode"), tuple(INPUT_WRITES), KINDS)
+)
+def test_one_buffer_for_all_batches(context, write, kind):
     model = converted(kind)
-    with torch.inference_mode(context is torch.inference_mode):
+    with torch.inference_mode(context == "inference_mode"):
         buffer = torch.randn(24, 136, generator=torch.Generator().manual_seed(1))
-    with context():
+    with getattr(torch, context)():
         for _ in range(3):
             outs = model(buffer)
             for layer, out in zip(model.children(), outs, strict=True):

@@ -75,7 +75,14 @@ def test_a_write_is_seen(way, mode):
         check(case.model, mode, case.x, f"{way}, {times}")
 
 
-@pytest.mark.parametrize("mode", SCALED_FORMATS)
+@pytest.mark.parametrize(
+    "mode",
+    # One of each way of scaling: by tiles, whole tensors, blocks with a second scale.
+    [
+        mode if mode in ("fp8_tile", "fp8_tensorwise", "nvfp4") else pytest.param(mode, marks=pytest.mark.slow)
+        for mode in SCALED_FORMATS
+    ],
+)
 def test_a_write_is_seen_by_compiled_code(mode):
     torch.compiler.reset()
     case = managed(mode)

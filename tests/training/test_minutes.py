@@ -36,7 +36,7 @@ from tilewright.training.planning.minutes import (
 from tilewright.training.planning.minutes import with_known_steps as known
 from tilewright.training.run import Run
 
-STEP_S, MINUTES = 5.0, 2.0
+STEP_S, MINUTES = 7.5, 2.0
 """What a step takes by the clock of these tests, and what their runs are given."""
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cover import covering
 from tests.models.shapes import make_decoder
 from tests.models.test_activation_bytes import AliveStorages
 from tests.models.test_hf_models import make as make_hf
@@ -101,11 +102,13 @@ def assert_same(one, other):
     assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize(("name", "group"), [("gqa", 1), ("tied", 1), ("gqa", 2), ("gqa_moe", 1), ("deepseek", 1)])
-def test_random_placements_change_no_number(name, group, delayed, tmp_path):
+@pytest.mark.parametrize(
+    ("of", "delayed"),
+    covering([("gqa", 1), ("tied", 1), ("gqa", 2), ("gqa_moe", 1), ("deepseek", 1)], (False, True), pairs=False),
+)
+def test_random_placements_change_no_number(of, delayed, tmp_path):
     """Dense and with experts, one pass and two, dropout, slices of one layer and of two."""
-    made, want = steps(3), None
+    (name, group), made, want = of, steps(3), None
     for seed in range(4):
         model = make_decoder(name).train()
         for block in model.blocks:

@@ -58,7 +58,10 @@ def test_ranks_have_the_names_of_one_process(of_four, tmp_path):
     assert "model.head.weight" not in one["names"]
 
 
-@pytest.mark.parametrize(("shard", "replicate"), [(4, 1), (2, 1), (3, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("shard", "replicate"),
+    [(4, 1), (3, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (8, 1)))],
+)
 @pytest.mark.support("reshard", "shards", "hsdp")
 def test_it_loads_into_any_mesh(of_four, shard, replicate):
     path, ranks = of_four

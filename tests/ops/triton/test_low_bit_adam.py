@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cover import covering
 from tests.ops.low_bit import HALF, KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper, written_masters, written_pairs
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam as law
 from tilewright.ops.backends.triton import launch
@@ -13,8 +14,7 @@ from tilewright.ops.backends.triton.low_bit_adam import low_bit_adam
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), covering(KINDS, SIZES, pairs=False))
 def test_bits_of_the_law(kind, size):
     case = LowBitCase(kind, size)
     ours, want = case.tensors(), case.tensors()
@@ -24,8 +24,7 @@ def test_bits_of_the_law(kind, size):
         assert_same(ours, want, f"{case}, step {step}")
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "rows"), covering(KINDS, ROWS, pairs=False))
 def test_bits_of_the_law_in_rows(kind, rows):
     case = LowBitCase(kind, rows[0] * rows[1], rows=rows[0])
     ours, want = case.tensors(), case.tensors()
