@@ -53,6 +53,7 @@ def prepare(
     holdout: float = 0.02,
     validation: str = "",
     seq_len: int = 512,
+    rows: Literal["packed", "documents"] = "packed",
     vocab_size: int = 8192,
     tokenizer: str = "",
     text_field: str = "text",
@@ -78,6 +79,8 @@ def prepare(
         holdout: share held out for evaluation, by clusters of near-copies. 0: nothing, or the validation text.
         validation: a path to text of the same format that is held out as a whole, where `holdout` is 0.
         seq_len: positions in a row.
+        rows: "packed": of one length, of several documents. "documents": one in each, for `Stream(documents=True)`;
+            longer ones are split. Not read for images, and of preferences a row is a pair.
         vocab_size: of the tokenizer trained on the data. Not read where `tokenizer` is given.
         tokenizer: a tokenizer.json or a folder with one; empty: train one.
         text_field: field of rows that holds the text.
@@ -108,12 +111,14 @@ def prepare(
         return open_built_images(built_folder, image_size)
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
+    kind = {} if rows == "packed" else {"rows": rows}  # entries of packed rows have their names from before
     if built_folder is not None:
         built = built_tokens(built_folder, format, tokenizer, domains)
         if task == "masked_lm":
             need_mask(load_tokenizer(built.tokens / "tokenizer"))
-        rows_key = _key("rows", built.fingerprint, task=task, seq_len=seq_len, domains=domains)
-        packed = cached(root, rows_key, _builder(seconds, build_rows, built.tokens, task, seq_len, domains), before)
+        rows_key = _key("rows", built.fingerprint, task=task, seq_len=seq_len, domains=domains, **kind)
+        build = _builder(seconds, build_rows, built.tokens, task, seq_len, domains, rows)
+        packed = cached(root, rows_key, build, before)
         return _timed(PreparedData(built.tokens, packed), seconds)
     field = text_field if format == "text" else None
     want = wanted(format, setting)
@@ -143,9 +148,9 @@ def prepare(
         stops = declared_stops(Path(model_folder or tokenizer).expanduser()) if model_folder or tokenizer else ()
         key = _key(format, key, template, _CHAT_FORMAT, stops)
         encoded = cached(root, key, _builder(seconds, build_chat, found, **both, **chat), before)
-        rows_key = _key("rows", key, seq_len=seq_len)
-        rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)
-        return _timed(PreparedChat(encoded, rows, pairs), seconds)
+        rows_key = _key("rows", key, seq_len=seq_len, **kind)
+        packed = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len, rows), before)
+        return _timed(PreparedChat(encoded, packed, pairs), seconds)
     if source == INSTALLED and not sources:
         build = installed_build(**settings)
         key = _key("text", key, build_key(build))
@@ -154,8 +159,8 @@ def prepare(
         shutil.rmtree(unfinished, ignore_errors=True)
     else:
         corpus = cached(root, key, _builder(seconds, build_corpus, found, **both), before)
-    rows_key = _key("rows", key, task=task, seq_len=seq_len)
-    packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len), before)
+    rows_key = _key("rows", key, task=task, seq_len=seq_len, **kind)
+    packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len, (), rows), before)
     return _timed(PreparedData(corpus, packed), seconds)
 
 

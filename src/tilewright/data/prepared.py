@@ -6,6 +6,7 @@ Made by `prepare`, read by `Stream` (training) and by the evaluation. Everything
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
-from tilewright.data.batches.rows import IGNORE, TextRows
+from tilewright.data.batches.rows import IGNORE, STARTS, TextRows, laid_out, starts_of
+from tilewright.data.batches.steps import padded_length
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
+from tilewright.parallel.pipeline.assignment import part_bounds
 
 _EVAL_SEED = 0x0E7A1  # masks of evaluation batches, whatever the run's seed
 
@@ -28,9 +31,9 @@ class PreparedData:
     """Prepared text.
 
     `fingerprint` names the content: equal fingerprints mean equal rows, on any machine. `domains` are in the order of
-    the mixture, `eval_domains` those that have held-out rows; `num_rows` gives each domain's training rows. `summary`
-    is plain JSON: docs, bytes, tokens, duplicates, what was read and refused by reason (`Account.summary`), rows and
-    utilisation, by domain too.
+    the mixture, `eval_domains` those that have held-out rows; `num_rows` gives each domain's training rows. With `rows`
+    "documents" each row is one document, and `lengths` and `joined` are for them. `summary` is plain JSON: docs, bytes,
+    tokens, duplicates, what was read and refused by reason (`Account.summary`), rows and utilisation, by domain too.
     """
 
     def __init__(self, corpus: Path, packed: Path):
@@ -39,6 +42,7 @@ class PreparedData:
         self.fingerprint: str = meta["fingerprint"]
         self.summary: dict[str, Any] = meta["summary"]
         self.task: str = meta["task"]
+        self.rows: str = meta.get("rows_of", "packed")
         self.seq_len: int = meta["seq_len"]
         self.tokenizer: Tokenizer = load_tokenizer(corpus / "tokenizer")
         self._corpus = corpus
@@ -88,8 +92,46 @@ class PreparedData:
             "segments": np.full((1, self.seq_len), -1, np.int32),
         }
 
+    @cached_property
+    def num_tokens(self) -> Mapping[str, int]:
+        """Tokens of each domain's training rows."""
+        ends = np.append(0, np.cumsum(self._rows["train"].packing.lengths_P, dtype=np.int64))
+        first_R = self._rows["train"].packing.first_R
+        return {name: int(ends[first_R[b]] - ends[first_R[a]]) for name, (a, b) in self._ranges["train"].items()}
+
+    def lengths(self, picks: Picks) -> np.ndarray:
+        """Tokens of training documents, int64 [N]."""
+        return self._rows["train"].lengths(self._first_row[picks.domain] + picks.row)
+
+    def joined(self, picks: Picks, seed: int, length: int) -> dict[str, np.ndarray]:
+        """Batch arrays [1, length] of training documents behind each other, see `TextRows.join`; masked for masked_lm.
+        Of none padding alone."""
+        return self._joined("train", self._first_row[picks.domain] + picks.row, length, seed, picks.sample)
+
+    def _joined(
+        self, split: str, rows_N: np.ndarray, length: int, seed: int, samples_N: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        rows = self._rows[split]
+        batch = rows.join(rows_N, length)
+        if self.task == "masked_lm" and len(rows_N):  # masks go by sample and position: each document is a row for them
+            used_N = rows.lengths(rows_N)
+            longest = int(used_N.max())
+            here, at = np.arange(longest) < used_N[:, None], slice(0, int(used_N.sum()))
+            names = ("input_ids", "labels")
+            apart = {name: laid_out(name, batch[name][0, at], used_N, longest) for name in names}
+            masked = self._masked(apart, seed, samples_N)
+            for name in names:
+                batch[name][0, at] = masked[name][here]
+        return batch | {STARTS: starts_of(rows.lengths(rows_N), length)}
+
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
+        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call. Of
+        documents as many behind each other as have `micro_batch_size * seq_len` tokens."""
+        if self.rows == "documents":
+            parts, most = self._eval_documents(domain, micro_batch_size, num), micro_batch_size * self.seq_len
+            lengths = [padded_length(int(self._rows["holdout"].lengths(part).sum()), most) for part in parts]
+            pairs = zip(parts, lengths, strict=True)
+            return [as_tensors(self._joined("holdout", part, length, _EVAL_SEED, part)) for part, length in pairs]
         chosen = self._eval_rows(domain, micro_batch_size * num)
         batches = []
         for start in range(0, len(chosen), micro_batch_size):
@@ -104,7 +146,18 @@ class PreparedData:
         """UTF-8 bytes of text that the targets of `eval_batches` stand for; None where targets are masked tokens."""
         if self.task == "masked_lm":
             return None
+        if self.rows == "documents":
+            parts = self._eval_documents(domain, micro_batch_size, num)
+            return sum(self._rows["holdout"].num_target_bytes(part, self._sizes) for part in parts)
         return self._rows["holdout"].num_target_bytes(self._eval_rows(domain, micro_batch_size * num), self._sizes)
+
+    def _eval_documents(self, domain: str, micro_batch_size: int, num: int) -> list[np.ndarray]:
+        """Held-out documents of one domain in at most `num` batches, the first ones of what more batches would be."""
+        first, stop = self._ranges["holdout"][domain]
+        rows_N = self._eval_rows(domain, stop - first)
+        ends_N = np.cumsum(self._rows["holdout"].lengths(rows_N))
+        bounds = part_bounds(ends_N, micro_batch_size * self.seq_len)[: num + 1]
+        return [rows_N[a:b] for a, b in pairwise(bounds)]
 
     def compressors(self, domain: str) -> dict[str, float]:
         """Bits per byte that general compressors need for the held-out text of a domain, see `corpus.compressors`."""

@@ -91,6 +91,8 @@ class PreparedChat(PreparedData):
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
+        if self.rows == "documents" and not self.pairs:
+            return super().eval_batches(domain, micro_batch_size, num)
         chosen = self._eval_rows(domain, micro_batch_size * num)
         parts = [chosen[at : at + micro_batch_size] for at in range(0, len(chosen), micro_batch_size)]
         batches = [self._gather("holdout", rows) for rows in parts]

@@ -2,7 +2,7 @@
 
 q [B, H, S, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv] with H a multiple of Hkv (grouped-query) and Dv <= Dk;
 segments [B, S] integers or None: a position sees earlier positions of its own segment only. Equal values stand together
-in a row (`ops.base.documents`); candidates in `BY_DOCUMENTS` take `Documents` too, found once for all layers.
+in a row (`ops.base.documents`); candidates that `reads_documents` names take `Documents` too, found once for layers.
 scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
 block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
 holds all. Changes memory and time, not the result.
@@ -17,7 +17,7 @@ from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.native.varlen_availability import FLASH_WIDTH, KINDS, why_not_efficient, why_not_varlen
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
-from tilewright.ops.base.documents import Segments
+from tilewright.ops.base.documents import Documents, Segments
 
 
 def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
@@ -32,10 +32,24 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
     return attention.why_not(machine, case)
 
 
-def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
+def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+    if isinstance(segments, Documents):
+        return _by_loop(q, k, v, segments, scale, wide=True)
     from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 
     return wide_ops.attention(q, k, v, segments, scale, block)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+    if isinstance(segments, Documents):
+        return _by_loop(q, k, v, segments, scale, wide=False)
+    return native.attention(q, k, v, segments, scale, block)
+
+
+def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, *, wide: bool):
+    from tilewright.ops.backends.native import document_attention  # it registers torch operators
+
+    return document_attention.attention(q, k, v, documents, scale, wide=wide)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
@@ -61,12 +75,18 @@ ATTENTION = Op(
         Candidate("wide", _wide, wide.why_not),
         Candidate("varlen", _varlen, why_not_varlen),
         Candidate("efficient", _efficient, why_not_efficient),
-        Candidate("native", native.attention, always),
+        Candidate("native", _native, always),
         Candidate("ref", ref.attention, always),
     ),
     gpu_kinds=KINDS,
     in_transforms=ref.attention,
 )
+
+
+def reads_documents(candidate: str, device_type: str) -> bool:
+    """Whether a candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by one; the
+    tiles of AMX skip what `segments` say."""
+    return candidate in BY_DOCUMENTS or (device_type == "cpu" and candidate in ("wide", "native"))
 
 
 def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
-from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind
+from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind, reads_documents
 from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
@@ -101,10 +101,10 @@ class Kernels:
             except HardwareError as error:  # told when, and only if, a run needs this case
                 self.impossible[key] = error
         self._run = {key: choice.candidate.run for key, choice in self.choices.items()}
-        by_documents = [k for k, c in self.choices.items() if k[0] == "attention" and c.candidate.name in BY_DOCUMENTS]
-        self._by_documents = frozenset(by_documents)
+        attention = {key: choice.candidate.name for key, choice in self.choices.items() if key[0] == "attention"}
+        self._by_documents = frozenset(key for key, name in attention.items() if reads_documents(name, key[1]))
         self._wide = frozenset(key for key, choice in self.choices.items() if choice.candidate.name == "wide")
-        self._devices_by_documents = frozenset(device for _, device, *_ in by_documents)
+        self._devices_by_documents = frozenset(key[1] for key, name in attention.items() if name in BY_DOCUMENTS)
 
     @classmethod
     def default(cls) -> "Kernels":
@@ -175,13 +175,17 @@ class Kernels:
         where documents begin, that too, found once. None where each row is one document.
 
         Args:
-            batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for.
+            batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for,
+                and a CPU goes through the documents one by one.
 
         Raises:
             DataError: a document is in pieces.
         """
         segments_BS = batch.get("segments")
-        if segments_BS is None or segments_BS.device.type not in self._devices_by_documents:
+        if segments_BS is None:
+            return None
+        device = segments_BS.device.type
+        if device not in self._devices_by_documents and not (device == "cpu" and STARTS in batch):
             return segments_BS
         return documents_of(segments_BS, batch.get(STARTS))
 

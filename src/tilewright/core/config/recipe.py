@@ -84,7 +84,12 @@ class DataSection(Section):
     validation data, in the same `format`: all of it is the held-out part. Else it is other text or conversations,
     evaluated beside the held-out part: what a fine-tune forgets. Empty: none."""
     seq_len: Count = Field(default=512, ge=8)
-    """Tokens in one packed row."""
+    """Tokens in one packed row. With `rows = "documents"` the longest document: longer ones are split."""
+    rows: Literal["packed", "documents"] = "packed"
+    """What a micro-batch is made of. `packed`: rows of `seq_len` tokens, each filled with documents and pieces of them.
+    `documents`: whole documents behind each other, in one row that is as long as they are. A step is then the next
+    documents with at most `train.global_batch_size` times `seq_len` tokens, a micro-batch has at most
+    `train.micro_batch_size` times `seq_len`."""
     vocab_size: Count = Field(default=8192, ge=300)
     """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty and no weights are loaded."""
     tokenizer: str = ""

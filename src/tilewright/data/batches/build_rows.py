@@ -4,6 +4,7 @@ Imports no torch: a process of its own that only does this starts at once.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from tilewright.data.batches.pack import Packing, pack
+from tilewright.data.batches.pack import Packing, alone, pack
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
 
 
 def build_rows(
-    folder: Path, corpus: Path, task: str, seq_len: int, only: tuple[str, ...] = (), *, progress: ProgressBar
+    folder: Path,
+    corpus: Path,
+    task: str,
+    seq_len: int,
+    only: tuple[str, ...] = (),
+    rows: str = "packed",
+    *,
+    progress: ProgressBar,
 ) -> None:
     """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
 
@@ -28,6 +36,7 @@ def build_rows(
         task: causal_lm or masked_lm.
         seq_len: positions in a row.
         only: domains that are packed; empty: all.
+        rows: "packed", or "documents" for one document in each row.
         progress: shows a phase.
     """
     progress.phase("packing")
@@ -39,7 +48,8 @@ def build_rows(
         here = table.filter(pc.equal(table["split"], split))
         lengths = here["length"].to_numpy()
         domain_of = np.array(here["domain"].to_pylist())
-        packing, ranges[split] = _pack_domains(lengths, domain_of, seq_len, only, shifted=task == "causal_lm")
+        place = pack if rows == "packed" else alone
+        packing, ranges[split] = _pack_domains(place, lengths, domain_of, seq_len, only, task == "causal_lm")
         digest.update((file_digest(corpus / f"{split}.npy") + json.dumps(ranges[split])).encode())
         if (corpus / f"{split}.trained.npy").exists():
             digest.update(file_digest(corpus / f"{split}.trained.npy").encode())
@@ -49,6 +59,11 @@ def build_rows(
         if split == "train":
             utilisation = packing.utilisation(seq_len)
     summary = json.loads((corpus / "summary.json").read_bytes())
+    if rows == "documents":
+        summary["notes"] = [
+            *summary.get("notes", ()),
+            *_split_note(table["length"].to_numpy() - (task == "causal_lm"), seq_len),
+        ]
     if only:
         summary["domains"] = {name: counts for name, counts in summary["domains"].items() if name in only}
     summary["utilisation"] = round(utilisation, 5)
@@ -60,14 +75,32 @@ def build_rows(
         "fingerprint": digest.hexdigest(),
         "task": task,
         "seq_len": seq_len,
+        "rows_of": rows,
         "rows": ranges,
         "summary": summary,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))
 
 
+def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
+    """What is said of documents with more than `seq_len` positions."""
+    longer = lengths[lengths > seq_len]
+    if not len(longer):
+        return []
+    pieces = int((-(-longer // seq_len)).sum())
+    return [
+        f"{len(longer):,} documents are longer than data.seq_len = {seq_len} (the longest has {longer.max():,}): "
+        f"they are split into {pieces:,} pieces, which do not see each other"
+    ]
+
+
 def _pack_domains(
-    lengths: np.ndarray, domain_of: np.ndarray, seq_len: int, only: tuple[str, ...], shifted: bool
+    place: Callable[[np.ndarray, np.ndarray, int], Packing],
+    lengths: np.ndarray,
+    domain_of: np.ndarray,
+    seq_len: int,
+    only: tuple[str, ...],
+    shifted: bool,
 ) -> tuple[Packing, dict[str, list[int]]]:
     """One packing of all domains, each in rows of its own, and the row range of each.
 
@@ -77,7 +110,7 @@ def _pack_domains(
     packings, ranges, row = [], {}, 0
     for domain in sorted(set(domain_of.tolist()) & set(only) if only else set(domain_of.tolist())):
         here = domain_of == domain
-        packings.append(pack(starts[here], lengths[here] - shifted, seq_len))
+        packings.append(place(starts[here], lengths[here] - shifted, seq_len))
         ranges[domain] = [row, row + packings[-1].num_rows]
         row += packings[-1].num_rows
     if not packings:

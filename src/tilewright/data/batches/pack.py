@@ -62,6 +62,23 @@ def pack(starts: np.ndarray, lengths: np.ndarray, row_length: int) -> Packing:
     )
 
 
+def alone(starts: np.ndarray, lengths: np.ndarray, most: int) -> Packing:
+    """Each document in a row of its own, those with more than `most` positions in several, in their order.
+
+    Example:
+        >>> alone(np.array([0, 20]), np.array([7, 3]), 5).lengths_P.tolist()
+        [5, 2, 3]
+    """
+    pieces = -(-lengths // most)
+    part = ragged_arange(np.zeros_like(pieces), pieces)
+    left = np.repeat(lengths, pieces) - part * most
+    return Packing(
+        (np.repeat(starts, pieces) + part * most).astype(np.int64),
+        np.minimum(left, most).astype(np.int32),
+        np.arange(len(part) + 1, dtype=np.int64),
+    )
+
+
 def _best_fit(lengths: list[int], row_length: int) -> tuple[np.ndarray, int]:
     """Row of each length (descending): the fullest row that it still fits into, else a new one.
 

@@ -13,6 +13,8 @@ from tilewright.data.common.hashing import ragged_arange
 
 IGNORE = -100
 """Label of a position that has no target."""
+STARTS = "document_starts"
+"""Name in a batch of `starts_of`; that of `ops.base.documents`, which needs torch."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,36 @@ class TextRows:
         first, last = self.packing.first_R[rows_B], self.packing.first_R[rows_B + 1]
         num_pieces = last - first
         pieces = ragged_arange(first, num_pieces)
+        segment = ragged_arange(np.zeros_like(first), num_pieces).astype(np.int32)
+        flat, lengths = self._flat(pieces, segment)
+        used_B = np.zeros(len(rows_B), np.int64)
+        np.add.at(used_B, np.repeat(np.arange(len(rows_B)), num_pieces), lengths)
+        return {name: laid_out(name, values, used_B, self.row_length) for name, values in flat.items()}
+
+    def join(self, rows_N: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        """input_ids, labels, positions and segments [1, T] of rows that hold one piece each, behind each other.
+
+        Args:
+            rows_N: the rows; may be none.
+            length: T, at least the tokens of all of them.
+        """
+        flat, lengths = self._flat(self.packing.first_R[rows_N], np.arange(len(rows_N), dtype=np.int32))
+        return {name: laid_out(name, values, lengths.sum(keepdims=True), length) for name, values in flat.items()}
+
+    def lengths(self, rows_N: np.ndarray) -> np.ndarray:
+        """Tokens of rows that hold one piece each, int64."""
+        return self.packing.lengths_P[self.packing.first_R[rows_N]].astype(np.int64)
+
+    def _flat(self, pieces: np.ndarray, segments: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Arrays of the pieces behind each other, and the length of each."""
         starts, lengths = self.packing.starts_P[pieces], self.packing.lengths_P[pieces].astype(np.int64)
         at = ragged_arange(starts, lengths)
-        segment = ragged_arange(np.zeros_like(first), num_pieces).astype(np.int32)
-        flat = {
+        return {
             "input_ids": self.tokens[at],
             "labels": self._labels(at + self.shifted),
             "positions": at - np.repeat(starts, lengths),
-            "segments": np.repeat(segment, lengths),
-        }
-        used_B = np.zeros(len(rows_B), np.int64)
-        np.add.at(used_B, np.repeat(np.arange(len(rows_B)), num_pieces), lengths)
-        return {name: self._laid_out(name, values, used_B) for name, values in flat.items()}
+            "segments": np.repeat(segments, lengths),
+        }, lengths
 
     def _labels(self, at: np.ndarray) -> np.ndarray:
         if self.trained is None:
@@ -71,16 +91,36 @@ class TextRows:
         at = ragged_arange(self.packing.starts_P[pieces], self.packing.lengths_P[pieces].astype(np.int64))
         return int(sizes[at + self.shifted].sum(dtype=np.int64))
 
-    def _laid_out(self, name: str, values: np.ndarray, used_B: np.ndarray) -> np.ndarray:
-        shape = (len(used_B), self.row_length)
-        dtype = np.int32 if name == "segments" else np.int64
-        if len(values) == shape[0] * shape[1]:
-            return values.astype(dtype, copy=False).reshape(shape)
-        out = np.full(shape, {"labels": IGNORE, "segments": -1}.get(name, 0), dtype)
-        out[np.arange(self.row_length) < used_B[:, None]] = values
-        return out
-
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first stream position, length) of the pieces of one row."""
         span = slice(self.packing.first_R[row], self.packing.first_R[row + 1])
         return list(zip(self.packing.starts_P[span].tolist(), self.packing.lengths_P[span].tolist(), strict=True))
+
+
+def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> np.ndarray:
+    """Values of rows behind each other as [B, S], each row filled up.
+
+    Args:
+        name: of the batch array, which decides dtype and filling.
+        values: of all rows.
+        used_B: how many of them are of each row.
+        length: S.
+    """
+    shape = (len(used_B), length)
+    dtype = np.int32 if name == "segments" else np.int64
+    if len(values) == shape[0] * shape[1]:
+        return values.astype(dtype, copy=False).reshape(shape)
+    out = np.full(shape, {"labels": IGNORE, "segments": -1}.get(name, 0), dtype)
+    out[np.arange(length) < used_B[:, None]] = values
+    return out
+
+
+def starts_of(lengths_N: np.ndarray, length: int) -> np.ndarray:
+    """First tokens of documents behind each other, of the padding behind them, and the end: int32.
+
+    Example:
+        >>> starts_of(np.array([3, 2]), 8).tolist(), starts_of(np.array([3, 2]), 5).tolist()
+        ([0, 3, 5, 8], [0, 3, 5])
+    """
+    ends_N = np.append(0, np.cumsum(lengths_N))
+    return np.append(ends_N, [length][: int(ends_N[-1] < length)]).astype(np.int32)

@@ -8,33 +8,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.data.batches.mix import BLOCK, Mixture, Picks, check_weights
-from tilewright.data.batches.tensors import Batch, as_tensors
-
-
-class Rows(Protocol):
-    """What `Stream` needs of prepared data, of any kind."""
-
-    fingerprint: str
-    num_rows: Mapping[str, int]
-
-    def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """Batch arrays of the training rows `picks`, in their order."""
-        ...
-
-    def blank_row(self) -> dict[str, np.ndarray]:
-        """A row without targets, for a rank that has fewer rows than the others."""
-        ...
-
-    def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
-        """The source documents of a training row."""
-        ...
+from tilewright.core.errors import CheckpointError
+from tilewright.data.batches.mix import BLOCK, Mixture, check_weights
+from tilewright.data.batches.steps import BuiltStep, DocumentSteps, Rows, RowSteps, StepCut, StepDocuments
+from tilewright.data.batches.tensors import Batch
+from tilewright.parallel.pipeline.assignment import Assign, Room, any_count
 
 
 class Stream:
@@ -43,11 +25,14 @@ class Stream:
     Args:
         prepared: what to read, see `prepare`.
         seed: order of the rows.
-        weights: mixture weights by domain; empty: in proportion to the rows, which is to tokens.
-        batch_size: rows of one optimizer step, over all ranks.
-        micro_batch_size: most rows in one batch.
-        rank, world: this process and the number of them; rank r gets samples r, r + world, ... of each step.
+        weights: mixture weights by domain, of tokens; empty: in proportion to the rows, each once per epoch.
+        batch_size: rows of one optimizer step, over all ranks. With `documents` tokens of whole documents, at most.
+        micro_batch_size: most rows in one batch. With `documents` tokens.
+        rank, world: this process and the number of them; rank r gets samples r, r + world, ... of each step. With
+            `documents` what `assign_with` says.
         prefetch: steps made ahead in a thread. 0: made when asked for.
+        documents: steps are of documents, each of which is a row of `prepared`, and micro-batches are [1, T].
+        takes: with `documents`, whether a rank can run so many micro-batches in a step.
 
     Raises:
         ConfigError: impossible weights, or fewer rows in a step than ranks.
@@ -64,24 +49,30 @@ class Stream:
         rank: int = 0,
         world: int = 1,
         prefetch: int = 2,
+        documents: bool = False,
+        takes: Callable[[int], bool] = any_count,
     ):
-        if batch_size < world:
-            raise ConfigError(
-                "Fewer rows per step than ranks",
-                where="train.global_batch_size",
-                got=f"global_batch_size = {batch_size}, {world} ranks",
-                need=f"at least {world}",
-                try_=f"train.global_batch_size = {world}",
-            )
         self.wait_s = 0.0
         """Seconds that the last `next_step` waited for its batches."""
-        self._prepared, self._rank, self._world = prepared, rank, world
-        self._batch_size, self._micro_batch, self._prefetch = batch_size, micro_batch_size, prefetch
+        self.documents: StepDocuments | None = None
+        """Of the step that `next_step` gave last, on all ranks; None where steps are of rows."""
+        self._cut: StepCut
+        if documents:
+            self._cut = DocumentSteps(prepared, batch_size, Room(world, micro_batch_size, takes), rank)
+        else:
+            self._cut = RowSteps(prepared, batch_size, micro_batch_size, rank, world)
+        self._prepared, self._prefetch = prepared, prefetch
         self._next = self._step = 0
         self._sizes = [(0, 0, batch_size)]  # steps of one size: their first one, its first sample, the size
         self._worker: _Worker | None = None
         self._mixture = Mixture(seed, prepared.num_rows)
-        self._mixture.add_stage(0, weights or dict(prepared.num_rows))
+        self._mixture.add_stage(0, self._weights(weights))
+
+    def _weights(self, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+        """Of samples, by domain."""
+        if not weights:
+            return check_weights(self._prepared.num_rows, tuple(self._prepared.num_rows))
+        return self._cut.weights(check_weights(weights, tuple(self._prepared.num_rows)))
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step; as many on every rank.
@@ -89,13 +80,27 @@ class Stream:
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
         if self._prefetch and self._worker is None:
-            self._worker = _Worker(self._build, self._next, self._batch_size, self._prefetch)
+            self._worker = _Worker(self._build, self._next, self._prefetch)
         started = time.perf_counter()
-        batches = self._worker.get() if self._worker else self._build(self._next)
+        built = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started
-        self._next += self._batch_size
+        self._next, self.documents = built.end, built.documents
         self._step += 1
-        return batches
+        return built.batches
+
+    def assign_with(self, assign: Assign) -> None:
+        """From the next step on, `assign` says which micro-batch of which rank gets each document.
+
+        Call it on every rank after the same step, with functions that give the same. What was made ahead is thrown away
+        and made again.
+
+        Raises:
+            AssertionError: steps are of rows.
+        """
+        if not isinstance(self._cut, DocumentSteps):
+            raise AssertionError("rows of one length are not assigned")
+        self.close()
+        self._cut.assign = assign
 
     def samples_of(self, step: int) -> range:
         """The samples of a step, over all ranks, also where the size of a step changed before it.
@@ -104,8 +109,8 @@ class Stream:
             step: counted from 0.
         """
         first, sample, size = max((one for one in self._sizes if one[0] <= step), key=lambda one: one[0])
-        start = sample + (step - first) * size
-        return range(start, start + size)
+        start = self._cut.skip(self._mixture, sample, step - first, size)
+        return range(start, self._cut.skip(self._mixture, start, 1, size))
 
     def mix_with(self, weights: Mapping[str, float] | None) -> int | None:
         """Mix with `weights` (empty: in proportion to the rows) from the next block boundary on, where that is not
@@ -113,7 +118,7 @@ class Stream:
 
         Call it on every rank after the same step. What was made ahead is thrown away and made again.
         """
-        weights = check_weights(weights or self._prepared.num_rows, self._mixture.domains)
+        weights = self._weights(weights)
         if weights == self._mixture.stages[-1][1]:
             return None
         start = -(-self._next // BLOCK) * BLOCK
@@ -161,11 +166,11 @@ class Stream:
             mixture.add_stage(start, weights)
         self.close()
         self._mixture, self._next = mixture, state["next_sample"]
-        self._step = state.get("step", self._next // self._batch_size)
-        sizes = [tuple(one) for one in state.get("sizes", [(0, 0, self._batch_size)])]
-        if sizes[-1][2] != self._batch_size:
+        self._step = state.get("step", self._next // self._cut.size)
+        sizes = [tuple(one) for one in state.get("sizes", [(0, 0, self._cut.size)])]
+        if sizes[-1][2] != self._cut.size:
             sizes = [one for one in sizes if one[0] < self._step]
-            sizes.append((self._step, self._next, self._batch_size))
+            sizes.append((self._step, self._next, self._cut.size))
         self._sizes = sizes
 
     def explain(self, sample: int) -> dict[str, Any]:
@@ -192,38 +197,28 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build(self, start: int) -> list[Batch]:
-        """The micro-batches of the step whose first sample is `start`."""
-        samples = np.arange(start + self._rank, start + self._batch_size, self._world)
-        arrays = self._prepared.train_arrays(self._mixture.picks(samples), self._mixture.seed)
-        most = -(-self._batch_size // self._world)
-        if len(samples) < most:
-            blank = self._prepared.blank_row()
-            arrays = {name: np.concatenate([array, blank[name]]) for name, array in arrays.items()}
-        num_batches = -(-most // self._micro_batch)
-        bounds = [most * i // num_batches for i in range(num_batches + 1)]
-        tensors = as_tensors(arrays)
-        return [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
+    def _build(self, start: int) -> BuiltStep:
+        return self._cut.build(self._mixture, start)
 
 
 class _Worker:
     """A thread that builds steps ahead into a bounded queue, and hands on what goes wrong in it."""
 
-    def __init__(self, build: Callable[[int], list[Batch]], start: int, stride: int, depth: int):
-        self._queue: queue.Queue[tuple[list[Batch] | None, BaseException | None]] = queue.Queue(depth)
+    def __init__(self, build: Callable[[int], BuiltStep], start: int, depth: int):
+        self._queue: queue.Queue[tuple[BuiltStep | None, BaseException | None]] = queue.Queue(depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(build, start, stride), name="tilewright-data", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(build, start), name="tilewright-data", daemon=True)
         self._thread.start()
 
-    def get(self) -> list[Batch]:
+    def get(self) -> BuiltStep:
+        built: BuiltStep | None = None
         if self._error is None:
-            batches, self._error = self._queue.get()
+            built, self._error = self._queue.get()
         if self._error is not None:
             raise self._error
-        return batches
+        assert built is not None
+        return built
 
     def close(self) -> None:
         self._stop.set()
@@ -233,13 +228,12 @@ class _Worker:
             except queue.Empty:
                 self._thread.join(0.01)
 
-    def _run(self, build: Callable[[int], list[Batch]], start: int, stride: int) -> None:
+    def _run(self, build: Callable[[int], BuiltStep], start: int) -> None:
         while not self._stop.is_set():
             try:
-                item = build(start), None
+                built = build(start)
             except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
-                item = None, error
-            self._queue.put(item)
-            if item[1] is not None:
+                self._queue.put((None, error))
                 return
-            start += stride
+            self._queue.put((built, None))
+            start = built.end

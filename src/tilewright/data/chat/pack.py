@@ -7,6 +7,7 @@ they fit, best fit first; of preferences a row is one pair.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.errors import DataError
-from tilewright.data.batches.pack import Packing, pack
+from tilewright.data.batches.pack import Packing, alone, pack
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
@@ -27,8 +28,18 @@ EQUAL = "chosen and rejected are equal up to data.seq_len"
 _NUM_LONGEST = 5
 
 
-def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress: ProgressBar) -> None:
+def pack_chat(
+    folder: Path, corpus: Path, pairs: bool, seq_len: int, rows: str = "packed", *, progress: ProgressBar
+) -> None:
     """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
+
+    Args:
+        folder: gets the files.
+        corpus: folder of encoded conversations.
+        pairs: whether they are preferences.
+        seq_len: positions in a row.
+        rows: "packed", or "documents" for one rendering in each row.
+        progress: shows a phase.
 
     Raises:
         DataError: no conversation fits.
@@ -52,7 +63,8 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
             reason = np.where(behind, BEHIND, np.where(equal, EQUAL, ""))
         fits = reason == ""
         domain_of = np.array(here["domain"].to_pylist())
-        packing, ranges[split] = _pack_domains(starts, column["length"] - 1, domain_of, fits, seq_len, pairs)
+        place = pack if rows == "packed" else alone
+        packing, ranges[split] = _pack_domains(place, starts, column["length"] - 1, domain_of, fits, seq_len, pairs)
         cut = fits & (column["length"] - 1 > seq_len)
         facts["truncated"] += int(cut.sum())
         facts["truncated_tokens"] += int((column["length"][cut] - 1 - seq_len).sum())
@@ -67,8 +79,8 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
         if split == "train":
             summary["utilisation"] = round(packing.utilisation(seq_len * (1 + pairs)), 5)
             order = np.argsort(-column["length"], kind="stable")[:_NUM_LONGEST].tolist()
-            rows = here.take(order)
-            facts["longest"] = rows.select(["name", "length", "trained"]).to_pylist()
+            longest = here.take(order)
+            facts["longest"] = longest.select(["name", "length", "trained"]).to_pylist()
     trained = [domain for domain, (first, stop) in ranges["train"].items() if stop > first]
     if not trained:
         raise DataError(
@@ -90,6 +102,7 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
         "task": "causal_lm",
         "format": "preferences" if pairs else "chat",
         "seq_len": seq_len,
+        "rows_of": rows,
         "rows": ranges,
         "summary": summary,
     }
@@ -97,7 +110,13 @@ def pack_chat(folder: Path, corpus: Path, pairs: bool, seq_len: int, *, progress
 
 
 def _pack_domains(
-    starts: np.ndarray, lengths: np.ndarray, domain_of: np.ndarray, fits: np.ndarray, seq_len: int, pairs: bool
+    place: Callable[[np.ndarray, np.ndarray, int], Packing],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    domain_of: np.ndarray,
+    fits: np.ndarray,
+    seq_len: int,
+    pairs: bool,
 ) -> tuple[Packing, dict[str, list[int]]]:
     """One packing of all domains, each in rows of its own, and the row range of each. A pair is a row of two pieces."""
     lengths = np.minimum(lengths, seq_len)
@@ -107,7 +126,7 @@ def _pack_domains(
         if pairs:
             mine = Packing(starts[here], lengths[here].astype(np.int32), np.arange(0, len(here) + 1, 2))
         else:
-            mine = pack(starts[here], lengths[here], seq_len)
+            mine = place(starts[here], lengths[here], seq_len)
         pieces_s.append(mine.starts_P)
         pieces_l.append(mine.lengths_P)
         counts.append(np.diff(mine.first_R))

@@ -61,12 +61,26 @@ def in_stream_order(lengths_N: np.ndarray, room: Room) -> Assignment:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _num_parts(ends_N, middle) <= count * room.ranks else (middle + 1, high)
-    bounds = _bounds(ends_N, low)
+    bounds = part_bounds(ends_N, low)
     bounds += [len(lengths_N)] * (count * room.ranks + 1 - len(bounds))
     return tuple(
         tuple(np.arange(bounds[part], bounds[part + 1]) for part in range(rank, count * room.ranks, room.ranks))
         for rank in range(room.ranks)
     )
+
+
+def part_bounds(ends_N: np.ndarray, most: int) -> list[int]:
+    """First document of each part of at most so many tokens, filled one after the other, and the end.
+
+    Args:
+        ends_N: running sums of the documents' tokens, none of which has more than `most`.
+        most: tokens of a part.
+    """
+    bounds, before = [0], 0
+    while bounds[-1] < len(ends_N):
+        bounds.append(int(np.searchsorted(ends_N, before + most, side="right")))
+        before = int(ends_N[bounds[-1] - 1])
+    return bounds
 
 
 def check_assignment(assignment: Assignment, lengths_N: np.ndarray, room: Room) -> None:
@@ -86,14 +100,5 @@ def check_assignment(assignment: Assignment, lengths_N: np.ndarray, room: Room) 
         raise AssertionError(f"a micro-batch of {most} tokens, {room.tokens} are allowed")
 
 
-def _bounds(ends_N: np.ndarray, most: int) -> list[int]:
-    """First document of each part of at most so many tokens, filled one after the other, and the end."""
-    bounds, before = [0], 0
-    while bounds[-1] < len(ends_N):
-        bounds.append(int(np.searchsorted(ends_N, before + most, side="right")))
-        before = int(ends_N[bounds[-1] - 1])
-    return bounds
-
-
 def _num_parts(ends_N: np.ndarray, most: int) -> int:
-    return len(_bounds(ends_N, most)) - 1
+    return len(part_bounds(ends_N, most)) - 1

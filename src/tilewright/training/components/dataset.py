@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
-from tilewright.data.batches.stream import Stream
 from tilewright.data.chat.build import first_shape
 from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.common.tokenizer import load_tokenizer
@@ -52,6 +51,7 @@ def prepare_data(recipe: Recipe) -> Prepared:
         holdout=data.holdout,
         validation=_validation(data),
         seq_len=data.seq_len,
+        rows=data.rows,
         vocab_size=data.vocab_size,
         tokenizer=tokenizer_path(recipe.model, data),
         text_field=data.text_field,
@@ -73,21 +73,6 @@ def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]
     if isinstance(prepared, PreparedChat):
         for line in prepared.preview():
             yield "chat", line, {}
-
-
-def stream_of(recipe: Recipe, prepared: Prepared, *, rank: int, world: int) -> Stream:
-    """The batches of a run, of several ranks this one's part of them."""
-    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
-    return Stream(
-        prepared,
-        seed=recipe.run.seed,
-        weights=recipe.data.weights,
-        batch_size=recipe.train.global_batch_size // rows,
-        micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
-        prefetch=recipe.data.prefetch,
-        rank=rank,
-        world=world,
-    )
 
 
 def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:

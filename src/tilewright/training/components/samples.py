@@ -1,4 +1,5 @@
-"""What a step of a run was trained on, from the step's number alone: samples, documents, files, bytes and text.
+"""The stream of a run, and what a step of it was trained on, from the step's number alone: samples, documents, files,
+bytes and text.
 
 No log of samples is read: which rows a step takes is a function of the seed, the data, the weights of the mixture and
 the size of a step; of the last two the newest checkpoint has a log.
@@ -10,10 +11,53 @@ from typing import Any
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
-from tilewright.data.batches.stream import Rows, Stream
+from tilewright.data.batches.steps import Rows
+from tilewright.data.batches.stream import Stream
 from tilewright.data.build.finished.open_built import built_at
 from tilewright.data.prepare import prepare
+from tilewright.parallel.pipeline.assignment import any_count
+from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.training.checkpoint.meta import read_meta
+
+
+def stream_of(recipe: Recipe, prepared: Rows, *, rank: int, world: int, prefetch: int | None = None) -> Stream:
+    """The batches of a run, of several ranks this one's part of them.
+
+    Args:
+        recipe: reads `[data]`, `[train]` and `[parallel]`.
+        prepared: the data.
+        rank, world: of those that read different rows.
+        prefetch: steps made ahead; None: the recipe's number.
+    """
+    batch, micro_batch = step_size(recipe)
+    return Stream(
+        prepared,
+        seed=recipe.run.seed,
+        weights=recipe.data.weights,
+        batch_size=batch,
+        micro_batch_size=micro_batch,
+        prefetch=recipe.data.prefetch if prefetch is None else prefetch,
+        rank=rank,
+        world=world,
+        documents=recipe.data.rows == "documents",
+        takes=Pipeline.of(recipe.parallel).takes if recipe.parallel.pp > 1 else any_count,
+    )
+
+
+def step_size(recipe: Recipe) -> tuple[int, int]:
+    """Samples of a step and of a micro-batch: rows, pairs of them, or tokens of documents.
+
+    Example:
+        >>> from tilewright.core.config.recipe import DataSection, TrainSection
+        >>> train = TrainSection(global_batch_size=16, micro_batch_size=4)
+        >>> step_size(Recipe(train=train, data=DataSection(rows="documents", seq_len=100)))
+        (1600, 400)
+    """
+    train, data = recipe.train, recipe.data
+    if data.rows == "documents":
+        return train.global_batch_size * data.seq_len, train.micro_batch_size * data.seq_len
+    rows = 2 if data.format == "preferences" else 1  # of one sample
+    return train.global_batch_size // rows, max(1, train.micro_batch_size // rows)
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
@@ -28,12 +72,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         raise ConfigError(
             "Step beyond the run's last", got=f"--step {step}", need=f"1 to {recipe.train.steps}", where=str(run)
         )
-    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
-    size = recipe.train.global_batch_size // rows
-    prepared = _prepared(recipe)
-    with Stream(
-        prepared, seed=recipe.run.seed, weights=recipe.data.weights, batch_size=size, micro_batch_size=size, prefetch=0
-    ) as stream:
+    with stream_of(recipe, _prepared(recipe), rank=0, world=1, prefetch=0) as stream:
         checkpoints = sorted((run / "checkpoints").glob("step_*/meta.json"))
         if checkpoints:
             stream.load_state_dict(read_meta(checkpoints[-1].parent)["parts"]["stream"])
@@ -44,7 +83,7 @@ def _prepared(recipe: Recipe) -> Rows:
     """The run's data. A built dataset is opened without the model, whose libraries take seconds to load."""
     data = recipe.data
     if not data.sources and built_at(data.source) is not None:
-        wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len}
+        wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len, "rows": data.rows}
         wanted["image_size"] = data.image_size
         return prepare(data.source, **wanted, cache_dir=data.cache_dir, own_process=True)
     from tilewright.training.components.dataset import prepare_data

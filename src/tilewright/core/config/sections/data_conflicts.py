@@ -1,0 +1,102 @@
+"""Contradictions in the settings that describe a run's data: domains and weights, conversations, what is a row."""
+
+from collections.abc import Iterator
+
+from tilewright.core.config.model_conflicts import Conflict
+from tilewright.core.config.recipe import Recipe
+
+
+def _data(recipe: Recipe) -> Iterator[Conflict]:
+    data = recipe.data
+    if recipe.model.task == "image_classification" and data.source == "installed" and not data.sources:
+        yield Conflict(
+            ("model.task", "data.source"),
+            "Installed corpus holds no images",
+            'data.source = "installed", model.task = "image_classification"',
+            "a folder with one sub-folder of images a class",
+            "--data.source FOLDER",
+        )
+    if any(not 0 <= weight < float("inf") for weight in data.weights.values()) or (
+        data.weights and not sum(data.weights.values())
+    ):
+        yield Conflict(
+            ("data.weights",),
+            "Mixture weights must be 0 or more, and not all 0",
+            f"data.weights = {data.weights}",
+            "numbers from 0 up, at least one above 0",
+            "leave a domain out with data.domains instead of a negative weight",
+        )
+    if data.format != "text":
+        yield from _chat(recipe)
+    if data.rows == "documents":
+        yield from _documents(recipe)
+    known = data.domains or tuple(data.sources)
+    strangers = sorted(set(data.weights) - set(known)) if known else []
+    if strangers:
+        yield Conflict(
+            ("data.weights", "data.domains", "data.sources"),
+            "Weights for domains that data.domains leaves out" if data.domains else "Weights for unknown sources",
+            ", ".join(strangers),
+            f"domains among {', '.join(known)}",
+            f"add them to data.{'domains' if data.domains else 'sources'} or take their weights away",
+        )
+
+
+def _documents(recipe: Recipe) -> Iterator[Conflict]:
+    """What is no text, or a pair of answers, cannot be put behind each other."""
+    if recipe.model.task == "image_classification":
+        yield Conflict(
+            ("data.rows", "model.task"),
+            "Images are no documents",
+            'data.rows = "documents", model.task = "image_classification"',
+            "text",
+            'data.rows = "packed"',
+        )
+    if recipe.data.format == "preferences":
+        yield Conflict(
+            ("data.rows", "data.format"),
+            "Pairs of preferences cannot be put behind each other",
+            'data.rows = "documents", data.format = "preferences"',
+            "two answers side by side, each in a row of its own",
+            'data.rows = "packed", or data.format = "chat"',
+        )
+
+
+def _chat(recipe: Recipe) -> Iterator[Conflict]:
+    """Conversations need an answer to predict, and are in none of the installed files."""
+    data = recipe.data
+    if recipe.model.task != "causal_lm":
+        yield Conflict(
+            ("model.task", "data.format"),
+            f'data.format = "{data.format}" needs a causal language model',
+            f'model.task = "{recipe.model.task}"',
+            'model.task = "causal_lm"',
+            'model.task = "causal_lm", or data.format = "text"',
+        )
+    if data.source == "installed" and not data.sources:
+        yield Conflict(
+            ("data.source", "data.sources", "data.format"),
+            "Installed corpus holds no conversations",
+            f'data.source = "installed", data.format = "{data.format}"',
+            "a file or folder of conversations",
+            "--data.source FILE",
+        )
+
+
+def _preferences(recipe: Recipe) -> Iterator[Conflict]:
+    """A pair is two rows."""
+    if recipe.data.format != "preferences":
+        return
+    train = recipe.train
+    if train.global_batch_size % 2 or train.micro_batch_size % 2:
+        yield Conflict(
+            ("data.format", "train.global_batch_size", "train.micro_batch_size"),
+            "Pairs of preferences need even batch sizes",
+            f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size}",
+            "even numbers: a pair is two rows",
+            f"train.global_batch_size = {train.global_batch_size + train.global_batch_size % 2}, "
+            f"train.micro_batch_size = {train.micro_batch_size + train.micro_batch_size % 2}",
+        )
+
+
+DATA_CHECKS = (_data, _preferences)

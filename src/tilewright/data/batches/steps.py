@@ -1,0 +1,229 @@
+"""What a step takes of the stream, and how it is cut into a rank's micro-batches: rows of one length, or documents.
+
+Both are functions of the first sample alone, whatever the number of ranks, so a stream's state is where it stands.
+
+Legend: N documents of a step, or samples  R rows of a micro-batch  T tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilewright.core.errors import ConfigError
+from tilewright.data.batches.mix import BLOCK, Mixture, Picks
+from tilewright.data.batches.tensors import Batch, as_tensors
+from tilewright.parallel.pipeline.assignment import Assign, Assignment, Room, check_assignment, in_stream_order
+
+NUM_LENGTHS = 16
+"""Micro-batches of documents are filled up to one of so many lengths. oneDNN keeps code for each shape that it has
+seen: 100 lengths of a small model 570 to 730 MiB, four of them 34."""
+_LENGTH_STEP = 32
+_WALK = 4096  # documents that are looked at together
+
+
+class Rows(Protocol):
+    """What a stream needs of prepared data, of any kind."""
+
+    fingerprint: str
+    num_rows: Mapping[str, int]
+
+    def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
+        """Batch arrays of the training rows `picks`, in their order."""
+        ...
+
+    def blank_row(self) -> dict[str, np.ndarray]:
+        """A row without targets, for a rank that has fewer rows than the others."""
+        ...
+
+    def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
+        """The source documents of a training row."""
+        ...
+
+
+class RowsOfDocuments(Rows, Protocol):
+    """What it needs where each row is one document."""
+
+    num_tokens: Mapping[str, int]
+
+    def lengths(self, picks: Picks) -> np.ndarray:
+        """Tokens of each document, int64."""
+        ...
+
+    def joined(self, picks: Picks, seed: int, length: int) -> dict[str, np.ndarray]:
+        """Batch arrays [1, T] of documents behind each other, and where they begin; none gives padding alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepDocuments:
+    """The documents of a step, on all ranks, and where they went."""
+
+    lengths_N: np.ndarray
+    """Tokens of each, int64, in stream order."""
+    assignment: Assignment
+    """See `parallel.pipeline.assignment`."""
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A rank's part of a step."""
+
+    batches: list[Batch]
+    end: int
+    """The sample after the step's last one."""
+    documents: StepDocuments | None = None
+
+
+class StepCut(Protocol):
+    """What is a step of a stream."""
+
+    size: int
+    """Of a step over all ranks, in rows or tokens."""
+
+    def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Weights of the mixture of samples where a user wants these."""
+        ...
+
+    def build(self, mixture: Mixture, start: int) -> BuiltStep:
+        """The step whose first sample is `start`."""
+        ...
+
+    def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
+        """The first sample of the step that comes so many steps of this size behind the one at `start`."""
+        ...
+
+
+class RowSteps:
+    """A step is `batch_size` rows; rank r gets every `world`-th of them, from the r-th one on.
+
+    Args:
+        prepared: what to read.
+        batch_size: rows of a step, over all ranks.
+        micro_batch_size: most rows in one batch.
+        rank, world: this process and the number of them.
+
+    Raises:
+        ConfigError: fewer rows in a step than ranks.
+    """
+
+    def __init__(self, prepared: Rows, batch_size: int, micro_batch_size: int, rank: int, world: int) -> None:
+        if batch_size < world:
+            raise ConfigError(
+                "Fewer rows per step than ranks",
+                where="train.global_batch_size",
+                got=f"global_batch_size = {batch_size}, {world} ranks",
+                need=f"at least {world}",
+                try_=f"train.global_batch_size = {world}",
+            )
+        self.size = batch_size
+        self._prepared, self._rank, self._world, self._micro_batch = prepared, rank, world, micro_batch_size
+
+    def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Samples are rows, all of one length."""
+        return weights
+
+    def build(self, mixture: Mixture, start: int) -> BuiltStep:
+        """A rank with fewer rows than the others is filled up with a row that has no targets."""
+        samples = np.arange(start + self._rank, start + self.size, self._world)
+        arrays = self._prepared.train_arrays(mixture.picks(samples), mixture.seed)
+        most = -(-self.size // self._world)
+        if len(samples) < most:
+            blank = self._prepared.blank_row()
+            arrays = {name: np.concatenate([array, blank[name]]) for name, array in arrays.items()}
+        num_batches = -(-most // self._micro_batch)
+        bounds = [most * i // num_batches for i in range(num_batches + 1)]
+        tensors = as_tensors(arrays)
+        batches = [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
+        return BuiltStep(batches, start + self.size)
+
+    def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
+        """Steps of one size have one number of samples."""
+        return start + steps * size
+
+
+class DocumentSteps:
+    """A step is the next whole documents of the stream that have at most `tokens` tokens together, at least one.
+
+    All ranks compute where all of them go, and each reads its own.
+
+    Args:
+        prepared: what to read, a document in each row.
+        tokens: of a step, over all ranks.
+        room: what its micro-batches may be.
+        rank: that this process has among those of `room`.
+    """
+
+    def __init__(self, prepared: RowsOfDocuments, tokens: int, room: Room, rank: int) -> None:
+        self.size, self.room, self._rank = tokens, room, rank
+        self.assign: Assign = in_stream_order
+        """Says where documents go. Settable while nothing is built."""
+        self._prepared = prepared
+        documents, tokens_there = (sum(of.values()) for of in (prepared.num_rows, prepared.num_tokens))
+        self._mean = max(1.0, tokens_there / max(1, documents))
+
+    def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Users weigh tokens; a sample is a document, which has more of them in one domain than in another."""
+        rows, tokens = self._prepared.num_rows, self._prepared.num_tokens
+        return {name: weight * rows[name] / tokens[name] if weight else weight for name, weight in weights.items()}
+
+    def build(self, mixture: Mixture, start: int) -> BuiltStep:
+        """Each micro-batch is [1, T], filled up with padding to one of a few lengths."""
+        picks, lengths_N = self._next(mixture, start, self.size)
+        assignment = self.assign(lengths_N, self.room)
+        check_assignment(assignment, lengths_N, self.room)
+        batches = []
+        for part in assignment[self._rank]:
+            length = padded_length(int(lengths_N[part].sum()), self.room.tokens)
+            arrays = self._prepared.joined(_of(picks, part), mixture.seed, length)
+            batches.append(as_tensors(arrays))
+        return BuiltStep(batches, start + len(lengths_N), StepDocuments(lengths_N, assignment))
+
+    def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
+        """Documents are counted, many steps of them at a time."""
+        number = _WALK + 2 * int(size / self._mean)
+        while steps:
+            ends_N = np.cumsum(self._prepared.lengths(_picks(mixture, start, number)))
+            at = before = 0
+            while steps and (end := int(np.searchsorted(ends_N, before + size, side="right"))) < number:
+                at = max(at + 1, end)
+                before, steps = int(ends_N[at - 1]), steps - 1
+            number, start = number if at else 2 * number, start + at
+        return start
+
+    def _next(self, mixture: Mixture, start: int, tokens: int) -> tuple[Picks, np.ndarray]:
+        """The documents of the step that begins at a sample, and their tokens."""
+        number = int(tokens / self._mean) + BLOCK
+        while True:
+            picks = _picks(mixture, start, number)
+            lengths_N = self._prepared.lengths(picks)
+            fit = int(np.searchsorted(np.cumsum(lengths_N), tokens, side="right"))
+            if fit < number:
+                here = slice(0, max(1, fit))
+                return _of(picks, here), lengths_N[here]
+            number *= 2
+
+
+def padded_length(tokens: int, most: int) -> int:
+    """T of a micro-batch with so many tokens: the next of `NUM_LENGTHS` lengths or fewer.
+
+    Args:
+        tokens: of documents.
+        most: in a micro-batch; the longest of the lengths.
+
+    Example:
+        >>> [padded_length(tokens, 1024) for tokens in (0, 1, 64, 65, 1000)]
+        [64, 64, 64, 128, 1024]
+    """
+    step = -(-most // (NUM_LENGTHS * _LENGTH_STEP)) * _LENGTH_STEP
+    return min(most, max(1, -(-tokens // step)) * step)
+
+
+def _picks(mixture: Mixture, start: int, number: int) -> Picks:
+    return mixture.picks(np.arange(start, start + number, dtype=np.int64))
+
+
+def _of(picks: Picks, which: np.ndarray | slice) -> Picks:
+    return Picks(picks.sample[which], picks.domain[which], picks.epoch[which], picks.row[which])

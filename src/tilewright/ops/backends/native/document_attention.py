@@ -1,0 +1,118 @@
+"""Causal attention on CPUs, one document after the other: the sum of their lengths squared is all that is computed.
+
+torch's flash kernel takes a mask of all pairs of positions or none. Here it takes none: each document is a call of its
+own, causal, so that nothing is computed between documents, and no mask is made. One operator per pass, compiled or not:
+how many documents there are is no part of a graph.
+
+Legend: B rows  H query heads  K key heads  S positions  D width  N documents  L tokens of a document.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.backends.attention_parts import expand, padded_values
+from tilewright.ops.base.documents import Documents
+
+
+def attention(
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None, *, wide: bool
+) -> Tensor:
+    """See `ops.attention`. Padding, of segment -1, gives zeros.
+
+    Args:
+        q_BHSD, k_BKSD, v_BKSD: on the CPU.
+        documents: of the rows.
+        scale: of the scores.
+        wide: multiply in FP32, whatever the operands are.
+    """
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    v = padded_values(q_BHSD, v_BKSD)
+    out = _Attention.apply(q_BHSD, k_BKSD, v, documents.segments_BS, documents.starts_N1, scale, wide)
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale, wide):
+        out_BHSD, lse_BHS = _forward(q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale, wide)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, out_BHSD, lse_BHS)
+        ctx.options = scale, wide
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx, dout_BHSD):
+        return *_backward(*ctx.saved_tensors, dout_BHSD, *ctx.options), None, None, None, None
+
+
+@torch.library.custom_op("tilewright::document_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, scale: float, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or FP64."""
+    out, lse = _heads_inside(q).zero_(), q.new_zeros(q.shape[:3], dtype=_high(q))
+    group = q.shape[1] // k.shape[1]
+    for row, here in _documents(segments, starts):
+        queries, keys, values = (_taken(x, row, here, wide) for x in (q, k, v))
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, expand(keys, group), expand(values, group), 0.0, True, scale=scale
+        )
+        out[row, :, here], lse[row, :, here] = part[0], part_lse[0]
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, k, v, segments, starts, scale, wide):
+    return _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
+
+
+@torch.library.custom_op("tilewright::document_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (_heads_inside(x).zero_() for x in (q, k, v))
+    heads = k.shape[1], q.shape[1] // k.shape[1]
+    for row, here in _documents(segments, starts):
+        upstream, queries, keys, values, done = (_taken(x, row, here, wide) for x in (dout, q, k, v, out))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream, queries, expand(keys, heads[1]), expand(values, heads[1]), done, lse[row : row + 1, :, here],
+            0.0, True, scale=scale,
+        )  # fmt: skip
+        dq[row, :, here] = found[0][0]
+        for gradient, part in zip((dk, dv), found[1:], strict=True):
+            gradient[row, :, here] = part[0] if heads[1] == 1 else part[0].unflatten(0, heads).to(lse.dtype).sum(1)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(q, k, v, segments, starts, out, lse, dout, scale, wide):
+    return _heads_inside(q), _heads_inside(k), _heads_inside(v)
+
+
+def _documents(segments_BS: Tensor, starts_N1: Tensor) -> Iterator[tuple[int, slice]]:
+    """Row and positions of each document; not of padding."""
+    length = segments_BS.shape[1]
+    kept = (segments_BS.flatten()[starts_N1[:-1].long()] >= 0).tolist()
+    bounds = starts_N1.tolist()
+    for start, end, keep in zip(bounds[:-1], bounds[1:], kept, strict=True):
+        if keep:
+            row = start // length
+            yield row, slice(start - row * length, end - row * length)
+
+
+def _taken(x_BHSD: Tensor, row: int, here: slice, wide: bool) -> Tensor:
+    """[1, H, L, D] of one document."""
+    part = x_BHSD[row : row + 1, :, here]
+    return part.to(_high(part)) if wide else part
+
+
+def _high(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _heads_inside(x_BHSD: Tensor) -> Tensor:
+    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    batch, heads, positions, width = x_BHSD.shape
+    return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)
