@@ -118,6 +118,7 @@ PROOFS: dict[str, Probe | str] = {
     "data.holdout": Probe("0.3", "data"),
     "data.eval_source": Probe("rows.jsonl", "others"),
     "data.seq_len": Probe("32", "data"),
+    "data.rows": Probe("documents", "data"),
     "data.vocab_size": Probe("310", "data"),
     "data.tokenizer": Probe("nowhere", "error"),
     "data.text_field": Probe("other", "data", ROWS),

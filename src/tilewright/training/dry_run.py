@@ -16,6 +16,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference import attach_reference
+from tilewright.training.components.samples import longest_document
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
@@ -67,7 +68,8 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
             world.begin(f"data of step {number}")
             started = time.perf_counter()
             batches, lr = parts.stream.next_step(), parts.schedule.lr_at(number - 1)
-            step = Step(number, batches, lr, row_length(batches), parts.stream.wait_s, False, recorder, folder)
+            length = row_length(batches, longest_document(setup.recipe))
+            step = Step(number, batches, lr, length, parts.stream.wait_s, False, recorder, folder)
             for hook in parts.hooks:
                 step = hook.before_step(step)
             result = parts.executor.step(step.microbatches, step.lr)

@@ -17,7 +17,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
-from tilewright.data.batches.microbatches import Batch
+from tilewright.data.batches.microbatches import Batch, first_rows, to_device
 from tilewright.data.common.progress import ProgressBar
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import set_mode
@@ -226,7 +226,7 @@ def _warm_up(parts: Components, steps: int, progress: ProgressBar) -> tuple[list
 def _batches(setup: RunContext, parts: Components, num: int, rows: int | None) -> list[Batch]:
     """First micro-batches of so many further steps, on the device."""
     found = (parts.stream.next_step()[0] for _ in range(num))
-    return [{name: tensor[:rows].to(setup.device) for name, tensor in batch.items()} for batch in found]
+    return [to_device(first_rows(batch, rows), setup.device) for batch in found]
 
 
 def _measure(model: Model, batches: Sequence[Batch], progress: ProgressBar) -> Sensitivity:

@@ -24,6 +24,7 @@ from tilewright.training.components import lifecycle
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.lifecycle import RunResult, check_files
+from tilewright.training.components.samples import longest_document, step_line
 from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
@@ -99,7 +100,7 @@ class Run:
             self.recorder.event(self.step, kind, text)
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"
-            length = f"{train.steps} steps of {train.global_batch_size} rows, in {self.folder.path}"
+            length = f"{train.steps} steps of {step_line(self.recipe)}, in {self.folder.path}"
             lifecycle.record_start(self.recorder, self.parts.counted, how, length, data_events(setup.prepared))
 
     def train(self, stop: StopRequest) -> RunResult:
@@ -179,7 +180,7 @@ class Run:
         self._before = [(part, part.state_dict()) for part in self._stateful]
         microbatches, lr = parts.stream.next_step(), parts.schedule.lr_at(self.step)
         due = number % train.log_interval == 0 or number in (1, train.steps)
-        length, wait_s = row_length(microbatches), parts.stream.wait_s
+        length, wait_s = row_length(microbatches, longest_document(self.recipe)), parts.stream.wait_s
         step = self._prepared(Step(number, microbatches, lr, length, wait_s, due, self.recorder, self.folder))
         if self.step in self.left_out:
             result = StepResult.left_out(step.microbatches)
@@ -216,7 +217,9 @@ class Run:
         """The step, its row of metrics written; what is due with a line is done, and measured."""
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
-        row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory)
+        documents = parts.stream.documents
+        of_documents = {} if documents is None else documents.numbers()
+        row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, of_documents)
         if shown := step.due or time.monotonic() - self._shown_at >= OVERDUE_S:
             self._shown_at = time.monotonic()
         if shown or result.skipped is not None or result.redone is not None:

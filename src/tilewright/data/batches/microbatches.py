@@ -106,8 +106,30 @@ def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], d
     return num_targets, num_tokens
 
 
-def row_length(microbatches: Sequence[Batch]) -> int | None:
-    """Tokens of the longest row; None of images."""
+def first_rows(batch: Batch, number: int | None) -> Batch:
+    """The first rows of a micro-batch; None gives all.
+
+    Example:
+        >>> batch = {"labels": torch.zeros(3, 4), STARTS: torch.tensor([0, 3, 4, 8, 12])}
+        >>> first_rows(batch, 1)[STARTS].tolist()
+        [0, 3, 4]
+    """
+    kept = {name: tensor if name == STARTS else tensor[:number] for name, tensor in batch.items()}
+    if STARTS in kept:
+        kept[STARTS] = kept[STARTS][kept[STARTS] <= kept["labels"].numel()]
+    return kept
+
+
+def row_length(microbatches: Sequence[Batch], longest: int | None = None) -> int | None:
+    """Tokens of the longest row, for which memory is planned; None of images.
+
+    Args:
+        microbatches: of a step.
+        longest: documents stand behind each other, and none has more tokens. A row of them is planned as rows of so
+            many, however many there are this time.
+    """
+    if longest is not None:
+        return longest
     return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)
 
 

@@ -65,6 +65,15 @@ class StepDocuments:
     """Tokens of each, int64, in stream order."""
     assignment: Assignment
     """See `parallel.pipeline.assignment`."""
+    most: int
+    """Tokens that a micro-batch may have."""
+
+    def numbers(self) -> dict[str, float]:
+        """Of the metrics: documents, micro-batches per rank, and the share of all positions that is padding."""
+        parts = [part for rank in self.assignment for part in rank]
+        positions = sum(padded_length(int(self.lengths_N[part].sum()), self.most) for part in parts)
+        padding = 1 - float(self.lengths_N.sum()) / positions
+        return {"documents": len(self.lengths_N), "micro_batches": len(self.assignment[0]), "padding": padding}
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,7 @@ class DocumentSteps:
             length = padded_length(int(lengths_N[part].sum()), self.room.tokens)
             arrays = self._prepared.joined(_of(picks, part), mixture.seed, length)
             batches.append(as_tensors(arrays))
-        return BuiltStep(batches, start + len(lengths_N), StepDocuments(lengths_N, assignment))
+        return BuiltStep(batches, start + len(lengths_N), StepDocuments(lengths_N, assignment, self.room.tokens))
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Documents are counted, many steps of them at a time."""

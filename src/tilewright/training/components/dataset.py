@@ -158,7 +158,8 @@ def _validation(data: DataSection) -> str:
 def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
     """What is done before the first step of loaded weights: it can take longer than a step."""
     batches = (batch for text in texts for rows in text.batches.values() for batch in rows)
-    line = f"before the first step {sum(len(batch['labels']) for batch in batches)} held-out rows are evaluated"
+    rows = sum(len(batch["labels"]) for batch in batches)
+    line = f"before the first step {rows} held-out rows are evaluated"
     if recipe.train.sample_tokens and recipe.model.task == "causal_lm":
         line += f", then samples of at most {recipe.train.sample_tokens} tokens are written"
     return line

@@ -60,6 +60,23 @@ def step_size(recipe: Recipe) -> tuple[int, int]:
     return train.global_batch_size // rows, max(1, train.micro_batch_size // rows)
 
 
+def longest_document(recipe: Recipe) -> int | None:
+    """Tokens of the longest document where micro-batches are of documents behind each other, else None."""
+    return recipe.data.seq_len if recipe.data.rows == "documents" else None
+
+
+def step_line(recipe: Recipe) -> str:
+    """What a step is, in words.
+
+    Example:
+        >>> step_line(Recipe())
+        '16 rows'
+    """
+    if recipe.data.rows == "documents":
+        return f"at most {step_size(recipe)[0]:,} tokens of whole documents"
+    return f"{recipe.train.global_batch_size} rows"
+
+
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
     """The samples of a step, counted from 1; see `Stream.explain`.
 

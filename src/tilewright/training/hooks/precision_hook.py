@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_share
-from tilewright.data.batches.microbatches import Batch, count_targets, to_device
+from tilewright.data.batches.microbatches import Batch, count_targets, first_rows, to_device
 from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
@@ -108,7 +108,7 @@ class PrecisionHook(StepHook):
 
 def one_row(microbatches: Sequence[Batch]) -> list[Batch]:
     """The first row of the first micro-batch."""
-    return [{name: tensor[:1] for name, tensor in batch.items()} for batch in microbatches[:1]]
+    return [first_rows(batch, 1) for batch in microbatches[:1]]
 
 
 def _move(row: dict) -> Move:

@@ -250,6 +250,8 @@ def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
             need="the executor that the recipe would have itself",
             try_="train(loaded) without executor=, or --parallel.pp 1",
         )
+    if recipe.data.rows == "documents":
+        return  # as many micro-batches as the schedule takes: see `parallel.pipeline.assignment.Room`
     train = recipe.train
     rows = -(-train.global_batch_size // world.data.size)
     count = -(-rows // train.micro_batch_size)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tilewright.core.atomic_io import write_whole
@@ -186,6 +187,7 @@ class RunLog:
         lr: float,
         wait_s: float,
         memory: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Row:
         """Append the row of metrics of a step that was just counted, and return it.
 
@@ -195,6 +197,7 @@ class RunLog:
             lr: learning rate that it used.
             wait_s: seconds that it waited for data.
             memory: a memory tracker's snapshot, at steps that have one.
+            more: numbers of the data alone.
         """
         seconds, self.step_done = result.seconds + wait_s, counters.step
         row = {
@@ -208,6 +211,7 @@ class RunLog:
             "step_s": result.seconds,
             "wait_s": wait_s,
             "wait_share": wait_s / seconds,
+            **more,
             **result.aux,
         }
         if result.redone is not None:

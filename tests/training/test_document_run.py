@@ -1,0 +1,110 @@
+"""Runs on whole documents (`data.rows = "documents"`): one loss whatever executor, schedule and number of ranks, tokens
+and padding counted, stopped and resumed anywhere."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
+from tests.training.tiny import WORDS, rows, tiny
+from tilewright.core.errors import TilewrightError
+from tilewright.planner.machine import ceilings
+from tilewright.training.loop import train
+
+pytestmark = pytest.mark.dist
+RUN = {
+    "model__num_layers": 4, "model__tie_embeddings": "false", "precision__mode": "fp32", "data__rows": "documents",
+    "data__seq_len": 48, "train__global_batch_size": 7, "train__micro_batch_size": 2, "train__eval_batches": 3,
+    "train__eval_part_batches": 2, "checkpoint__interval": 3, "optim__schedule": "constant", "data__prefetch": 2,
+}  # fmt: skip
+PIPED = {"parallel__pp": 2}
+MAJOR = {"memory__executor": "layer_major"}
+ZBV = PIPED | {"parallel__schedule": "zbv"}
+INTERLEAVED = PIPED | {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
+STOP = {"train__steps": 3}
+BUDGET = 7 * 48
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> Path:
+    """Documents of 3 to 80 words, most of them short."""
+    folder = tmp_path_factory.mktemp("short")
+    draw = np.random.default_rng(11)
+    (folder / "text" / "one").mkdir(parents=True)
+    (folder / "text" / "two").mkdir()
+    for number in range(240):
+        length = int(np.clip(np.exp(draw.normal(2.6, 0.8)), 3, 80))
+        text = " ".join(WORDS[i] for i in draw.integers(0, len(WORDS), length))
+        (folder / "text" / ("one", "two")[number % 2] / f"{number}.txt").write_text(f"{number} {text}.\n")
+    return folder
+
+
+def runs(rank, data, folder, changes):
+    """One rank of several runs, one after the other; what each returns, or the text of the user's error."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    found = {}
+    for name, of_run in changes.items():
+        try:
+            result = train(tiny(Path(data), Path(folder), **RUN | {"run__name": name} | of_run))
+            found[name] = result.step, result.loss, {one: value.loss for one, value in result.evals.items()}
+        except TilewrightError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(short, tmp_path_factory):
+    """The folder of all runs, and what each returned on each rank. Some stop half-way, and go on elsewhere."""
+    folder, found = tmp_path_factory.mktemp("documents"), {}
+
+    def launch(world, changes):
+        for rank, of_rank in enumerate(on_ranks(world, runs, str(short), str(folder), changes)):
+            found.update({(name, world, rank): value for name, value in of_rank.items()})
+
+    launch(1, {"alone": {}, "major": MAJOR, "whole": {"train__micro_batch_size": 7}, "stopped": STOP, "masks": MASKS})
+    shards = {"parallel__dp_shard": 2}
+    two = {"piped": PIPED, "zbv": ZBV, "interleaved": INTERLEAVED, "shards": shards, "stopped": shards}
+    launch(2, two | {"copies": MAJOR | {"parallel__dp_replicate": 2}})
+    launch(4, {"piped_shards": ZBV | {"parallel__dp_shard": 2}})
+    return folder, found
+
+
+MASKS = {"ops__attention": "ref"}  # attention with a mask, to compare with
+WORLDS = {"major": 1, "whole": 1, "masks": 1, "piped": 2, "zbv": 2, "interleaved": 2, "shards": 2, "copies": 2}
+WORLDS |= {"stopped": 2, "piped_shards": 4}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_losses_are_those_of_one_process(ran, name):
+    """Relative 1e-5 after six steps: FP32 sums of a step, in another order, and what Adam makes of them."""
+    folder, found = ran
+    expected, losses = (
+        {row["step"]: row["loss"] for row in rows(folder / run / "metrics.jsonl") if "loss" in row}
+        for run in ("alone", name)
+    )
+    assert losses.keys() == expected.keys()
+    off = {step: abs(losses[step] - expected[step]) / expected[step] for step in losses}
+    worst = max(off, key=off.get)
+    assert off[worst] <= 1e-5, f"step {worst}: {losses[worst]}, alone {expected[worst]}"
+    world = WORLDS[name]
+    for rank in range(world):
+        step, _, evals = found[name, world, rank]
+        assert step == 6
+        if name != "whole":  # it evaluates larger batches, and as many
+            assert evals == pytest.approx(found["alone", 1, 0][2], rel=1e-5)
+
+
+def test_tokens_and_padding_are_counted(ran):
+    folder, _ = ran
+    told = [row for row in rows(folder / "alone" / "metrics.jsonl") if "documents" in row]
+    tokens = np.diff([0, *(row["tokens"] for row in told)])
+    assert len(told) == 6
+    assert (tokens <= BUDGET).all()
+    assert (tokens > BUDGET - 48).all()
+    assert all(row["documents"] > 7 and 0 <= row["padding"] < 0.5 for row in told)
+    assert all(row["micro_batches"] >= 4 for row in told)
+    shared = [row for row in rows(folder / "piped_shards" / "metrics.jsonl") if "documents" in row]
+    assert [row["tokens"] for row in shared] == [row["tokens"] for row in told]
+    assert [row["documents"] for row in shared] == [row["documents"] for row in told]
