@@ -168,7 +168,8 @@ def _step(run: Path, step: int, most: int, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    echo(f"step {step}: {len(found)} samples")
+    tokens = sum(document["length"] for sample in found for document in sample["documents"])
+    echo(f"step {step}: {len(found)} samples, {tokens:,} tokens")
     for sample in found[:most]:
         echo(f"sample {sample['sample']}: domain {sample['domain']}, epoch {sample['epoch']}, row {sample['row']}")
         for document in sample["documents"]:
