@@ -80,6 +80,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
+        self._longest = longest_document(self.recipe)
         self._calls_before, self._calls_after = calls(self.hooks, "before_step"), calls(self.hooks, "after_step")
         self._stateful = [self.parts.stream, *by_name(self.hooks).values()]
 
@@ -180,7 +181,7 @@ class Run:
         self._before = [(part, part.state_dict()) for part in self._stateful]
         microbatches, lr = parts.stream.next_step(), parts.schedule.lr_at(self.step)
         due = number % train.log_interval == 0 or number in (1, train.steps)
-        length, wait_s = row_length(microbatches, longest_document(self.recipe)), parts.stream.wait_s
+        length, wait_s = row_length(microbatches, self._longest), parts.stream.wait_s
         step = self._prepared(Step(number, microbatches, lr, length, wait_s, due, self.recorder, self.folder))
         if self.step in self.left_out:
             result = StepResult.left_out(step.microbatches)
