@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.backends.cpu.document_attention import attention
+from tilewright.ops.backends.document_attention import attention
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.documents import STARTS, documents_of
 from tilewright.ops.kernels import Kernels

@@ -47,7 +47,7 @@ def _native(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: f
 
 
 def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, *, wide: bool):
-    from tilewright.ops.backends.cpu import document_attention  # it registers torch operators
+    from tilewright.ops.backends import document_attention  # it registers torch operators
 
     return document_attention.attention(q, k, v, documents, scale, wide=wide)
 
