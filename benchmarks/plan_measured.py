@@ -166,8 +166,8 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
 def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another memory plan than the run began with."""
     site = replace(setup.planned.site, rates=rates)
-    if setup.planned.decided is None and memory_plan is None:
-        return plan_run(setup.planned.loaded, site).plan.step_s
+    if not setup.plan.decided and memory_plan is None:
+        return plan_run(setup.loaded, site)[1].step_s
     where = memory_plan or setup.planned.memory_plan
     assert where is not None
     return site.planner(setup.recipe).priced(GlobalConfig.of(setup.recipe), where, site.budget(setup.recipe)).step_s

@@ -53,7 +53,6 @@ with gc_paused():
     from tilewright.planner.planner import Planner
     from tilewright.planner.plan import Budget
     from tilewright.planner.advice.changes import cheapest_changes
-    from tilewright.planner.advice.describe import verdict
     from tilewright.planner.cost.choices import Links
     from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
     from tilewright.planner.site import Site
@@ -74,7 +73,7 @@ else:
     if case["changes"]:
         site = Site(case["vocab_size"], machine, row.ceilings(), Path("unused"), given=budget)
         cheapest_changes(planner.recipe, budget, plan, replanned(Loaded(recipe, {}, "case"), site, "fastest"))
-    found |= {"verdict": verdict(plan), "num_parameters": plan.shape.num_parameters, "step_s": plan.step_s}
+    found |= {"verdict": plan.verdict, "num_parameters": plan.shape.num_parameters, "step_s": plan.step_s}
     found["changes_cpu_s" if case["changes"] else "_"] = time.process_time() - cpu - used
 found.pop("_", None)
 print(json.dumps(found))

@@ -24,7 +24,6 @@ from tilewright.core.config.load import load_recipe
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.planner.plan import rank_rows
 from tilewright.training.assemble import build, set_up
 
 CLAIM = "each rank of a sharded run holds within 5 % of the parameters, gradients and states of its plan"
@@ -71,9 +70,9 @@ def hold(folder: str, given: dict[str, str]) -> list[dict[str, Any]]:
             parts.modes.enter(step)
             parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
         counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
-        plan = setup.planned.priced
+        plan = setup.plan
         parts.close()
-        (share,) = [vars(row) for row in rank_rows(plan) if joined.rank in row.ranks]
+        (share,) = [vars(row) for row in plan.ranks if joined.rank in row.ranks]
         row = {
             "rank": joined.rank,
             "planned": {owner: share[owner] for owner in OWNERS},

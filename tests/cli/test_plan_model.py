@@ -59,7 +59,7 @@ def resolved(command):
     program, name, model, data, option, how, *settings = shlex.split(command)
     assert (program, name, option) == ("tilewright", "finetune", "--how")
     loaded, _ = tuned_recipe(model, [data], how, settings)
-    return set_up(with_passes(loaded, prepare_data(loaded.recipe), 3)).planned.priced
+    return set_up(with_passes(loaded, prepare_data(loaded.recipe), 3)).plan
 
 
 @pytest.mark.parametrize(

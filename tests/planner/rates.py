@@ -2,7 +2,10 @@
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.planner import Planner
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 GIB = 2**30
@@ -39,3 +42,10 @@ def make_recipe(**sections) -> Recipe:
     base = {"model": {"dim": 64, "num_layers": 3, "num_heads": 2}, "data": {"seq_len": 128, "vocab_size": 512}}
     merged = {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
     return Recipe.model_validate(merged)
+
+
+def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings) -> Plan:
+    """A recipe as it stands, links at guessed speeds."""
+    device = float(recipe.plan.device_memory or machine.device_memory_bytes)
+    budget = Budget(device, float(machine.host_memory_bytes), unmeasured(machine), float("inf"))
+    return Planner(recipe, vocab_size, machine, rates).as_it_stands(budget)

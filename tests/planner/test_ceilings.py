@@ -15,11 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.planner.machine import ceilings, microbench
 from tilewright.planner.machine.ceilings import Ceilings, measure
-from tilewright.planner.summary import make_plan
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.cover import covering
-from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.config.edit import changed
+from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import build_model, init_weights
@@ -23,9 +24,8 @@ from tilewright.planner.advice.fixes import find_fixes
 from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.roofline import binding
-from tilewright.planner.plan import Budget
+from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
-from tilewright.planner.summary import STEP_PHASES, PlanSummary, make_plan
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
@@ -37,7 +37,7 @@ MLA = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_
        "v_head_dim": 16}  # fmt: skip
 
 
-def plan_of(recipe, machine=MACHINE, vocab_size=512, **rates) -> PlanSummary:
+def plan_of(recipe, machine=MACHINE, vocab_size=512, **rates) -> Plan:
     return make_plan(recipe, vocab_size, machine, make_rates(**rates))
 
 
@@ -91,7 +91,7 @@ def test_held_bytes_equal_those_of_a_real_model_and_optimizer(model, precision, 
     optimizer.init_states()
     QuantizedWeights(built, optimizer)
     owned = owner_bytes(built, optimizer, "cpu")
-    update = plan_of(recipe).phases["update"]
+    update = plan_of(recipe).tracked["update"]
     counters = 8 * len(list(built.parameters()))
     assert update["parameters"] == owned["parameters"]
     assert update["optimizer"] == owned["optimizer"] - counters
@@ -105,7 +105,7 @@ def test_adapters_alone_have_gradients_and_states():
     convert(built, Policy.from_section(recipe.precision, "cpu").in_mode("fp8_tile"), kernels=Kernels(MACHINE))
     trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
     qdata = sum(b.nbytes for name, b in named_constants(built).items() if name.endswith(("weight", "weight_scale_inv")))
-    update = plan_of(recipe).phases["update"]
+    update = plan_of(recipe).tracked["update"]
     assert 0 < trained < sum(p.numel() for p in built.parameters())
     assert update["parameters"] == owner_bytes(built, None, "cpu")["parameters"] + qdata
     assert (update["gradients"], update["optimizer"]) == (4 * trained, 8 * trained)
@@ -142,7 +142,7 @@ def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint)
         precision={"mode": mode},
         train={"micro_batch_size": 4, "activation_checkpoint": checkpoint, "checkpoint_inputs": inputs or "exact"},
     )
-    planned, measured = plan_of(recipe).phases["forward"]["activations"], measured_activations(recipe)
+    planned, measured = plan_of(recipe).tracked["forward"]["activations"], measured_activations(recipe)
     assert planned == pytest.approx(measured, rel=0.05, abs=200_000), f"{planned / measured - 1:+.1%}"
 
 
@@ -178,7 +178,7 @@ def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
         precision={"mode": mode},
         train={"micro_batch_size": 4} | checkpoint,
     )
-    planned, measured = plan_of(recipe).phases["forward"]["activations"], measured_activations(recipe)
+    planned, measured = plan_of(recipe).tracked["forward"]["activations"], measured_activations(recipe)
     assert planned == pytest.approx(measured, rel=0.06, abs=300_000), f"{planned / measured - 1:+.1%}"
     (layer,) = ShapeFinder(512, MACHINE).find(recipe).classes
     assert layer.matmul_flops == 2 * 128 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320)
@@ -196,7 +196,7 @@ def test_seconds_by_hand():
     attention = 4 * dim * (length + 1) / 2
     assert plan.seconds["attention"] == pytest.approx(2 * 3.5 * tokens * layers * attention / 1e11)
     num_parameters = layers * (layer + 2 * dim) + dim + vocab * dim
-    assert plan.num_parameters == num_parameters
+    assert plan.shape.num_parameters == num_parameters
     assert plan.seconds["optimizer"] == pytest.approx(num_parameters / 1e9 + 12 * num_parameters / 1e10)
     assert plan.tokens_per_s == pytest.approx(8 * 128 / plan.step_s)
 
@@ -213,7 +213,7 @@ def test_experts_count_by_the_share_of_tokens_that_pass_them():
 def test_recomputation_trades_seconds_for_bytes():
     modes = ("none", "selective", "matmuls", "attention", "full")
     plans = {mode: plan_of(make_recipe(train={"activation_checkpoint": mode})) for mode in modes}
-    kept = [plans[mode].phases["forward"]["activations"] for mode in modes]
+    kept = [plans[mode].tracked["forward"]["activations"] for mode in modes]
     assert kept == sorted(kept, reverse=True)
     again = {mode: plans[mode].seconds["recompute"] for mode in modes}
     once = plans["none"].seconds
@@ -239,7 +239,7 @@ def head_kept() -> float:
 def test_eight_bit_inputs_of_recomputed_layers_save_bytes_and_no_seconds():
     train = {"activation_checkpoint": "full"}
     exact, fp8 = (plan_of(make_recipe(train=train | {"checkpoint_inputs": kind})) for kind in ("exact", "fp8"))
-    saved = exact.phases["forward"]["activations"] - fp8.phases["forward"]["activations"]
+    saved = exact.tracked["forward"]["activations"] - fp8.tracked["forward"]["activations"]
     assert saved == 3 * 8 * 128 * (2 * 64 - 64 - 4)
     assert exact.seconds["recompute"] == fp8.seconds["recompute"]
 
@@ -282,24 +282,24 @@ def test_start_mode_counts_for_bytes():
     both = plan_of(make_recipe(precision={"mode": "bf16_mixed", "start_mode": "fp32"}))
     late = plan_of(make_recipe(precision={"mode": "bf16_mixed"}))
     early = plan_of(make_recipe(precision={"mode": "fp32"}))
-    assert both.phases["forward"]["activations"] == early.phases["forward"]["activations"]
+    assert both.tracked["forward"]["activations"] == early.tracked["forward"]["activations"]
     assert both.seconds["matmuls"] == late.seconds["matmuls"]
 
 
 def test_staging_copy_counts_where_training_goes_on():
     quiet = plan_of(make_recipe(checkpoint={"interval": 0, "interval_minutes": 0}))
     busy = plan_of(make_recipe(checkpoint={"interval": 100}, train={"steps": 400}))
-    copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
+    copy = busy.tracked["update"]["parameters"] + busy.tracked["update"]["optimizer"]
     assert (
-        busy.phase_bytes("checkpoint")
-        == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate") if p in busy.phases) + copy
+        busy.tracked_bytes("checkpoint")
+        == max(busy.tracked_bytes(p) for p in (*STEP_PHASES, "evaluate") if p in busy.tracked) + copy
     )
-    assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update")  # the last one is written without a copy
+    assert quiet.tracked_bytes("checkpoint") == quiet.tracked_bytes("update")  # the last one is written without a copy
 
 
 def test_a_run_that_fits_says_so():
     plan = plan_of(make_recipe())
-    assert plan.fits
+    assert plan.state == "fits"
     assert plan.verdict.startswith("The run fits: ")
     assert "; no memory is scarce, most time goes to " in plan.verdict
 
@@ -307,7 +307,7 @@ def test_a_run_that_fits_says_so():
 def test_a_run_that_takes_nearly_all_memory_says_so():
     peak = plan_of(make_recipe()).peak_bytes
     plan = plan_of(make_recipe(plan={"device_memory": int(peak * 1.001), "margin": 0.0}))
-    assert plan.fits
+    assert plan.state == "fits"
     assert "; device memory is scarce, most time goes to " in plan.verdict
 
 
@@ -318,12 +318,12 @@ BIG = {"model": {"dim": 512, "num_layers": 12, "num_heads": 8}, "data": {"seq_le
 def test_fixes_fit_when_planned_again_and_come_cheapest_first():
     recipe = make_recipe(**BIG, plan={"device_memory": 2 * GIB})
     plan, fixes = plan_of(recipe, vocab_size=16384), fixes_of(recipe, 16384)
-    assert not plan.fits
+    assert plan.state != "fits"
     assert plan.verdict.startswith("The run does not fit: ")
     assert 1 <= len(fixes) <= 3
     for fix in fixes:
         again = plan_of(changed(recipe, fix.settings), vocab_size=fix.settings.get("data.vocab_size", 16384))
-        assert again.fits
+        assert again.state == "fits"
         assert again.peak_bytes == pytest.approx(fix.peak_bytes, abs=10)
         assert again.step_s == pytest.approx(fix.step_s)
     order = [(not fix.keeps_result, fix.token_s) for fix in fixes]
@@ -340,7 +340,7 @@ def test_where_nothing_fits_the_closest_are_named():
 def test_json_round_trip():
     for plan in (plan_of(make_recipe()), plan_of(make_recipe(plan={"device_memory": 2**20}))):
         text = json.dumps(plan.to_json())
-        assert PlanSummary.from_json(json.loads(text)) == plan
+        assert json.loads(text) == plan.to_json()
         assert json.loads(text)["tokens_per_s"] == plan.tokens_per_s
 
 
@@ -359,10 +359,10 @@ def test_forty_two_billion_parameters_are_planned_without_memory():
     )
     plan = plan_of(recipe, make_machine(139 * GIB, "cuda"), vocab_size=vocab)
     attention = dim * 128 * (2 * heads + 2 * kv_heads)
-    assert plan.num_parameters == layers * (attention + 3 * dim * ffn + 2 * dim) + dim + 2 * vocab * dim
-    assert plan.num_parameters > 42e9
-    assert plan.phases["load"]["parameters"] == 4 * plan.num_parameters
-    assert not plan.fits
+    assert plan.shape.num_parameters == layers * (attention + 3 * dim * ffn + 2 * dim) + dim + 2 * vocab * dim
+    assert plan.shape.num_parameters > 42e9
+    assert plan.tracked["load"]["parameters"] == 4 * plan.shape.num_parameters
+    assert plan.state != "fits"
     assert any("no CUDA device" in note for note in plan.notes)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tests.planner.test_cost import MACHINE, fixes_of, make_batch, plan_of, real_model
 from tilewright.core.config.load import load_recipe
 from tilewright.core.memory_plan import OFFLOADS
@@ -16,7 +16,6 @@ from tilewright.models.build import layered
 from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.planner.summary import make_plan
 
 MODEL = {"dim": 128, "num_layers": 5, "num_heads": 2}
 LOW = {"moments": "bf16", "master_weights": "stochastic"}
@@ -48,7 +47,7 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
     recipe = layer_major_recipe(tied, memory=memory)
     model, optimizer, _, layer_groups = parts_of(recipe)
     home = ParamOffloader(model, layer_groups, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
-    update = plan_of(recipe).phases["update"]
+    update = plan_of(recipe).tracked["update"]
     for owner, pool in (("parameters", home.parameters), ("optimizer", home.states)):
         found = pool.num_bytes
         measured = found["device"] + found["host"]  # one memory here
@@ -72,7 +71,7 @@ def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
         retry=lambda piece, on_oom: piece(),
     )  # fmt: skip
     run.forward([make_batch(recipe)] * 3)
-    forward = plan_of(recipe).phases["forward"]
+    forward = plan_of(recipe).tracked["forward"]
     assert forward["activations"] == store.num_bytes["device"]
 
 
@@ -80,18 +79,18 @@ def test_forty_two_billion_parameters_fit_on_one_card_only_this_way():
     recipe = load_recipe("slice_42b_h200", {}, environ={}).recipe
     machine = make_machine(139 * GIB, "cuda")
     plan = make_plan(recipe, 128_256, machine, make_rates())
-    assert plan.num_parameters > 42e9
-    assert plan.fits
+    assert plan.shape.num_parameters > 42e9
+    assert plan.state == "fits"
     assert plan.peak_bytes < 130 * GIB
     assert any("guessed" in note for note in plan.notes)
     standard = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"executor": "standard"})})
-    assert not make_plan(standard, 128_256, machine, make_rates()).fits
+    assert make_plan(standard, 128_256, machine, make_rates()).state != "fits"
 
 
 def test_what_would_make_it_fit_keeps_the_executor_and_offers_the_disk():
     plan = plan_of(layer_major_recipe())
     tight = layer_major_recipe(plan={"device_memory": plan.peak_bytes - 2**20, "margin": 0})
-    assert not plan_of(tight).fits
+    assert plan_of(tight).state != "fits"
     settings = {name for fix in fixes_of(tight) for name in fix.settings}
     assert "train.activation_checkpoint" not in settings
     assert any(name.startswith("memory.") for name in settings)

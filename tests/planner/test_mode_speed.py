@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.rates import make_machine, make_rates, make_recipe
+from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.cli.app import run
 from tilewright.core.hardware import fp8_choice
 from tilewright.planner.cost.mode_speed import SLOWER, mode_speeds, slow_mode_notes, slow_modes
 from tilewright.planner.machine import ceilings
-from tilewright.planner.summary import make_plan
 from tilewright.precision.policy.gemm_formats import SCALED_FORMATS
 from tilewright.precision.policy.policy import MODES
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.cover import covering
 from tests.optim.test_citizen import normal
-from tests.planner.rates import make_machine, make_rates, make_recipe
+from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tests.planner.test_cost import HF, MLA, MOE
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
@@ -20,7 +20,6 @@ from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_by
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.gemms import BYTES
 from tilewright.planner.model.weights import Matrices
-from tilewright.planner.summary import make_plan
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.components.optimizer import make_optimizer

@@ -90,14 +90,14 @@ def trained(found, folder, *more, budget):
     """What `train` would execute, and the words of the error where it would not start."""
     loaded = load_recipe(found.recipe, [*found.typed, *more, f"--plan.device_memory={budget}"], environ={})
     try:
-        return plan_run(loaded, site_of(loaded, found.where, folder)).priced, ""
+        return plan_run(loaded, site_of(loaded, found.where, folder))[1], ""
     except FitError as error:
         return None, str(error)
 
 
 def budget_of(found, folder):
     loaded = load_recipe(found.recipe, [*found.typed, "--memory.plan", "", "--plan.enforce", "false"], environ={})
-    priced = plan_run(loaded, site_of(loaded, found.where, folder)).priced
+    _, priced = plan_run(loaded, site_of(loaded, found.where, folder))
     lost = 0.02 * priced.budget.device if found.where else 0  # a share of the budget, whatever the run
     return int(found.share * (priced.peak_bytes - lost))
 

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from tests.cover import covering
-from tests.planner.rates import GIB, make_machine, make_rates
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates
 from tests.planner.test_cost import HF
 from tilewright.core.config.edit import on_machine
 from tilewright.core.config.load import Loaded, load_recipe
@@ -27,7 +27,6 @@ from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
 from tilewright.planner.site import Site
-from tilewright.planner.summary import make_plan
 from tilewright.training.planning.refused import fixes_of, replanned
 from tilewright.training.planning.resolve import plan_run
 
@@ -123,17 +122,17 @@ def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, 
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     site = site_of(loaded, where, given=budget)
     found = decide(loaded, site, how)
-    plan = found.plan if found.fits else None
+    plan = found if found.accepted else None
     for change in cheapest_changes(loaded.recipe, budget, plan, replanned(loaded, site, how)):
         typed = pasted(str(change))
         assert bool(typed) == bool(change.settings)
         other = load(COMMANDS[command], *typed)
         again = decide(other, site_of(other, where, given=change.budget), how)
-        assert again.fits, str(change)
-        assert again.plan.step_s <= SAME * change.step_s, str(change)
-        assert again.plan.peak_bytes <= change.budget.device
+        assert again.accepted, str(change)
+        assert again.step_s <= SAME * change.step_s, str(change)
+        assert again.peak_bytes <= change.budget.device
         if plan is not None:
-            assert again.plan.tokens_per_s > plan.tokens_per_s
+            assert again.tokens_per_s > plan.tokens_per_s
 
 
 @pytest.mark.parametrize("share", [1.1, pytest.param(4.0, marks=pytest.mark.slow)])
@@ -143,7 +142,7 @@ def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, comma
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     stands = plain_plan(load(COMMANDS[command], device_budget=budget.device), where)
     found = planner_for(loaded, where).plan(budget)
-    assert stands.fits_with(loaded.recipe.plan.margin)
+    assert stands.keeps_margin
     assert found is not None
     assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
 
@@ -172,7 +171,7 @@ def test_the_smallest_budget_is_one(where, command, disk):
 def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_path):
     budget = share * whole(COMMANDS[command], where)
     plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
-    assert not plan.fits
+    assert plan.state != "fits"
     loaded = load(COMMANDS[command], device_budget=budget)
     for fix in fixes_of(on_machine(loaded, MACHINES[where][0]).recipe, site_of(loaded, where, tmp_path)):
         typed = pasted(str(fix))
@@ -182,9 +181,9 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
         assert again.peak_bytes <= fix.peak_bytes
         assert again.step_s <= SAME * fix.step_s
         if fix.fits:
-            run = plan_run(loaded, site_of(loaded, where, tmp_path))
-            assert run.decided is None
-            assert run.plan.step_s <= SAME * fix.step_s
+            _, run = plan_run(loaded, site_of(loaded, where, tmp_path))
+            assert not run.decided
+            assert run.step_s <= SAME * fix.step_s
 
 
 @pytest.mark.parametrize(
@@ -194,21 +193,21 @@ def test_what_train_says_of_a_run_that_does_not_fit(where, command, share, tmp_p
     arguments, budget = COMMANDS[command], share * whole(COMMANDS[command], where)
     loaded = load(arguments, device_budget=budget)
     try:
-        run = plan_run(loaded, site_of(loaded, where, tmp_path))
+        _, run = plan_run(loaded, site_of(loaded, where, tmp_path))
     except FitError as error:
         (problem,) = error.problems
     else:
-        assert run.plan.peak_bytes + run.plan.reserve_bytes <= budget
+        assert run.peak_bytes <= budget
         return
     given = load(arguments, device_budget=named(problem.need, "device"))
-    assert plan_run(given, site_of(given, where, tmp_path)).plan.fits
+    assert plan_run(given, site_of(given, where, tmp_path))[1].state == "fits"
     for line in problem.try_.splitlines():
         typed = pasted(line)
         if typed:
             other = load(arguments, *typed, device_budget=budget)
-            run = plan_run(other, site_of(other, where, tmp_path))
-            assert run.plan.fits, line
-            assert run.plan.step_s <= SAME * seconds(line), line
+            _, run = plan_run(other, site_of(other, where, tmp_path))
+            assert run.state == "fits", line
+            assert run.step_s <= SAME * seconds(line), line
 
 
 def seconds(line: str) -> float:
@@ -228,10 +227,10 @@ def test_train_executes_the_plan_that_was_written(where, command, share, tmp_pat
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(found))
     loaded = load(COMMANDS[command], "--memory.plan", str(path), device_budget=budget.device)
-    run = plan_run(loaded, site_of(loaded, where, tmp_path))
-    assert run.decided is not None
-    assert run.decided.step_s == pytest.approx(found.step_s, rel=1e-6)
-    assert run.decided.least_device <= budget.device
+    _, run = plan_run(loaded, site_of(loaded, where, tmp_path))
+    assert run.decided
+    assert run.step_s == pytest.approx(found.step_s, rel=1e-6)
+    assert run.least_device <= budget.device
 
 
 @EACH

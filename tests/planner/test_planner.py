@@ -13,7 +13,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.mip import OutOfTime
 from tilewright.planner.advice.changes import cheapest_changes
-from tilewright.planner.advice.describe import timeline, verdict, why
+from tilewright.planner.advice.describe import timeline, why
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_seconds
@@ -116,7 +116,7 @@ def test_42_billion_parameters_on_one_card_by_hand():
     beside = 1 if plan.setting.master == "split24" else 0
     assert held == pytest.approx(42_456_552_960 * (stored + beside + 2 * (1 + 4 / 128)), rel=1e-3)
     assert plan.narrowed["optim.moments"] == "8bit"
-    assert "changes what is learned" in verdict(plan)
+    assert "changes what is learned" in plan.verdict
     closed = on_h200(recipe, 128256)
     closed._finder = planner._finder
     assert closed.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None

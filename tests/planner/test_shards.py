@@ -18,14 +18,13 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.cost.shards import Gathered, Shards
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.weights import part_shape
-from tilewright.planner.plan import Budget, rank_rows
+from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
@@ -134,7 +133,7 @@ def test_rows_and_seconds_are_those_of_a_rank(copies, shards):
     assert plan.seconds["optimizer"] == pytest.approx(alone.seconds["optimizer"] / shards, rel=0.02)
     assert plan.tokens_per_step == 16 * 128
     assert any("communication" in note for note in plan.notes)
-    assert "of each of 4 ranks" in verdict(plan)
+    assert "of each of 4 ranks" in plan.verdict
 
 
 def test_a_pair_of_answers_stays_on_one_rank():
@@ -149,7 +148,7 @@ def test_copies_hold_the_whole_model():
 
 def test_uneven_parts_by_rank():
     """509 words over 4 ranks: the last has fewer gradients and states; its parameters are filled up."""
-    rows = rank_rows(plan_of(parallel={"dp_shard": 4, "dp_replicate": 2}))
+    rows = plan_of(parallel={"dp_shard": 4, "dp_replicate": 2}).ranks
     assert [row.ranks for row in rows] == [(0, 1, 2, 4, 5, 6), (3, 7)]
     assert rows[0].parameters == rows[1].parameters
     assert rows[0].gradients - rows[1].gradients == 4 * 3 * 64

@@ -21,9 +21,9 @@ def test_a_schedule_that_defers_is_planned_without_the_compiler(schedule, tmp_pa
         values |= {"model.tie_embeddings": "false", "train.compile": compiles, "data.seq_len": "256"}
         loaded = load_recipe(None, values, environ={})
         site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2))
-        decision = decide(loaded, site, "as_it_stands")
-        peaks[compiles] = decision.plan.peak_bytes
-        assert any("wait with is not in the bytes" in note for note in decision.plan.notes)
+        plan = decide(loaded, site, "as_it_stands")
+        peaks[compiles] = plan.peak_bytes
+        assert any("wait with is not in the bytes" in note for note in plan.notes)
     assert peaks["auto"] == peaks["off"]
 
 
@@ -33,7 +33,7 @@ def test_that_layers_stay_uncompiled_is_said(schedule, compiles, tmp_path):
     values = settings(tmp_path, tmp_path, model__num_layers=8, parallel__pp=2, parallel__schedule=schedule)
     loaded = load_recipe(None, values | {"model.tie_embeddings": "false", "train.compile": compiles}, environ={})
     site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2))
-    note = decide(loaded, site, "as_it_stands").note
+    note = decide(loaded, site, "as_it_stands").stands_because
     assert ("layers are not compiled, since schedule zbv" in note) is ((schedule, compiles) == ("zbv", "auto"))
 
 

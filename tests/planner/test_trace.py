@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from tests.planner.families import FAMILIES, VOCAB, Family
-from tests.planner.rates import make_machine, make_rates, make_recipe
+from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import free_pages
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.skeleton import skeleton_of
-from tilewright.planner.summary import make_plan
 from tilewright.planner.trace import trace
 from tilewright.planner.trace.byte_counter import LiveBytes, flops_of
 from tilewright.planner.trace.fake_model import KERNELS
@@ -148,14 +147,16 @@ def test_classes_and_what_stands_around_them_add_up_to_the_whole_model(name, tmp
 def test_documents_that_run_as_rows_are_not_known(name, tmp_path):
     with pytest.raises(Untraceable, match="document masks"):
         traced(recipe_of(FAMILIES[name], tmp_path))
-    assert DOCUMENTS_AS_ROWS in make_plan(recipe_of(FAMILIES[name], tmp_path), VOCAB, MACHINE, make_rates()).unknown
+    assert (
+        DOCUMENTS_AS_ROWS in make_plan(recipe_of(FAMILIES[name], tmp_path), VOCAB, MACHINE, make_rates()).shape.unknown
+    )
 
 
 def test_a_step_that_is_too_long_is_not_known(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "LIMIT", 50)
     plan = make_plan(recipe_of(FAMILIES["llama"], tmp_path), VOCAB, MACHINE, make_rates())
     assert plan.state == "not known"
-    assert "more than 50 operations" in plan.unknown
+    assert "more than 50 operations" in plan.shape.unknown
 
 
 def test_every_way_to_keep_less_is_in_the_trace(tmp_path):
@@ -188,8 +189,8 @@ def test_gradients_count_once(tmp_path):
         make_plan(recipe_of(FAMILIES["llama"], tmp_path, train={"global_batch_size": size}), VOCAB, AMD, make_rates())
         for size in (ROWS, 2 * ROWS)
     ]
-    one, two = (plan.phases["backward"] for plan in plans)
-    assert two["gradients"] == 4 * plans[1].num_parameters
+    one, two = (plan.tracked["backward"] for plan in plans)
+    assert two["gradients"] == 4 * plans[1].shape.num_parameters
     assert sum(two.values()) > sum(one.values())
 
 

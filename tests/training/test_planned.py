@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.contracts.observe import fixed_ceilings
+from tests.planner.rates import make_plan
 from tests.training.test_regroup_run import failing_at
 from tests.training.tiny import assert_same_run, rows, settings
 from tilewright.cli.app import run as command_line
@@ -18,9 +19,8 @@ from tilewright.planner.decide import stages
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.site import Site
-from tilewright.planner.summary import make_plan
 from tilewright.training.loop import train
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve import plan_run, replanner_of
 from tilewright.training.run import Run
 from tilewright.training.runlog.signals import StopRequest
 
@@ -417,11 +417,11 @@ def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
     most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
     assert most.peak_phase == "evaluate", {name: most.phase_bytes(name) for name in most.phases}
     size = int((most.peak_bytes + least.peak_bytes) / 2)
-    found = plan_run(
+    decided, plan = plan_run(
         load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_memory=size), where
     )
-    assert found.loaded.recipe.precision.eval_fp32 is False
-    assert [numbers["setting"] for _, numbers in found.events if "setting" in numbers] == ["precision.eval_fp32"]
+    assert decided.recipe.precision.eval_fp32 is False
+    assert [numbers["setting"] for _, numbers in plan.events if "setting" in numbers] == ["precision.eval_fp32"]
 
 
 def test_the_executor_changes_where_nothing_else_helps(data, tmp_path):
@@ -462,23 +462,25 @@ def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
 
 def test_a_recipe_in_slices_recomputes_as_it_says(data, tmp_path):
     loaded = load(data, tmp_path, **WIDE, memory__executor="layer_major")
-    found = plan_run(loaded, site(loaded, tmp_path))
-    assert found.decided is None
-    replanner = found.replanner
+    where = site(loaded, tmp_path)
+    found, plan = plan_run(loaded, where)
+    assert not plan.decided
+    replanner = replanner_of(found, where, plan)
     assert {layer.activations for layer in replanner.plan(64 * 2**30).memory_plan.layers} == {"recompute"}
 
 
 def test_the_run_can_be_planned_anew(data, tmp_path):
     loaded = load(data, tmp_path)
-    found = plan_run(loaded, site(loaded, tmp_path))
-    replanner = found.replanner
+    where = site(loaded, tmp_path)
+    found, plan = plan_run(loaded, where)
+    replanner = replanner_of(found, where, plan)
     wide = replanner.plan(64 * 2**30)
     assert {layer.activations for layer in wide.memory_plan.layers} == {"keep"}
     least = replanner.smallest()
-    tighter = replanner.plan(least.peak_bytes)
+    tighter = replanner.plan(least.step_bytes)
     assert tighter is None or {layer.activations for layer in tighter.memory_plan.layers} != {"keep"}
-    off = plan_run(load(data, tmp_path, memory__plan=""), site(loaded, tmp_path))
-    assert off.replanner is None
+    off, plan = plan_run(load(data, tmp_path, memory__plan=""), where)
+    assert replanner_of(off, where, plan) is None
 
 
 def test_a_foreign_model_is_planned_layer_by_layer(data, tmp_path):

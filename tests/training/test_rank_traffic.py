@@ -67,7 +67,7 @@ def exchanged(rank, data, runs, cases):
             with Counted() as counted:
                 parts.executor.step(parts.stream.next_step(), 1e-3)
             parts.close()
-        found[name] = counted.found, vars(setup.planned.priced.traffic)
+        found[name] = counted.found, vars(setup.plan.traffic)
     return found
 
 

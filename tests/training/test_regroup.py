@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.data.batches.microbatches import row_length
-from tilewright.planner.replan import Replan
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.hooks.base import Step
@@ -27,8 +26,21 @@ KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}
 SECONDS = {"keep": 1.0, "selective": 1.1, "attention": 1.3, "recompute": 1.4}
 BASE = 200.0
 KEEP = MemoryPlan.uniform(LAYERS)
-PEAK = attrgetter("peak_bytes")
+PEAK = attrgetter("step_bytes")
 KINDS = tuple(LayerMemory(activations=kind) for kind in KEPT if kind != "attention")
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the hook reads of a plan."""
+
+    memory_plan: MemoryPlan
+    phases: dict[str, dict[str, float]]
+    step_s: float
+
+    @property
+    def step_bytes(self) -> float:
+        return max(sum(owners.values()) for name, owners in self.phases.items() if name != "load")
 
 
 class PlayedPlanner:
@@ -45,7 +57,7 @@ class PlayedPlanner:
         phases = {"load": {"parameters": 10.0}, "forward": {"parameters": BASE * memory_factor}}
         phases["backward"] = {"parameters": BASE * memory_factor, "activations": kept * memory_factor}
         seconds = sum(SECONDS[one.activations] + (one.inputs != "device") for one in memory_plan.layers)
-        return Replan(memory_plan, phases, seconds * time_factor)
+        return Played(memory_plan, phases, seconds * time_factor)
 
     def _all(self, seq_len, factors):
         for layers in combinations_with_replacement(self.kinds, self.num_layers):

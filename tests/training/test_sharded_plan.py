@@ -14,7 +14,6 @@ from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.plan import rank_rows
 from tilewright.planner.site import Site
 from tilewright.training.assemble import build, set_up
 from tilewright.training.loop import train
@@ -50,8 +49,8 @@ def held(rank, data, runs, cases):
                 parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
             memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
             parts.close()
-        shares = [vars(row) for row in rank_rows(setup.planned.priced)]
-        found[name] = dict(setup.planned.priced.phases), shares, memory["phase_owners"]
+        shares = [vars(row) for row in setup.plan.ranks]
+        found[name] = dict(setup.plan.phases), shares, memory["phase_owners"]
     return found
 
 
@@ -106,7 +105,7 @@ def counted(rank, data, runs, changes):
             parts.modes.enter(step)
             parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
         parts.close()
-    return dict(setup.planned.priced.phases)["backward"]["gradients"], found
+    return dict(setup.plan.phases)["backward"]["gradients"], found
 
 
 def test_gradients_are_counted_after_each_pass(data, tmp_path):

@@ -65,7 +65,7 @@ def held(rank, data, runs, world, changes):
         found = taught(microbatches)
         handed, taught = storages([batch[distill.HIDDEN] for batch in found]), live() - before
         parts.executor.step(found, parts.schedule.lr_at(0))
-        planned = setup.planned.priced
+        planned = setup.plan
         tokens = planned.setting.num_micro * planned.setting.micro_batch_size * planned.shape.seq_len
         theirs = planned.shape.teacher
         parts.close()

@@ -5,8 +5,9 @@ from typing import Any
 
 from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
-from tilewright.planner.advice.describe import kept_in_words, verdict
-from tilewright.planner.plan import Plan, describe, places, rank_rows
+from tilewright.planner.advice.describe import kept_in_words
+from tilewright.planner.cost.rows import places
+from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
 from tilewright.training.planning.minutes import expected_steps, length_in_words
 from tilewright.training.planning.pace import long_run
@@ -20,7 +21,7 @@ def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
         told: what would make it faster, and why memory stays idle.
         other: numbers of what it is compared with.
     """
-    echo(f"{verdict(plan)}\n")
+    echo(f"{plan.verdict}\n")
     setting = plan.setting
     echo(
         f"{plan.shape.family}, {format_count(plan.shape.num_parameters)} parameters on {plan.machine.device_name}; "
@@ -86,7 +87,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         chunks = [f"MLP in {choice.mlp_chunks} chunks"] if choice.mlp_chunks > 1 else []
         chunks += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
-        cells = [describe(row), str(row.count), *places(plan.setting, row), kept]
+        cells = [str(row), str(row.count), *places(plan.setting, row), kept]
         seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
         rows.append([*cells, ", ".join(chunks) or "-", seconds])
     return columns, rows
@@ -95,7 +96,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """What ranks hold of the model: columns and rows."""
     rows = []
-    for row in rank_rows(plan):
+    for row in plan.ranks:
         sizes = row.parameters, row.gradients, row.optimizer
         rows.append([ranges(row.ranks), *(format_bytes(size) for size in (*sizes, sum(sizes)))])
     return ["ranks", "parameters", "gradients", "optimizer", "sum"], rows
@@ -134,7 +135,7 @@ def to_json(
     """What the tables show, as plain types; None where it is not known."""
     known, faster = not plan.shape.unknown, told.faster
     return {
-        "verdict": verdict(plan),
+        "verdict": plan.verdict,
         "state": plan.state,
         "unknown": plan.shape.unknown,
         "family": plan.shape.family,
@@ -157,7 +158,7 @@ def to_json(
             {"class": row.name, "layers": list(row.indices), **vars(row.choice), "seconds": row.cost.seconds}
             for row in plan.rows
         ],
-        "ranks": [{**vars(row), "ranks": list(row.ranks)} for row in rank_rows(plan)],
+        "ranks": [{**vars(row), "ranks": list(row.ranks)} for row in plan.ranks],
         "phases": {name: {owner: int(size) for owner, size in row.items()} for name, row in plan.phases.items()},
         "host": {owner: int(size) for owner, size in plan.host.items()},
         "seconds": dict(plan.seconds),

@@ -21,7 +21,6 @@ from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
-from tilewright.core.units import format_bytes
 from tilewright.planner.advice.stages import as_it_stands, largest_stage, note_of
 from tilewright.planner.cost.choices import executors
 from tilewright.planner.cost.phases import written_beside
@@ -31,6 +30,8 @@ from tilewright.planner.planner import FORMAT_FIELDS, Planner, narrower
 from tilewright.planner.site import Site, on_disk
 
 How = Literal["least_change", "fastest"]
+AUTO = "auto"
+"""`memory.plan` of a run that is decided here; the source of what it decides, too."""
 PLAN_FILE = "plan.toml"
 """In a run folder: the plan that the run executes."""
 
@@ -53,38 +54,6 @@ class ConfigChange:
     name: str
     before: object
     after: object
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a run executes, and what it took to find that out."""
-
-    plan: Plan
-    """The recipe as it stands where nothing was decided."""
-    decided: bool = False
-    """Whether the planner chose it, layer by layer."""
-    departures: tuple[ConfigChange, ...] = ()
-    least_bytes: float | None = None
-    """The least that a step takes with what the recipe says, where that did not fit."""
-    note: str = ""
-    """Why the planner decides nothing of this recipe; empty where it may."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the run is as it is decided: what stands as the recipe says has to leave `plan.margin`, too."""
-        return self.plan.state == "fits" and (self.decided or self.plan.keeps_margin)
-
-    @property
-    def reason(self) -> str:
-        """Why the recipe was departed from; empty where it was not."""
-        if self.least_bytes is None:
-            return ""
-        budget, margin = self.plan.budget.device, self.plan.recipe.plan.margin
-        least = format_bytes(self.least_bytes) if self.least_bytes else "more than the host has"
-        return (
-            f"with what the recipe says a step takes {least} at least, and {format_bytes((1 - margin) * budget)} of "
-            f"{format_bytes(budget)} may be used (plan.margin {margin:g})"
-        )
 
 
 def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
@@ -133,7 +102,7 @@ def decide(
     *,
     same_numbers: bool = False,
     num_layers: int | None = None,
-) -> Decision:
+) -> Plan:
     """What a run executes; where nothing fits, the recipe as it stands, which does not.
 
     Args:
@@ -152,21 +121,21 @@ def decide(
     if recipe.parallel.pp > 1:
         there = replace(site, notes=(*site.notes, note_of(recipe)))
         bound = largest_stage(recipe, there.planner(recipe), there.budget(recipe))
-        return Decision(bound, note=as_it_stands(recipe))
+        return replace(bound, stands_because=as_it_stands(recipe))
     planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)
     planner = planner if num_layers is None else planner.with_layers(num_layers)
     if how == "fastest":
         found = planner.plan(site.budget(recipe, disk=site.may_use_disk(recipe)))
         if found is not None:
-            return Decision(found, True, departures(recipe, found))
+            return found
     stands = planner.as_it_stands(site.budget(recipe, disk=on_disk(recipe)))
     if how == "fastest" or recipe.memory.plan == "" or stands.keeps_margin:
-        return Decision(stands)
+        return stands
     if stands.shape.unknown:  # what is known of it may be too much already
-        return Decision(stands, note=stands.shape.unknown)
+        return replace(stands, stands_because=stands.shape.unknown)
     if recipe.memory.layers_per_group > 1:
-        return Decision(stands, note="layers come in groups (memory.layers_per_group)")
-    return _least_change(planner, loaded, site, same_numbers) or Decision(stands)
+        return replace(stands, stands_because="layers come in groups (memory.layers_per_group)")
+    return _least_change(planner, loaded, site, same_numbers) or stands
 
 
 def free_planner(loaded: Loaded, site: Site) -> Planner:
@@ -195,7 +164,8 @@ def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 def user_settings(loaded: Loaded) -> frozenset[str]:
     """Names of the settings that come neither from defaults nor from the run's own plan."""
-    return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {PLAN_FILE}"))
+    own = DEFAULT, f"plan {PLAN_FILE}", f"plan {AUTO}"
+    return frozenset(name for name, source in loaded.sources.items() if source not in own)
 
 
 def typed_too(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded | None:
@@ -205,7 +175,7 @@ def typed_too(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded | None:
     return None if recipe is None else replace(loaded, recipe=recipe, sources=sources)
 
 
-def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bool) -> Decision | None:
+def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bool) -> Plan | None:
     """The plan of the first stage that has one; None where nothing fits."""
     recipe, least = planner.recipe, None
     fused = fuses(planner.shape(recipe).compiled, site.machine)
@@ -214,7 +184,7 @@ def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bo
         mine = planner.with_beside(stage.beside).with_fixed(stage.fixed, stage.formats)
         found = mine.plan(budget)
         if found is not None:
-            return Decision(found, True, departures(recipe, found), least)
+            return replace(found, least_bytes=least)
         if number == 0:
             smallest = mine.smallest(budget)
             least = smallest.peak_bytes if smallest is not None else 0.0

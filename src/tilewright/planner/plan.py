@@ -1,28 +1,32 @@
 """A plan: what was decided for a model and its layers, and what that is expected to take.
 
-`planner.planner` makes plans, `planner.plan_file` writes and reads them, `planner.describe` puts them into words.
-`memory_plan` is what the executors get.
+`planner.planner` makes plans, `planner.decide` chooses one, `planner.plan_file` writes and reads them. `memory_plan` is
+what executors apply. `phases` are those that the solver knows; `tracked` are the same bytes as the memory tracker of a
+run measures them, which is what `to_json` (plan.json of a run) has.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
-from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import KIND_OF, OFFLOADS, LayerMemory, MemoryPlan
-from tilewright.core.units import ranges
-from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
+from tilewright.core.memory_plan import KIND_OF, OFFLOADS, STEP_PHASES, LayerMemory, MemoryPlan
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.planner.cost.choices import GlobalConfig, Links
+from tilewright.planner.cost.owners import reserve_of, tracked
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
-from tilewright.planner.cost.solve import Cost
+from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows
 from tilewright.planner.cost.traffic import RankTraffic
+from tilewright.planner.model.roofline import binding
 from tilewright.planner.model.shape import ModelShape
-from tilewright.planner.model.weights import Weights
 
 State = Literal["fits", "does not fit", "not known"]
 _SPARE = 1 + 1e-6
 """What the solver's tolerance may use up of a budget (`solve`), and more."""
+_NEAR = 0.97
+"""Of what a plan may use of a budget: from here on it binds."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,6 @@ class Budget:
     def without_disk(self) -> "Budget":
         """The same where the disk is no place."""
         return replace(self, disk=0.0, links=replace(self.links, disk=None))
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """Layers of one class that are treated alike, or an end of the model (no indices)."""
-
-    name: str
-    indices: tuple[int, ...]
-    choice: LayerMemory
-    cost: Cost
-
-    @property
-    def count(self) -> int:
-        """Layers of the row."""
-        return max(1, len(self.indices))
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,14 @@ class Plan:
     narrowed: Mapping[str, str] = field(default_factory=dict)
     """Formats that the plan had to change, by setting."""
     notes: tuple[str, ...] = ()
+    decided: bool = False
+    """Whether the planner chose it, layer by layer; else it is the recipe as it stands."""
+    stands_because: str = ""
+    """Why the planner decides nothing of this recipe, and cannot plan it again; empty where it may."""
+    least_bytes: float | None = None
+    """The least that a step takes with what the recipe says, where that did not fit and something else was decided."""
+    events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """(text, numbers) of what a run tells of how this was decided."""
 
     @property
     def peak_phase(self) -> str:
@@ -87,6 +84,11 @@ class Plan:
     def phase_bytes(self, phase: str) -> float:
         """Device bytes of all owners at a phase."""
         return sum(self.phases[phase].values())
+
+    @property
+    def step_bytes(self) -> float:
+        """The same in a step; evaluation and checkpoints left out."""
+        return max(self.phase_bytes(name) for name in self.phases if name.startswith(STEP_PHASES))
 
     @property
     def host_bytes(self) -> float:
@@ -108,9 +110,19 @@ class Plan:
         return self.state == "fits" and self.peak_bytes <= self._left * self.budget.device
 
     @property
+    def accepted(self) -> bool:
+        """Whether a run executes it: what stands as the recipe says has to leave `plan.margin`, too."""
+        return self.state == "fits" and (self.decided or self.keeps_margin)
+
+    @property
     def step_s(self) -> float:
         """Seconds of an optimizer step."""
         return sum(self.seconds.values())
+
+    @property
+    def known_step_s(self) -> float:
+        """The same; 0 where that is not known."""
+        return 0.0 if self.shape.unknown else self.step_s
 
     @property
     def tokens_per_step(self) -> int:
@@ -161,7 +173,7 @@ class Plan:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the executors are reported."""
+        """What executors apply."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {
             row.name: LayerMemory(parameters=row.choice.parameters, states=row.choice.states)
@@ -173,6 +185,24 @@ class Plan:
     def row_of(self, layer: int) -> PlanRow:
         """The row of a layer by its number."""
         return next(row for row in self.rows if layer in row.indices)
+
+    @property
+    def ranks(self) -> list[RankRow]:
+        """What each rank holds."""
+        return rank_rows(self.shape, self.setting)
+
+    def scaled(self, memory: float, time: float) -> "Plan":
+        """The same, corrected by what was measured.
+
+        Args:
+            memory: measured over planned bytes of the device.
+            time: measured over planned seconds.
+        """
+        phases = {
+            name: {owner: size * memory for owner, size in owners.items()} for name, owners in self.phases.items()
+        }
+        seconds = {name: value * time for name, value in self.seconds.items()}
+        return replace(self, phases=phases, seconds=seconds)
 
     def settings(self) -> dict[str, object]:
         """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
@@ -207,6 +237,102 @@ class Plan:
                 found[name] = OFFLOADS.get(value, value)
         return found
 
+    # ---- in words ----
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, how fast, and what memory is scarce, in a sentence."""
+        peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
+        budget = format_bytes(self.budget.device)
+        each = self.setting.shards.of_each
+        if self.state == "not known":
+            return f"It is not known whether the run fits: {unknown}. It takes more than {peak} of {budget}{each}."
+        if unknown:
+            return (
+                f"The run does not fit: it takes more than {peak} of {budget}{each}, and how much is not known "
+                f"({unknown})."
+            )
+        speed = f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
+        host = f" and {format_bytes(self.host_bytes)} of {format_bytes(self.budget.host)} host memory"
+        owners = self.phases[self.peak_phase]
+        largest = max(owners, key=lambda owner: owners[owner])
+        taken = f"{peak} of {budget} on the device{each} (at {self.peak_phase}, mostly {largest})"
+        taken += host if self.host else ""
+        if self.state == "does not fit":
+            return f"The run does not fit: it takes {taken}; {speed}."
+        narrowed = f" with {self.formats}, which changes what is learned" if self.narrowed else ""
+        most = max(self.seconds, key=lambda name: self.seconds[name])
+        scarce = f"{' and '.join(self.scarce) or 'no memory'} {'are' if len(self.scarce) > 1 else 'is'} scarce"
+        return f"The run fits{narrowed}: {taken}; {speed}; {scarce}, most time goes to {most}."
+
+    @property
+    def formats(self) -> str:
+        """Formats of the optimizer that the plan had to narrow; empty where it is the recipe's."""
+        return ", ".join(f"{name} = {value}" for name, value in self.narrowed.items())
+
+    @property
+    def scarce(self) -> list[str]:
+        """Memory that the plan uses up; empty where more would not make it faster."""
+        near = _NEAR * self._left
+        found = ["device memory"] if self.peak_bytes >= near * self.budget.device else []
+        return [*found, "host memory"] if self.host and self.host_bytes >= near * self.budget.host else found
+
+    # ---- as a run's memory tracker has it ----
+
+    @cached_property
+    def tracked(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes by owner at load, forward, backward, update, evaluate and checkpoint, `reserve_bytes` left out."""
+        return tracked(self.phases, self.setting.can, self.reserve_bytes)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What the device holds of the process outside of its allocator."""
+        return reserve_of(self.phases) if self.machine.device == "cuda" else 0
+
+    @property
+    def tracked_phase(self) -> str:
+        """The phase of a step with the most of these bytes."""
+        return max((name for name in self.tracked if name in STEP_PHASES), key=self.tracked_bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Most of these bytes in a step; 0 where that is not known."""
+        return 0 if self.shape.unknown else self.tracked_bytes(self.tracked_phase)
+
+    def tracked_bytes(self, phase: str) -> int:
+        """These bytes of all owners at a phase."""
+        return sum(self.tracked[phase].values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types for plan.json, in the memory tracker's words; None where it is not known."""
+        peak, unknown = max(self.tracked, key=self.tracked_bytes), self.shape.unknown
+        known = {
+            "peak_phase": peak,
+            "peak_bytes": self.tracked_bytes(peak),
+            "step_phase": self.tracked_phase,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_step / self.step_s if not unknown else None,
+        }
+        return {name: None if unknown else value for name, value in known.items()} | {
+            "state": self.state,
+            "fits": self.state == "fits",
+            "device": self.machine.device,
+            "num_parameters": self.shape.num_parameters,
+            "phases": {name: dict(owners) for name, owners in self.tracked.items()},
+            "other_parts": {
+                "process": int(self.phases["load"]["process"]),
+                "work": int(max(owners["work"] for owners in self.phases.values())),
+            },
+            "budget_bytes": int(self.budget.device),
+            "reserve_bytes": self.reserve_bytes,
+            "seconds": dict(self.seconds),
+            "tokens_per_step": self.tokens_per_step,
+            "bound_by": list(binding(self.seconds)),
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+            "unknown": unknown,
+        }
+
 
 _TIERS = {
     "parameters": "memory.offload_params",
@@ -218,66 +344,3 @@ _TIERS = {
 """Settings by the name of the field of `LayerMemory`."""
 OF_A_LAYER = frozenset(("train.activation_checkpoint", *_TIERS.values()))
 """Settings of what may differ from layer to layer."""
-
-
-def fingerprint(shape: ModelShape) -> str:
-    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
-    facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
-    ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
-    return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
-
-
-def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
-    """(place, bytes) of a row's parameters and states, of sharded ones this rank's part."""
-    weights = weights_of(shape, row).part(setting.shards.count)
-    parameters, states = places(setting, row)
-    return [(parameters, row.count * weights.stored), (states, row.count * state_bytes(weights, setting))]
-
-
-def on_host(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
-    """(owner, bytes) of what of a row is in host memory, its activations left out; 0 where it is elsewhere."""
-    sizes = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
-    found = [(owner, size if place == "host" else 0.0) for owner, (place, size) in sizes]
-    if setting.shards.offload:
-        found.append(("gradients", 4.0 * row.count * weights_of(shape, row).part(setting.shards.count).trained))
-    return found
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """Ranks that hold equally much of a run, and the bytes that they hold all the time."""
-
-    ranks: tuple[int, ...]
-    parameters: float
-    gradients: float
-    """Of a whole step, in FP32."""
-    optimizer: float
-
-
-def rank_rows(plan: Plan) -> list[RankRow]:
-    """What each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not come out
-    even; the last ranks have fewer gradients and states."""
-    shards, setting = plan.setting.shards, plan.setting
-    found: dict[tuple[float, float], list[int]] = {}
-    for rank in range(shards.ranks):
-        part = plan.shape.weights.part(shards.count, rank % shards.count)
-        found.setdefault((4.0 * part.trained, state_bytes(part, setting)), []).append(rank)
-    parameters = plan.shape.weights.part(shards.count).stored
-    return [RankRow(tuple(ranks), parameters, *sizes) for sizes, ranks in found.items()]
-
-
-def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:
-    """Where parameters and states of a row are between the passes."""
-    return ("host", "host") if setting.shards.offload else (row.choice.parameters, row.choice.states)
-
-
-def weights_of(shape: ModelShape, row: PlanRow) -> Weights:
-    """Of one layer of a row, or of an end of the model."""
-    if row.indices:
-        return shape.class_of(row.indices[0]).weights
-    return shape.embedding if row.name == "embedding" else shape.head
-
-
-def describe(row: PlanRow) -> str:
-    """The layers of a row as people write them."""
-    return f"{row.name} {ranges(row.indices)}" if row.indices else row.name

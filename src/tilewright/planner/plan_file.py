@@ -12,6 +12,7 @@
 Every layer is in exactly one `[[layers]]`.
 """
 
+import hashlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, ranges
 from tilewright.planner.model.constraints import BESIDE
 from tilewright.planner.model.shape import ModelShape
-from tilewright.planner.plan import Plan, fingerprint
+from tilewright.planner.plan import Plan
 
 FORMAT = 3
 SETTINGS = frozenset(
@@ -112,6 +113,13 @@ class PlanFile:
                 try_="tilewright plan RECIPE --out FILE, which makes one",
                 where=str(self.path),
             )
+
+
+def fingerprint(shape: ModelShape) -> str:
+    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
+    facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
+    ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
+    return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
 
 
 def to_toml(plan: Plan) -> str:

@@ -29,6 +29,7 @@ from tilewright.planner.cost.phases import (
     phases,
     rollback_bytes,
 )
+from tilewright.planner.cost.rows import PlanRow, on_host
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
 from tilewright.planner.cost.traffic import communication_s
@@ -36,7 +37,7 @@ from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.plan import Budget, Plan, PlanRow, on_host
+from tilewright.planner.plan import Budget, Plan
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -178,7 +179,7 @@ class Planner:
                 _, table, answer = best
                 rows = tuple(_rows(table, answer.counts))
                 notes = (*_stopped(answer.gap, "faster"), *_left_out(late))
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes, decided=True)
                 found = self._settled(found, budget)
                 if found is not None:
                     return found
@@ -195,7 +196,8 @@ class Planner:
         if without is not None:
             return without
         real = self.with_recipe(found.recipe).priced(found.setting, found.memory_plan, budget)
-        return replace(real, narrowed=found.narrowed) if real.least_device <= budget.device else None
+        real = replace(real, narrowed=found.narrowed, decided=True)
+        return real if real.least_device <= budget.device else None
 
     def smallest(self, budget: Budget) -> Plan | None:
         """The plan with the least device memory within the host's budget; None where the host's is too small.
@@ -222,7 +224,7 @@ class Planner:
                     continue
                 rows = tuple(_rows(table, answer.counts))
                 notes = (*_stopped(answer.gap, "smaller"), *_left_out(late))
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes, decided=True)
                 if best is None or found.peak_bytes < best[0]:
                     best = (found.peak_bytes, found)
         if best is None and late:
@@ -330,6 +332,8 @@ class Planner:
         rows: tuple[PlanRow, ...],
         narrowed: Mapping[str, str],
         more: tuple[str, ...] = (),
+        *,
+        decided: bool = False,
     ) -> Plan:
         setting = table.setting
         parts = dict(self._head_seconds(shape, setting, recipe, budget.links))
@@ -357,7 +361,7 @@ class Planner:
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
-            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more))  # fmt: skip
+            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more), decided)  # fmt: skip
 
 
 def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple[str, ...]:

@@ -4,33 +4,15 @@ Executor, micro-batch, loss tile, formats, and each layer's MLP tiles and attent
 change is what layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.memory_plan import STEP_PHASES, LayerMemory, MemoryPlan
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.model.constraints import KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
-
-
-@dataclass(frozen=True)
-class Replan:
-    """A memory plan and what it is expected to take, corrected by what was measured."""
-
-    memory_plan: MemoryPlan
-    phases: Mapping[str, Mapping[str, float]]
-    """Device bytes by owner at each phase."""
-    step_s: float
-    plan: Plan | None = None
-    """What that was read from; None where it was the plan that a run began under."""
-
-    @property
-    def peak_bytes(self) -> float:
-        """Most bytes on the device in a step; evaluation and checkpoints left out."""
-        return max(sum(owners.values()) for name, owners in self.phases.items() if name.startswith(STEP_PHASES))
 
 
 class Replanner:
@@ -39,7 +21,7 @@ class Replanner:
     Args:
         planner: of the recipe as it runs.
         setting: how it runs.
-        memory plan: how it runs.
+        memory_plan: how it runs.
         budget: of the run; host and disk stay.
     """
 
@@ -54,7 +36,7 @@ class Replanner:
 
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
-    ) -> Replan | None:
+    ) -> Plan | None:
         """The fastest memory plan within a budget of the device, `plan.margin` left free; None where nothing fits.
 
         Args:
@@ -64,12 +46,12 @@ class Replanner:
             time_factor: measured over planned seconds.
         """
         found = self._of(seq_len).plan(replace(self.budget, device=device_bytes / memory_factor))
-        return None if found is None else _corrected(found, memory_factor, time_factor)
+        return None if found is None else found.scaled(memory_factor, time_factor)
 
-    def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Replan | None:
+    def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Plan | None:
         """The memory plan with the fewest bytes on the device; None where the host has not room for it."""
         found = self._of(seq_len).smallest(self.budget)
-        return None if found is None else _corrected(found, memory_factor, 1.0)
+        return None if found is None else found.scaled(memory_factor, 1.0)
 
     def predict(
         self,
@@ -78,10 +60,10 @@ class Replanner:
         *,
         memory_factor: float = 1.0,
         time_factor: float = 1.0,
-    ) -> Replan:
+    ) -> Plan:
         """What a given memory plan is expected to take."""
         found = self._of(seq_len).priced(self.setting, memory_plan, self.budget)
-        return replace(_corrected(found, memory_factor, time_factor), memory_plan=memory_plan)
+        return found.scaled(memory_factor, time_factor)
 
     def _of(self, seq_len: int | None) -> Planner:
         recipe = self._planner.recipe
@@ -100,7 +82,7 @@ def same_numbers(
         fixed: before.
         recipe: of the run.
         setting: of the run.
-        memory plan: of the run.
+        memory_plan: of the run.
         fused: see `constraints.fuses`.
     """
 
@@ -118,10 +100,3 @@ def same_numbers(
     )
     layers = tuple(of(layer) for layer in memory_plan.layers)
     return replace(layers[0], layers=layers if len(set(layers)) > 1 else ())
-
-
-def _corrected(found: Plan, memory_factor: float, time_factor: float) -> Replan:
-    phases = {
-        name: {owner: size * memory_factor for owner, size in owners.items()} for name, owners in found.phases.items()
-    }
-    return Replan(found.memory_plan, phases, found.step_s * time_factor, found)

@@ -6,7 +6,7 @@ Made of the same charts and style sheet as the report of a run; opens offline.
 from collections.abc import Sequence
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.planner.advice.describe import formats_of, timeline, verdict
+from tilewright.planner.advice.describe import timeline
 from tilewright.planner.plan import Plan
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
@@ -32,7 +32,7 @@ def render_plan(
     return fill(
         "plan.html",
         plan=plan,
-        verdict=verdict(plan),
+        verdict=plan.verdict,
         cards=_cards(plan),
         figures=[_memory_figure(plan), *([_pareto_figure(curve, plan)] if curve else [])],
         columns=columns,
@@ -100,7 +100,7 @@ def _told(narrowed: Sequence[Plan]) -> str:
     """Formats, and from how many bytes to how many plans have them."""
     sizes: dict[str, list[float]] = {}
     for found in narrowed:
-        sizes.setdefault(formats_of(found), []).append(found.peak_bytes)
+        sizes.setdefault(found.formats, []).append(found.peak_bytes)
     return "; ".join(
         f"{formats} with {format_bytes(min(found))}" + (f" to {format_bytes(max(found))}" if len(found) > 1 else "")
         for formats, found in sizes.items()

@@ -38,10 +38,10 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
+from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
-from tilewright.planner.summary import PlanSummary
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
@@ -66,7 +66,7 @@ from tilewright.training.hooks.base import AfterStep, StepHook, by_name
 from tilewright.training.hooks.precision_hook import PrecisionModes, precision_hook
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
-from tilewright.training.planning.resolve import ResolvedPlan, plan_run
+from tilewright.training.planning.resolve import plan_run, replanner_of
 from tilewright.training.runlog.files import Counters
 
 H = TypeVar("H", bound=StepHook)
@@ -79,7 +79,11 @@ class RunContext:
     machine: Machine
     kernels: Kernels
     prepared: PreparedData | PreparedImages
-    planned: ResolvedPlan
+    loaded: Loaded
+    """The recipe with the plan's settings."""
+    plan: Plan
+    """What the run is expected to take."""
+    site: Site
     other: PreparedData | None
     """`data.eval_source`, where it is evaluated beside what is held out."""
     world: World = field(default_factory=World.alone)
@@ -93,11 +97,6 @@ class RunContext:
         return other_text(self.other)
 
     @property
-    def loaded(self) -> Loaded:
-        """The recipe with the plan's settings."""
-        return self.planned.loaded
-
-    @property
     def recipe(self) -> Recipe:
         """The run's settings."""
         return self.loaded.recipe
@@ -108,26 +107,19 @@ class RunContext:
         return executor_of(self.recipe, self.given)
 
     @property
-    def plan(self) -> PlanSummary:
-        """What the run is expected to take."""
-        return self.planned.plan
-
-    @property
     def memory_plan(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe says."""
-        return self.planned.memory_plan
+        return self.plan.memory_plan if self.plan.decided and self.plan.shape.classes else None
 
     def lasting(self, length: Length) -> "RunContext":
         """The same run with so many steps, which is an event of it where there is something to say."""
         told = ((length.text, length.numbers),) if length.text else ()
-        planned = replace(
-            self.planned, loaded=lasting(self.planned.loaded, length), events=(*self.planned.events, *told)
-        )
-        return replace(self, planned=planned)
+        plan = replace(self.plan, events=(*self.plan.events, *told))
+        return replace(self, loaded=lasting(self.loaded, length), plan=plan)
 
     def replanner(self) -> Replanner | None:
-        """Plans the run again while it runs; made at the first call. None where it cannot be: see `resolve.note`."""
-        return self.planned.replanner
+        """Plans the run again while it runs; None where it cannot be."""
+        return replanner_of(self.loaded, self.site, self.plan)
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +164,7 @@ class RunContext:
     @property
     def offload_dir(self) -> Path:
         """Folder of the disk tier."""
-        return self.planned.site.offload_dir
+        return self.site.offload_dir
 
     @property
     def memory_limit(self) -> int:
@@ -273,7 +265,7 @@ def set_up(
     prepared = in_turn(world, lambda: prepare_data(recipe))
     check_equal(world, {"prepared data": prepared.fingerprint})
 
-    def planned() -> ResolvedPlan:
+    def planned() -> tuple[Loaded, Plan, Site]:
         at("measuring this machine")
         rates = ceilings.measure(machine, progress=say, own_process=True)
         run = recipe.run
@@ -281,15 +273,15 @@ def set_up(
         together = world.local_size == world.size
         at("planning")
         site = Site(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
-        return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
+        return *plan_run(loaded, site, run_plan=run_plan, resuming=resuming), site
 
     world.at("planning")
-    plan = on_first(world, planned)
+    resolved, plan, site = on_first(world, planned)
     trim_malloc()  # what all of this used; a plan is of the run
-    settings = plan.loaded.recipe
+    settings = resolved.recipe
     kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
     other = in_turn(world, lambda: other_data(settings, prepared))
-    return RunContext(machine, kernels, prepared, plan, other, world, executor)
+    return RunContext(machine, kernels, prepared, resolved, plan, site, other, world, executor)
 
 
 def build(
@@ -368,7 +360,7 @@ def build(
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, executor.weights)
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
     # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
-    heap = FreeHeap(memory_tracker, 0 if setup.plan.unknown else setup.plan.phase_bytes(setup.plan.step_phase))
+    heap = FreeHeap(memory_tracker, setup.plan.allocated_bytes)
     draw_apart(world)
     teacher = open_teacher(recipe.distill, setup.tokenizer, model, policy)
     hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)

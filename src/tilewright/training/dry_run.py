@@ -13,7 +13,7 @@ from tilewright.core.units import format_bytes, format_seconds
 from tilewright.data.batches.microbatches import row_length
 from tilewright.memory.tracking.tracker import OWNERS
 from tilewright.parallel.world import World
-from tilewright.planner.summary import PlanSummary
+from tilewright.planner.plan import Plan
 from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.components.samples import longest_document
@@ -90,15 +90,15 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
     return NUM_STEPS
 
 
-def comparison(plan: PlanSummary, memory: Mapping[str, Any], step_s: float) -> list[str]:
+def comparison(plan: Plan, memory: Mapping[str, Any], step_s: float) -> list[str]:
     """Planned beside measured: bytes by owner at the peak, the peak, and the seconds of a step."""
-    planned = plan.phases[plan.step_phase]
+    planned = plan.tracked[plan.tracked_phase]
     rows = [(owner, planned.get(owner, 0), memory["owners"][owner]) for owner in OWNERS]
-    rows.append(("peak", plan.phase_bytes(plan.step_phase), memory["peak_bytes"]))
+    rows.append(("peak", plan.tracked_bytes(plan.tracked_phase), memory["peak_bytes"]))
     lines = [f"{'':<12} {'planned':>11} {'measured':>11}"]
     for name, expected, found in rows:
-        known = not plan.unknown or name in COUNTED
+        known = not plan.shape.unknown or name in COUNTED
         lines.append(f"{name:<12} {format_bytes(expected) if known else UNKNOWN:>11} {format_bytes(found):>11}")
-    seconds = UNKNOWN if plan.unknown else format_seconds(plan.step_s)
+    seconds = UNKNOWN if plan.shape.unknown else format_seconds(plan.step_s)
     lines.append(f"{'step':<12} {seconds:>11} {format_seconds(step_s):>11}")
-    return [*lines, plan.verdict] if plan.unknown else lines
+    return [*lines, plan.verdict] if plan.shape.unknown else lines

@@ -44,7 +44,7 @@ from tilewright.training.planning.minutes import (
 )
 from tilewright.training.planning.pace import Pace
 from tilewright.training.planning.ranks import LoneWatch, check_world, facts_of, settings_of, watch_of
-from tilewright.training.planning.resolve import load_run_plan
+from tilewright.training.planning.resolve import load_run_plan, write_plan
 from tilewright.training.planning.trial import time_steps
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
@@ -244,7 +244,7 @@ class TrainSession:
             scaled=parts.scaler is not None,
         )
         try:
-            for text, numbers in setup.planned.events:
+            for text, numbers in setup.plan.events:
                 recorder.event(found.step, "plan", text, **numbers)
             self.world.at("reference")
             pulse.at("")  # it has a bar of its own
@@ -260,7 +260,7 @@ class TrainSession:
                 agreement = self.watch.agreement(self.folder, setup.plan, parts)
                 replanner = replanner_for(setup, parts, recorder, agreement=agreement)
                 first = parts.modes.last_from(parts.counters.step + 1)
-                pace = Pace(0.0 if setup.plan.unknown else setup.plan.step_s, first, recipe.train.steps)
+                pace = Pace(setup.plan.known_step_s, first, recipe.train.steps)
                 # Ranks agree on the rows' length before memory is planned for it, and memory is before it is taken.
                 hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, pace
                 yield Run(
@@ -293,7 +293,7 @@ def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> Non
         more = {"kernels": setup.kernels.explain(), "matmul_switches": switches()}
         folder.write_json("machine.json", setup.machine.to_json() | more)
         folder.write_json("plan.json", setup.plan.to_json())
-        setup.planned.write(folder.path)
+        write_plan(setup.plan, folder.path)
         folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
         folder.write_json("precision.json", parts.modes.rows())
 

@@ -96,8 +96,8 @@ class Run:
         self._elapsed_before_s = self.recorder.log.elapsed_s
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         train, setup = self.recipe.train, self.setup
-        planned_s = 0.0 if setup.plan.unknown else setup.plan.step_s
-        for kind, text in told_before(self.recipe, self.step, planned_s, setup.planned.site.rates, setup.machine):
+        planned_s = setup.plan.known_step_s
+        for kind, text in told_before(self.recipe, self.step, planned_s, setup.site.rates, setup.machine):
             self.recorder.event(self.step, kind, text)
         if not self.resumed:
             how = f"{self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}"

@@ -4,7 +4,7 @@ Held against the tensors that autograd really saves (tests/models/test_activatio
 checkpoint mode; the bytes of the residual stream and of matmuls (bf16_mixed 2 and 2, hybrid 4 and 2, fp32 4 and 4);
 and whether layers are compiled, because eager RMSNorm and SwiGLU keep FP32 intermediates that a compiled layer does
 not. Linear layers that keep their input in 8 bits, for their weight's gradient, are named in `Storage.qdata`: one copy
-serves those that read the same input. Read by `planner.summary`.
+serves those that read the same input. Read by `planner.model.decoder_shape`.
 
     num_tokens * sum(layer_bytes(...)) + sum(tile_bytes(...)) + sum(weight_copy_bytes(...)) + head_bytes(...)
 

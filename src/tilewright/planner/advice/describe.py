@@ -1,66 +1,17 @@
-"""A plan in words: one sentence, what memory is scarce, one layer explained, what it takes to fit, the timeline."""
+"""More of a plan in words: one layer explained, what it takes to fit, the timeline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
 from tilewright.planner.cost.choices import choices
 from tilewright.planner.cost.layer_cost import layer_cost
+from tilewright.planner.cost.rows import PlanRow
 from tilewright.planner.cost.shards import Shards
-from tilewright.planner.plan import Budget, Plan, PlanRow, describe
+from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
-
-NEAR = 0.97
-"""Of what a plan may use of a budget: from here on it binds."""
-
-
-def verdict(plan: Plan) -> str:
-    """Whether it fits, how fast, and what memory is scarce, in a sentence."""
-    peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget.device)
-    each = of_each(plan.recipe)
-    if plan.state == "not known":
-        return (
-            f"It is not known whether the run fits: {plan.shape.unknown}. It takes more than {peak} of {budget}{each}."
-        )
-    if plan.shape.unknown:
-        return (
-            f"The run does not fit: it takes more than {peak} of {budget}{each}, and how much is not known "
-            f"({plan.shape.unknown})."
-        )
-    speed = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s"
-    host = f" and {format_bytes(plan.host_bytes)} of {format_bytes(plan.budget.host)} host memory" if plan.host else ""
-    owners = plan.phases[plan.peak_phase]
-    largest = max(owners, key=lambda owner: owners[owner])
-    bytes_ = f"{peak} of {budget} on the device{each} (at {plan.peak_phase}, mostly {largest}){host}"
-    if plan.state == "does not fit":
-        return f"The run does not fit: it takes {bytes_}; {speed}."
-    changed_formats = formats_of(plan)
-    narrowed = f" with {changed_formats}, which changes what is learned" if changed_formats else ""
-    most = max(plan.seconds, key=lambda name: plan.seconds[name])
-    lacking = scarce_memory(plan)
-    scarce = f"{' and '.join(lacking) or 'no memory'} {'are' if len(lacking) > 1 else 'is'} scarce"
-    return f"The run fits{narrowed}: {bytes_}; {speed}; {scarce}, most time goes to {most}."
-
-
-def of_each(recipe: Recipe) -> str:
-    """Whose bytes a plan's are, after a number of bytes; empty for one process."""
-    ranks = Shards.of(recipe).ranks
-    return f" of each of {ranks} ranks" if ranks > 1 else ""
-
-
-def formats_of(plan: Plan) -> str:
-    """Formats of the optimizer that the plan had to narrow; empty where it is the recipe's."""
-    return ", ".join(f"{name} = {value}" for name, value in plan.narrowed.items())
-
-
-def scarce_memory(plan: Plan) -> list[str]:
-    """Memory that the plan uses up; empty where more would not make it faster."""
-    near = NEAR * (1 - plan.recipe.plan.margin)
-    found = ["device memory"] if plan.peak_bytes >= near * plan.budget.device else []
-    return [*found, "host memory"] if plan.host and plan.host_bytes >= near * plan.budget.host else found
 
 
 def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitError:
@@ -76,7 +27,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
     enough_host = least is not None
     least = least or with_host
-    each = of_each(planner.recipe)
+    each = Shards.of(planner.recipe).of_each
     given = f"{format_bytes(budget.device)} on the device{each}"
     given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
     given += f" and {format_bytes(budget.disk)} on the disk" if budget.links.disk else ""
@@ -112,7 +63,7 @@ def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
     row = plan.row_of(layer)
     found = plan.shape.class_of(layer)
     lines = [
-        f"layer {layer} is one of {row.count} of class {row.name} that are treated alike ({describe(row)})",
+        f"layer {layer} is one of {row.count} of class {row.name} that are treated alike ({row})",
         f"  {format_count(found.num_parameters)} parameters, {_bytes(row)}",
         f"  {in_words(row.choice)}: {format_seconds(row.cost.seconds)} of a step",
     ]

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from tilewright.core.config.load import Loaded
-from tilewright.planner.decide import Decision, How, decide, free_planner
+from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Plan
 from tilewright.planner.site import Site
 
 
-def largest(loaded: Loaded, site: Site, how: How) -> Decision | None:
+def largest(loaded: Loaded, site: Site, how: How) -> Plan | None:
     """What is decided of the deepest model of this shape that fits; None where not even one layer a class does.
 
     Raises:
@@ -17,13 +17,13 @@ def largest(loaded: Loaded, site: Site, how: How) -> Decision | None:
     shape = site.planner(loaded.recipe).shape(loaded.recipe).known()
     least = len(shape.classes)
     low, high = least - 1, max(2 * shape.num_layers, least)
-    found: dict[int, Decision] = {}
+    found: dict[int, Plan] = {}
 
     def fits(num_layers: int) -> bool:
-        decision = decide(loaded, site, how, num_layers=num_layers)
-        if decision.fits:
-            found[num_layers] = decision
-        return decision.fits
+        plan = decide(loaded, site, how, num_layers=num_layers)
+        if plan.accepted:
+            found[num_layers] = plan
+        return plan.accepted
 
     while high < 4096 and fits(high):
         low, high = high, 2 * high

@@ -1,11 +1,13 @@
-"""Whose bytes a phase of a plan holds on the device."""
+"""Whose bytes a phase of a plan holds on the device, as the planner has its phases and as the memory tracker does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tilewright.core.config.executors import Capabilities
+from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes
+from tilewright.planner.cost.rows import PlanRow, bytes_of, weights_of
 from tilewright.planner.cost.solve import Phase
 from tilewright.planner.model.shape import ModelShape
-from tilewright.planner.plan import PlanRow, bytes_of, weights_of
 
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "work", "process")
 
@@ -56,3 +58,46 @@ def _staged(shape: ModelShape, setting: GlobalConfig, row: PlanRow, phase: Phase
     found["optimizer"] = copies * state_bytes(weights, setting) if choice.states != "device" else 0.0
     found["gradients"] = 4.0 * group * weights.trained if phase.transient == "backward" and not phase.passed else 0.0
     return found
+
+
+def reserve_of(phases: Mapping[str, Mapping[str, float]]) -> int:
+    """What a GPU holds of the process outside of its allocator."""
+    return int(max(owners["process"] for owners in phases.values()))
+
+
+def tracked(phases: Mapping[str, Mapping[str, float]], can: Capabilities, reserve: float) -> dict[str, dict[str, int]]:
+    """Phases as the memory tracker of a run has them, by its owners.
+
+    Args:
+        phases: device bytes by owner at each phase of the planner.
+        can: what the executor can do.
+        reserve: bytes of the process that are outside of the allocator, left out.
+    """
+    named = {name: _by_tracker(owners, reserve) for name, owners in phases.items()}
+
+    def largest(*prefixes: str) -> dict[str, int]:
+        return max((owners for name, owners in named.items() if name.startswith(prefixes)), key=_sum)
+
+    backward, forward = largest("backward"), largest("forward")
+    if can.whole_model:
+        forward = max(forward, named["loss"], key=_sum)
+    else:  # the head's backward pass follows its loss at once
+        backward = max(backward, named["loss"], key=_sum)
+    step = largest(*STEP_PHASES[:-1])
+    return {
+        "load": named["load"],
+        "forward": forward,
+        "backward": backward,
+        "update": named.get("update", step if can.whole_gradient else backward),
+        "evaluate": named["evaluate"],
+        "checkpoint": named["checkpoint"],
+    }
+
+
+def _by_tracker(owners: Mapping[str, float], reserve: float) -> dict[str, int]:
+    named = {name: int(owners[name]) for name in ("parameters", "optimizer", "gradients", "activations", "buffers")}
+    return named | {"other": int(owners["work"] + max(0.0, owners["process"] - reserve))}
+
+
+def _sum(owners: Mapping[str, int]) -> int:
+    return sum(owners.values())

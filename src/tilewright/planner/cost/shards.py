@@ -78,6 +78,11 @@ class Shards:
         found = (PRICED if measured else UNPRICED,) if self.ranks > 1 else ()
         return (*found, UNPRICED_OFFLOAD) if self.offload and not cpu else found
 
+    @property
+    def of_each(self) -> str:
+        """Whose bytes a plan's are, after a number of bytes; empty for one process."""
+        return f" of each of {self.ranks} ranks" if self.ranks > 1 else ""
+
     def words(self) -> str:
         """Who shares the run; empty for one process.
 

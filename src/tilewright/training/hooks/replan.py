@@ -32,7 +32,8 @@ from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
-from tilewright.planner.replan import Replan, Replanner
+from tilewright.planner.plan import Plan
+from tilewright.planner.replan import Replanner
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook
@@ -89,7 +90,7 @@ class AdaptiveReplanner(StepHook):
         reserve: int = 0,
         agreement: Agreement | None = None,
         watch: bool = True,
-        known: Replan | None = None,
+        known: Plan | None = None,
     ) -> None:
         self.executor = executor
         self.active = watch
@@ -221,7 +222,7 @@ class AdaptiveReplanner(StepHook):
         self._is_known()
         least = self.peak_bytes
         for found, limit in self._smaller(planner, least):
-            if found.memory_plan != self.executor.memory_plan and found.peak_bytes < least:
+            if found.memory_plan != self.executor.memory_plan and found.step_bytes < least:
                 self._limit = min(self._limit, limit)
                 numbers = {"expected_bytes": least, "threshold": -CUT, "limit_bytes": limit}
                 if self._switch("out_of_memory", text, found, **numbers):
@@ -230,7 +231,7 @@ class AdaptiveReplanner(StepHook):
         self._record("out_of_memory", f"{text}; there is no tighter memory plan", expected_bytes=least)
         return False
 
-    def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Replan, float]]:
+    def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Plan, float]]:
         """Plans for less and less, and the smallest."""
         limit, factors = min(peak_bytes, self._allowed()), self._factors
         for _ in range(CUTS):
@@ -241,7 +242,7 @@ class AdaptiveReplanner(StepHook):
             yield found, limit
         found = planner.smallest(self.row_length, memory_factor=self.memory_factor)
         if found is not None:
-            yield found, found.peak_bytes
+            yield found, found.step_bytes
 
     def _tighten_unplanned(self, text: str) -> bool:
         for memory_plan in tighter(self.executor.memory_plan, self._ladder):
@@ -284,7 +285,7 @@ class AdaptiveReplanner(StepHook):
         if self.peak_bytes <= budget and not self._pays(saved_s):
             would = f"{format_seconds(saved_s)} a step would be saved, which does not pay for a change"
             return stays(would if saved_s > 0 else "it still fits")
-        if self.peak_bytes > budget and found.peak_bytes >= self.peak_bytes:
+        if self.peak_bytes > budget and found.step_bytes >= self.peak_bytes:
             return stays("it is the smallest there is")
         self._switch(
             trigger, f"{text}; nothing fits, so the smallest memory plan" if none_fits else text, found, **numbers
@@ -296,9 +297,9 @@ class AdaptiveReplanner(StepHook):
         steps_left = self._steps - self._number
         return saved_s > GAIN * self.step_s and saved_s * steps_left > self._first_s
 
-    def _switch(self, trigger: str, text: str, found: Replan, **numbers: Any) -> bool:
-        numbers |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
-        told = f"; {format_bytes(found.peak_bytes)} and {format_seconds(found.step_s)} a step expected"
+    def _switch(self, trigger: str, text: str, found: Plan, **numbers: Any) -> bool:
+        numbers |= {"peak_bytes": found.step_bytes, "step_s": found.step_s}
+        told = f"; {format_bytes(found.step_bytes)} and {format_seconds(found.step_s)} a step expected"
         return self._place(trigger, text, found.memory_plan, told, **numbers)
 
     def _place(self, trigger: str, text: str, memory_plan: MemoryPlan, told: str = "", **numbers: Any) -> bool:
@@ -328,7 +329,7 @@ class AdaptiveReplanner(StepHook):
     def peak_bytes(self) -> float:
         """Expected peak of a step, corrected."""
         assert self.expected is not None, "nothing is expected yet"
-        return self.memory_factor * self.expected.peak_bytes
+        return self.memory_factor * self.expected.step_bytes
 
     @property
     def step_s(self) -> float:
@@ -352,7 +353,7 @@ class AdaptiveReplanner(StepHook):
             if self._planner is not None and known is not None and self.expected is known:
                 self.expected = self._planner.predict(self.executor.memory_plan, self.row_length)
                 # What was measured stays; the planner may say otherwise than who spoke before.
-                self.memory_factor *= known.peak_bytes / self.expected.peak_bytes
+                self.memory_factor *= known.step_bytes / self.expected.step_bytes
                 self.time_factor *= known.step_s / self.expected.step_s
         return self._planner
 

@@ -11,11 +11,11 @@ from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.planner.model.constraints import fuses, same_bits
-from tilewright.planner.replan import Replan
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.hooks.agreement import Agreement, planner_on_first
 from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.planning.refused import fixes_of
+from tilewright.training.planning.resolve import fixed_by_user
 from tilewright.training.runlog.recorder import MetricsLogger
 
 GROWTH = 0.03
@@ -62,24 +62,17 @@ def replanner_for(
         reserve=reserve,
         agreement=agreement,
         watch=bool(setup.recipe.memory.plan),
-        known=_known(setup, parts.executor.memory_plan),
+        known=None if setup.plan.shape.unknown else setup.plan,
     )
 
 
 def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
-    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
+    if not setup.recipe.memory.plan or "train.activation_checkpoint" in fixed_by_user(setup.loaded):
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
     kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in memory_plan.layers]
     return frozenset.intersection(*map(frozenset, kinds))
-
-
-def _known(setup: RunContext, memory_plan: MemoryPlan) -> Replan | None:
-    """What the run's first plan says of the memory plan that it begins with."""
-    outside = {"process": float(setup.plan.reserve_bytes)}
-    phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
-    return None if setup.plan.unknown else Replan(memory_plan, phases, setup.plan.step_s)
 
 
 def cheapest_fixes(setup: RunContext) -> list[str]:
@@ -87,7 +80,7 @@ def cheapest_fixes(setup: RunContext) -> list[str]:
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:
-        return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
+        return [str(fix) for fix in fixes_of(recipe, setup.site)]
     except TilewrightError:  # what is in the error then are settings without numbers
         return []
 

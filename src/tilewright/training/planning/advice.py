@@ -65,15 +65,15 @@ def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Adv
 def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
     """The fastest plan beside what `train` does; None where it gains too little."""
     best = decide(loaded, site, "fastest")
-    if not best.fits or best.plan.tokens_per_s <= WORTH * found.tokens_per_s:
+    if not best.accepted or best.tokens_per_s <= WORTH * found.tokens_per_s:
         return None
     recipe = on_machine(loaded, site.machine).recipe
     replan = replanned(loaded, site, "least_change")
-    for each in as_settings(best.plan, recipe):
-        typed = replan(each, best.plan.budget) if each else None
-        if typed is not None and typed.step_s <= SAME * best.plan.step_s:
-            return Faster(best.plan, each)
-    return Faster(best.plan, {})
+    for each in as_settings(best, recipe):
+        typed = replan(each, best.budget) if each else None
+        if typed is not None and typed.step_s <= SAME * best.step_s:
+            return Faster(best, each)
+    return Faster(best, {})
 
 
 def as_settings(plan: Plan, recipe: Recipe) -> Iterator[dict[str, Any]]:

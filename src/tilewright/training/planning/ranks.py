@@ -31,7 +31,7 @@ from tilewright.parallel.liveness.failure import (
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.world import World
-from tilewright.planner.summary import PlanSummary
+from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
 from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.runlog.rank_table import RankTable
@@ -59,7 +59,7 @@ class LoneWatch:
         """What is seen inside is recorded."""
         yield
 
-    def agreement(self, folder: RunFolder, plan: PlanSummary, parts: Components) -> Agreement:
+    def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
         """What this run agrees with."""
         return Agreement()
 
@@ -143,10 +143,10 @@ class RankWatch(LoneWatch):
         finally:
             self._recorder = None
 
-    def agreement(self, folder: RunFolder, plan: PlanSummary, parts: Components) -> Agreement:
+    def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
         """The same: from here on phases of a step are those of memory."""
         parts.memory_tracker.on_phase = self.heartbeat.phase
-        planned = 0 if plan.unknown else plan.phase_bytes(plan.step_phase) + plan.reserve_bytes
+        planned = 0 if plan.shape.unknown else plan.allocated_bytes + plan.reserve_bytes
         group = self.world.everyone.handle
         assert group is not None, "of several ranks"
         table = RankTable(group, folder, parts.memory_tracker.device, planned)

@@ -10,7 +10,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
 from tilewright.planner.advice.changes import Replan, cheapest_changes
-from tilewright.planner.advice.describe import no_plan, verdict
+from tilewright.planner.advice.describe import no_plan
 from tilewright.planner.advice.fixes import Fix, find_fixes
 from tilewright.planner.decide import How, decide, free_planner, typed, typed_too, user_settings
 from tilewright.planner.plan import Budget, Plan
@@ -34,7 +34,7 @@ def refused(plan: Plan, changes: Sequence[object]) -> FitError | UnknownFitError
     if plan.state == "does not fit":
         return FitError(
             "Run does not fit",
-            got=verdict(plan),
+            got=plan.verdict,
             need=f"a peak below {format_bytes(plan.budget.device)}",
             try_="\n".join(map(str, changes)) or "a smaller model",
         )
@@ -82,7 +82,7 @@ def replanned(loaded: Loaded, site: Site, how: How, *, same_numbers: bool = Fals
             if _widest(other, there, how).plan(budget) is None:
                 return None
         found = decide(other, there, how, same_numbers=same_numbers)
-        return found.plan if found.fits else None
+        return found if found.accepted else None
 
     return replan
 

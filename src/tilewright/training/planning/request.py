@@ -19,7 +19,7 @@ from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import GUESSED_DISK
 from tilewright.planner.cost.shards import Shards
-from tilewright.planner.decide import How, decide
+from tilewright.planner.decide import AUTO, How, decide
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published
 from tilewright.planner.plan import Plan
@@ -28,7 +28,7 @@ from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
 from tilewright.training.planning.ranks import check_shared
 from tilewright.training.planning.refused import nothing_fits
-from tilewright.training.planning.resolve import AUTO, plan_run
+from tilewright.training.planning.resolve import plan_run
 
 GPUS = 8
 """In one machine, at most."""
@@ -186,14 +186,15 @@ def plan_for(loaded: Loaded, site: Site, request: PlanRequest, *, as_it_stands: 
     """
     if request.largest or request.fastest:
         found = largest(loaded, site, request.how) if request.largest else decide(loaded, site, request.how)
-        if found is None or not found.fits:
+        if found is None or not found.accepted:
             raise nothing_fits(loaded, site, request.how)
-        return found.plan
+        return found
     priced = changed(loaded.recipe, {"plan.enforce": False})
-    run = plan_run(replace(loaded, recipe=priced), site)
-    if not as_it_stands and run.priced.state == "does not fit" and loaded.recipe.memory.plan == AUTO and not run.note:
+    _, plan = plan_run(replace(loaded, recipe=priced), site)
+    open_ = loaded.recipe.memory.plan == AUTO and not plan.stands_because
+    if not as_it_stands and plan.state == "does not fit" and open_:
         raise nothing_fits(loaded, site)
-    return run.priced
+    return plan
 
 
 def _host_here(options: PlanRequest, machine: Machine, ranks: int) -> int:

@@ -11,8 +11,7 @@ first: each case is a function below it. Nothing here builds a model.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,75 +23,64 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.planner.advice.describe import verdict
 from tilewright.planner.cost.choices import GlobalConfig
-from tilewright.planner.decide import PLAN_FILE, Decision, decide, user_settings, written
+from tilewright.planner.decide import AUTO, PLAN_FILE, decide, departures, user_settings, written
 from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
-from tilewright.planner.summary import PlanSummary, summarize
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
 
-AUTO, NONE = "auto", ""
+NONE = ""
 
 
-@dataclass(frozen=True)
-class ResolvedPlan:
-    """What a run executes, and what that is expected to take."""
+def replanner_of(loaded: Loaded, site: Site, plan: Plan) -> Replanner | None:
+    """Plans a run again while it runs; None where there is no plan, or the planner does not know the model.
 
-    loaded: Loaded
-    """The recipe with the plan's settings, whose source is the plan."""
-    plan: PlanSummary
-    """What the run is expected to take."""
-    priced: Plan
-    """The plan that `plan` is the summary of."""
-    site: Site
-    user_settings: frozenset[str]
-    """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
-    decided: Plan | None = None
-    """What was decided layer by layer; None where the run is as the recipe says."""
-    events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """(text, numbers) of what is worth reporting."""
-    note: str = ""
-    """Why the planner decides nothing here, and cannot plan again."""
-
-    @property
-    def memory_plan(self) -> MemoryPlan | None:
-        """What is done with each layer; None: the same with all, as the recipe's settings say."""
-        return self.decided.memory_plan if self.decided is not None and self.decided.shape.classes else None
-
-    def write(self, folder: Path) -> None:
-        """Keep the plan in the run's folder, or take an old one away."""
-        if self.decided is not None:
-            write_whole(folder / PLAN_FILE, to_toml(self.decided))
-        else:
-            (folder / PLAN_FILE).unlink(missing_ok=True)
-
-    @cached_property
-    def replanner(self) -> Replanner | None:
-        """Plans the run again while it runs; None where there is no plan, or the planner does not know the model."""
-        if self.note or self.loaded.recipe.memory.plan == NONE:
-            return None
-        recipe = self.loaded.recipe
-        disk = "disk" in _tiers(self.memory_plan) | set(recipe.memory.tiers)
-        fixed = written(recipe, self.user_settings)
-        if self.decided is None and not recipe.memory.can.activation_checkpoint:
-            fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
-        planner = self.site.planner(recipe, fixed)
-        num_layers = planner.shape(recipe).num_layers
-        if not num_layers:
-            say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
-            return None
-        memory_plan = self.memory_plan or memory_plan_of(recipe, num_layers)
-        budget = self.site.budget(recipe, disk=disk and recipe.memory.can.offload)
-        return Replanner(planner, GlobalConfig.of(planner.recipe), memory_plan, budget)
+    Args:
+        loaded, plan: from `plan_run`.
+        site: where it runs.
+    """
+    recipe = loaded.recipe
+    if plan.stands_because or recipe.memory.plan == NONE:
+        return None
+    fixed = written(recipe, fixed_by_user(loaded))
+    if not plan.decided and not recipe.memory.can.activation_checkpoint:
+        fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
+    planner = site.planner(recipe, fixed)
+    num_layers = planner.shape(recipe).num_layers
+    if not num_layers:
+        say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
+        return None
+    memory_plan = plan.memory_plan if plan.decided else memory_plan_of(recipe, num_layers)
+    disk = recipe.memory.can.offload and "disk" in _tiers(memory_plan) | set(recipe.memory.tiers)
+    return Replanner(planner, GlobalConfig.of(planner.recipe), memory_plan, site.budget(recipe, disk=disk))
 
 
-def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
-    """Decide what a run executes: one of the cases in this file's first lines. Of several ranks the plan is that of the
-    rank that holds most; the mesh stays as the recipe says it.
+def fixed_by_user(loaded: Loaded) -> frozenset[str]:
+    """Names of the settings that the user has set in a file, in the environment or on the command line, which stay.
+
+    Args:
+        loaded: from `plan_run`. A plan file leaves nothing to the recipe: there are none.
+    """
+    return user_settings(loaded) if loaded.recipe.memory.plan in (AUTO, NONE) else frozenset()
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Keep what was decided layer by layer in the run's folder, or take an old plan away."""
+    if plan.decided:
+        write_whole(folder / PLAN_FILE, to_toml(plan))
+    else:
+        (folder / PLAN_FILE).unlink(missing_ok=True)
+
+
+def plan_run(
+    loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False
+) -> tuple[Loaded, Plan]:
+    """Decide what a run executes, one of the cases in this file's first lines: the recipe with the plan's settings,
+    whose source is the plan, and the plan. Of several ranks it is that of the rank that holds most; the mesh stays as
+    the recipe says it.
 
     Args:
         loaded: the recipe; of a run that resumes, from `load_run_plan`.
@@ -107,22 +95,20 @@ def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, re
     """
     loaded = on_machine(loaded, site.machine)
     parallel = loaded.recipe.parallel
-    found = _plan_run(replace(loaded, recipe=site.at_mesh(loaded.recipe)), site, run_plan, resuming)
-    recipe = found.loaded.recipe.model_copy(update={"parallel": parallel})
-    return replace(found, loaded=replace(found.loaded, recipe=recipe))
+    found, plan = _plan_run(replace(loaded, recipe=site.at_mesh(loaded.recipe)), site, run_plan, resuming)
+    return replace(found, recipe=found.recipe.model_copy(update={"parallel": parallel})), plan
 
 
-def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: bool) -> ResolvedPlan:
+def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: bool) -> tuple[Loaded, Plan]:
     """`plan_run` of a recipe with the numbers of processes that there are."""
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
         return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
-    explicit = user_settings(loaded)
     run_plan = run_plan or _plan_beside(loaded)
     if recipe.memory.plan == AUTO and run_plan is not None and recipe.parallel.pp == 1:
-        resumed = _under_run_plan(loaded, run_plan, site, explicit)
+        resumed = _under_run_plan(loaded, run_plan, site)
         if resumed is not None:
-            return resumed
+            return loaded, resumed
     return _as_decided(loaded, site, decide(loaded, site, same_numbers=resuming), resuming)
 
 
@@ -141,9 +127,9 @@ def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None
     return with_settings(loaded, left_open, PLAN_FILE), file
 
 
-def _tiers(memory_plan: MemoryPlan | None) -> set[str]:
+def _tiers(memory_plan: MemoryPlan) -> set[str]:
     """Where parameters, states or inputs of some layer are."""
-    return {tier for layer in memory_plan or () for tier in (layer.parameters, layer.states, layer.inputs)}
+    return {tier for layer in memory_plan for tier in (layer.parameters, layer.states, layer.inputs)}
 
 
 # ---- under the plan of the run's folder ----
@@ -156,11 +142,12 @@ def _plan_beside(loaded: Loaded) -> PlanFile | None:
     return read_plan(loaded.path.parent / PLAN_FILE)
 
 
-def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, explicit: frozenset[str]) -> ResolvedPlan | None:
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site) -> Plan | None:
     """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
 
     The same settings with other layers are then looked for: that changes no number.
     """
+    explicit = user_settings(loaded)
     if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in explicit):
         return None
     try:
@@ -169,11 +156,11 @@ def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, explicit: frozen
     except (ConfigError, FitError) as error:
         say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
         return None
-    return ResolvedPlan(loaded, summarize(found), found, site, explicit, found)
+    return found
 
 
 def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
-    """What a plan file takes here.
+    """The plan of a file, priced here.
 
     Raises:
         ConfigError: it is for another model or machine.
@@ -182,59 +169,73 @@ def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
     planner = site.planner(recipe)
     file.check(planner.shape(recipe))
     budget = site.budget(recipe, disk="disk" in _tiers(file.memory_plan))
-    return planner.priced(GlobalConfig.of(planner.recipe), file.memory_plan, budget)
+    return replace(planner.priced(GlobalConfig.of(planner.recipe), file.memory_plan, budget), decided=True)
 
 
 # ---- as it is decided ----
 
 
-def _as_decided(loaded: Loaded, site: Site, found: Decision, resuming: bool) -> ResolvedPlan:
+def _as_decided(loaded: Loaded, site: Site, plan: Plan, resuming: bool) -> tuple[Loaded, Plan]:
     """What was decided, and how that is told.
 
     Raises:
         FitError: nothing fits, and `plan.enforce` is set.
         UnknownFitError: the recipe has a memory budget that is to be kept, and nothing is known of the run.
     """
-    plan, recipe, summary = found.plan, loaded.recipe, summarize(found.plan)
-    resolved = ResolvedPlan(loaded, summary, plan, site, user_settings(loaded), note=found.note)
-    if found.decided:
-        loaded = with_settings(loaded, plan.settings(), AUTO)
-        return replace(resolved, loaded=loaded, decided=plan, events=tuple(_told(found)))
+    recipe = loaded.recipe
+    if plan.decided:
+        told = tuple(_told(recipe, plan))
+        return with_settings(loaded, plan.settings(), AUTO), replace(plan, events=told)
     if plan.state == "not known":
         if recipe.plan.device_memory and recipe.plan.enforce:
             raise refused(plan, ())
-        text = f"{summary.verdict} It runs as the recipe says."
-        return replace(resolved, note=plan.shape.unknown, events=((text, {"least_bytes": summary.peak_bytes}),))
-    if found.note:
-        resolved = replace(resolved, events=((f"the recipe runs as it stands: {found.note}", {}),))
+        plan = replace(plan, stands_because=plan.shape.unknown)
+        return loaded, _saying(plan, f"{plan.verdict} It runs as the recipe says.", least_bytes=int(plan.peak_bytes))
     if plan.state != "fits" and recipe.plan.enforce:
-        if recipe.memory.plan == NONE or found.note:
+        if recipe.memory.plan == NONE or plan.stands_because:
             raise refused(plan, fixes_of(recipe, site))
         raise nothing_fits(loaded, site, same_numbers=resuming)
-    if recipe.memory.plan == NONE or found.note or plan.keeps_margin:
-        return resolved
+    if plan.stands_because:
+        return loaded, _saying(plan, f"the recipe runs as it stands: {plan.stands_because}")
+    if recipe.memory.plan == NONE or plan.keeps_margin:
+        return loaded, plan
     if plan.state == "fits":
-        peak, whole = format_bytes(summary.peak_bytes), format_bytes(summary.budget_bytes)
+        peak, whole = format_bytes(plan.peak_bytes), format_bytes(plan.budget.device)
         text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
-        return replace(resolved, events=((text, {"peak_bytes": summary.peak_bytes}),))
-    return replace(resolved, events=((f"nothing fits, and plan.enforce = false: {summary.verdict}", {}),))
+        return loaded, _saying(plan, text, peak_bytes=int(plan.peak_bytes))
+    return loaded, _saying(plan, f"nothing fits, and plan.enforce = false: {plan.verdict}")
 
 
-def _told(found: Decision) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _saying(plan: Plan, text: str, **numbers: int) -> Plan:
+    return replace(plan, events=((text, numbers),))
+
+
+def _told(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(text, numbers) of a plan that was decided, and of each setting that it changes."""
-    plan = found.plan
     numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
-    yield f"{verdict(plan)} {words(plan.memory_plan)}", numbers
-    least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
-    for change in found.departures:
-        text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
+    yield f"{plan.verdict} {words(plan.memory_plan)}", numbers
+    least = {} if plan.least_bytes is None else {"least_bytes": int(plan.least_bytes)}
+    for change in departures(recipe, plan):
+        text = f"{change.name} {change.before} -> {change.after}: {_reason(plan)}"
         yield text, {"setting": change.name, "before": change.before, "after": change.after} | least
+
+
+def _reason(plan: Plan) -> str:
+    """Why the recipe was departed from; empty where it was not."""
+    if plan.least_bytes is None:
+        return ""
+    budget, margin = plan.budget.device, plan.recipe.plan.margin
+    least = format_bytes(plan.least_bytes) if plan.least_bytes else "more than the host has"
+    return (
+        f"with what the recipe says a step takes {least} at least, and {format_bytes((1 - margin) * budget)} of "
+        f"{format_bytes(budget)} may be used (plan.margin {margin:g})"
+    )
 
 
 # ---- as a plan file says ----
 
 
-def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
+def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> tuple[Loaded, Plan]:
     """A run as a plan file says, which leaves nothing to the recipe."""
     _check_no_contradiction(loaded, file)
     before = loaded.recipe
@@ -250,7 +251,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
         if old != value:
             text = f"{name} {old} -> {value}: set by the plan"
             events.append((text, {"setting": name, "before": old, "after": value}))
-    return ResolvedPlan(loaded, summarize(found), found, site, frozenset(), found, tuple(events))
+    return loaded, replace(found, events=tuple(events))
 
 
 def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:

@@ -136,12 +136,12 @@ def _best(way: Way, planning: "_Planning") -> Way:
         planning: of this model.
     """
     site = planning.site(way.loaded)
-    best, found = _as_fast(way, way, {}, decide(way.loaded, site, "fastest").plan, planning), []
+    best, found = _as_fast(way, way, {}, decide(way.loaded, site, "fastest"), planning), []
     for settings in variants(way.loaded) if way.layers else ():
         loaded = typed_too(way.loaded, settings)
         fastest = None if loaded is None else decide(loaded, site, "fastest")
-        if fastest is not None and fastest.fits:
-            found.append((fastest.plan, settings))
+        if fastest is not None and fastest.accepted:
+            found.append((fastest, settings))
     top = max((plan.tokens_per_s for plan, _ in found), default=1.0)
     # Of equally fast ones the first takes least of the host.
     for plan, settings in sorted(found, key=lambda one: (-round(one[0].tokens_per_s / top, 2), one[0].host_bytes)):
@@ -210,14 +210,13 @@ class _Planning:
         if (error := self._why_no_model(recipe, vocab_size)) is not None:
             return Way(how, loaded, "", None, {}, unknown=reason(error))
         try:
-            planned = plan_run(replace(loaded, recipe=recipe), site)
+            planned, found = plan_run(replace(loaded, recipe=recipe), site)
         except (CheckpointError, ConfigError) as error:  # a model that cannot be adapted so
             return Way(how, loaded, "", None, {}, unknown=reason(error))
-        found = planned.priced
         if found.state != "fits":
-            need = "" if found.shape.unknown else smallest_in_words(planned.loaded, site)
+            need = "" if found.shape.unknown else smallest_in_words(planned, site)
             return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
-        if planned.decided is None:
+        if not found.decided:
             return Way(how, loaded, "", found, {})
         stands = on_machine(loaded, site.machine).recipe
         changes = {change.name: change.after for change in departures(stands, found)}

@@ -1,0 +1,81 @@
+"""What is done with layers that are treated alike, and the bytes of that by place."""
+
+from dataclasses import dataclass
+
+from tilewright.core.config.recipe import Tier
+from tilewright.core.memory_plan import LayerMemory
+from tilewright.core.units import ranges
+from tilewright.planner.cost.choices import GlobalConfig, state_bytes
+from tilewright.planner.cost.solve import Cost
+from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.weights import Weights
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Layers of one class that are treated alike, or an end of the model (no indices)."""
+
+    name: str
+    indices: tuple[int, ...]
+    choice: LayerMemory
+    cost: Cost
+
+    @property
+    def count(self) -> int:
+        """Layers of the row."""
+        return max(1, len(self.indices))
+
+    def __str__(self) -> str:
+        """The layers as people write them."""
+        return f"{self.name} {ranges(self.indices)}" if self.indices else self.name
+
+
+def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
+    """(place, bytes) of a row's parameters and states, of sharded ones this rank's part."""
+    weights = weights_of(shape, row).part(setting.shards.count)
+    parameters, states = places(setting, row)
+    return [(parameters, row.count * weights.stored), (states, row.count * state_bytes(weights, setting))]
+
+
+def on_host(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
+    """(owner, bytes) of what of a row is in host memory, its activations left out; 0 where it is elsewhere."""
+    sizes = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
+    found = [(owner, size if place == "host" else 0.0) for owner, (place, size) in sizes]
+    if setting.shards.offload:
+        found.append(("gradients", 4.0 * row.count * weights_of(shape, row).part(setting.shards.count).trained))
+    return found
+
+
+def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:
+    """Where parameters and states of a row are between the passes."""
+    return ("host", "host") if setting.shards.offload else (row.choice.parameters, row.choice.states)
+
+
+def weights_of(shape: ModelShape, row: PlanRow) -> Weights:
+    """Of one layer of a row, or of an end of the model."""
+    if row.indices:
+        return shape.class_of(row.indices[0]).weights
+    return shape.embedding if row.name == "embedding" else shape.head
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Ranks that hold equally much of a run, and the bytes that they hold all the time."""
+
+    ranks: tuple[int, ...]
+    parameters: float
+    gradients: float
+    """Of a whole step, in FP32."""
+    optimizer: float
+
+
+def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
+    """What each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not come out
+    even; the last ranks have fewer gradients and states."""
+    shards = setting.shards
+    found: dict[tuple[float, float], list[int]] = {}
+    for rank in range(shards.ranks):
+        part = shape.weights.part(shards.count, rank % shards.count)
+        found.setdefault((4.0 * part.trained, state_bytes(part, setting)), []).append(rank)
+    parameters = shape.weights.part(shards.count).stored
+    return [RankRow(tuple(ranks), parameters, *sizes) for sizes, ranks in found.items()]
