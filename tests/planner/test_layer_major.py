@@ -89,7 +89,7 @@ def test_forty_two_billion_parameters_fit_on_one_card_only_this_way():
 
 def test_what_would_make_it_fit_keeps_the_executor_and_offers_the_disk():
     plan = plan_of(layer_major_recipe())
-    tight = layer_major_recipe(plan={"device_memory": plan.peak_bytes - 2**20, "margin": 0})
+    tight = layer_major_recipe(plan={"device_memory": int(plan.peak_bytes) - 2**20, "margin": 0})
     assert plan_of(tight).state != "fits"
     settings = {name for fix in fixes_of(tight) for name in fix.settings}
     assert "train.activation_checkpoint" not in settings

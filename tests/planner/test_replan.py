@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_changes_no_number(on_a_cpu):
     less = again.plan(device, memory_factor=1.05)
     kept = [sum(layer.activations == "keep" for layer in one.memory_plan.layers) for one in (plan, less, wider)]
     assert kept[0] >= kept[1]
-    assert less.plan.setting == plan.setting == wider.plan.setting
+    assert less.setting == plan.setting == wider.setting
     assert less.peak_bytes <= device * (1 + 1e-9)
     assert again.plan(100 * MIB) is None
     assert again.smallest().peak_bytes <= less.peak_bytes
@@ -181,7 +181,7 @@ def test_layers_cut_differently_keep_their_cuts_when_planned_again(deep):
             cuts[i % 3] for i in range(16)
         ]
         priced = again.predict(found.memory_plan)
-        fragments = FRAGMENTS * (priced.plan.budget.device - found.plan.budget.device)  # counted of the budget
+        fragments = FRAGMENTS * (priced.budget.device - found.budget.device)  # counted of the budget
         assert priced.peak_bytes - fragments == pytest.approx(found.peak_bytes)
         assert priced.step_s == pytest.approx(found.step_s)
     assert len(set(middle.memory_plan.layers)) > 3
