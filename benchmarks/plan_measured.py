@@ -165,10 +165,10 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
 
 def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another memory plan than the run began with."""
-    site = replace(setup.planned.site, rates=rates)
+    site = replace(setup.site, rates=rates)
     if not setup.plan.decided and memory_plan is None:
         return plan_run(setup.loaded, site)[1].step_s
-    where = memory_plan or setup.planned.memory_plan
+    where = memory_plan or setup.memory_plan
     assert where is not None
     return site.planner(setup.recipe).priced(GlobalConfig.of(setup.recipe), where, site.budget(setup.recipe)).step_s
 

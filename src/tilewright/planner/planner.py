@@ -15,7 +15,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.core.mip import PATIENCE_S, OutOfTime
-from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, Links, choices, settings_of
+from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_seconds
 from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.cost.owners import owners_at
@@ -55,12 +55,22 @@ GAP = 1e-4
 class _Table:
     """A setting's groups with the choices behind each option."""
 
+    recipe: Recipe
+    """With the formats of `narrowed`."""
+    narrowed: Mapping[str, str]
+    shape: ModelShape
+    budget: Budget
     setting: GlobalConfig
     classes: tuple[LayerClass, ...]
     options: tuple[tuple[LayerMemory, ...], ...]
     problem: PlanProblem
     host: Mapping[str, float]
     """Bytes of the host that no choice changes, by owner."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether the executor can do what is fixed, and has layers to run one after the other."""
+        return all(self.options) and (bool(self.shape.classes) or self.setting.can.whole_model)
 
 
 def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
@@ -159,10 +169,10 @@ class Planner:
                     best[1].setting.loss_chunk_bytes, CPU_LOSS_CHUNK
                 ):
                     break  # the smallest tiles come last: they save little memory and no time
-                table = self._table(recipe, shape, setting, budget)
-                if not _possible(table, shape):
+                table = self._table(recipe, narrowed, shape, setting, budget)
+                if not table.possible:
                     continue
-                head = sum(self._head_seconds(shape, setting, recipe, budget.links).values())
+                head = sum(self._head_seconds(table).values())
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
                     continue
                 try:
@@ -176,11 +186,7 @@ class Planner:
                 if best is None or total < best[0] * (1 - 1e-9):
                     best = (total, table, answer)
             if best is not None:
-                _, table, answer = best
-                rows = tuple(_rows(table, answer.counts))
-                notes = (*_stopped(answer.gap, "faster"), *_left_out(late))
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes, decided=True)
-                found = self._settled(found, budget)
+                found = self._settled(self._decided(*best[1:], "faster", late), budget)
                 if found is not None:
                     return found
             if late:  # something of these formats may fit
@@ -212,8 +218,8 @@ class Planner:
             settings = list(settings_of(recipe, self.fixed))
             fewest = min(setting.micro_batch_size for setting in settings)
             for setting in (one for one in settings if one.micro_batch_size == fewest):
-                table = self._table(recipe, shape, setting, budget)
-                if not _possible(table, shape):
+                table = self._table(recipe, narrowed, shape, setting, budget)
+                if not table.possible:
                     continue
                 try:
                     answer = solve(table.problem, smallest=True, gap=GAP)
@@ -222,9 +228,7 @@ class Planner:
                     continue
                 if answer is None:
                     continue
-                rows = tuple(_rows(table, answer.counts))
-                notes = (*_stopped(answer.gap, "smaller"), *_left_out(late))
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes, decided=True)
+                found = self._decided(table, answer, "smaller", late)
                 if best is None or found.peak_bytes < best[0]:
                     best = (found.peak_bytes, found)
         if best is None and late:
@@ -248,7 +252,7 @@ class Planner:
             raise ValueError(f"a memory plan of {len(memory_plan.layers)} layers for a model of {shape.num_layers}")
         homes = {home for layer in memory_plan for home in (layer.parameters, layer.states)}
         known = OffloadFlags(is_offloaded=homes != {"device"}, on_disk="disk" in homes)
-        table = self._table(self.recipe, shape, setting, budget, known)
+        table = self._table(self.recipe, {}, shape, setting, budget, known)
         layers, ends = memory_plan.layers, {"embedding": memory_plan.embedding, "head": memory_plan.head}
         if shape.tied:  # both ends read the one matrix: it stays on the device
             ends = dict.fromkeys(ends, LayerMemory())
@@ -260,7 +264,7 @@ class Planner:
             for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
                 taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
                 rows.append(PlanRow(found.name, taken, choice, costs[choice]))
-        return self._assembled(self.recipe, shape, budget, table, tuple(rows), {})
+        return self._assembled(table, tuple(rows))
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
         """The recipe, and then the recipe with fewer bits where that is open."""
@@ -272,6 +276,7 @@ class Planner:
     def _table(
         self,
         recipe: Recipe,
+        narrowed: Mapping[str, str],
         shape: ModelShape,
         setting: GlobalConfig,
         budget: Budget,
@@ -307,7 +312,7 @@ class Planner:
         problem = PlanProblem(
             tuple(groups), tuple(found), device, limit, sum(host.values()), left * budget.disk - rollback
         )
-        return _Table(setting, classes, options, problem, host)
+        return _Table(recipe, narrowed, shape, budget, setting, classes, options, problem, host)
 
     def _homes(self, budget: Budget) -> OffloadFlags:
         """As they will be if a disk that there is is used; see `_settled`."""
@@ -315,28 +320,23 @@ class Planner:
         on_disk = budget.links.disk is not None
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
-    def _head_seconds(self, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, links: Links) -> dict[str, float]:
+    def _head_seconds(self, table: _Table) -> dict[str, float]:
         """Of what is around the layers; a layer-major step that clips by the exact norm runs it twice."""
+        recipe, shape, setting, links = table.recipe, table.shape, table.setting, table.budget.links
         found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
         if shape.plain_head:
             found |= head_parts_s(shape, setting, self.rates)
         found |= teacher_s(shape, setting, recipe, self.rates, links)
         return found | communication_s(shape, setting.shards, setting.num_micro, links.ranks)
 
-    def _assembled(
-        self,
-        recipe: Recipe,
-        shape: ModelShape,
-        budget: Budget,
-        table: _Table,
-        rows: tuple[PlanRow, ...],
-        narrowed: Mapping[str, str],
-        more: tuple[str, ...] = (),
-        *,
-        decided: bool = False,
-    ) -> Plan:
-        setting = table.setting
-        parts = dict(self._head_seconds(shape, setting, recipe, budget.links))
+    def _decided(self, table: _Table, answer: Answer, better: str, late: Sequence[OutOfTime]) -> Plan:
+        """The solver's answer. `better`: than it another one may be; `late`: settings without one."""
+        notes = (*_stopped(answer.gap, better), *_left_out(late))
+        return replace(self._assembled(table, tuple(_rows(table, answer.counts)), notes), decided=True)
+
+    def _assembled(self, table: _Table, rows: tuple[PlanRow, ...], more: tuple[str, ...] = ()) -> Plan:
+        recipe, shape, setting, budget = table.recipe, table.shape, table.setting, table.budget
+        parts = dict(self._head_seconds(table))
         for row in rows:
             found = next(one for one in table.classes if one.name == row.name)
             args = (found, row.choice, setting, shape, recipe, self.rates, budget.links)
@@ -360,8 +360,8 @@ class Planner:
         more = (*filter(None, [self.rates.load_note]), *slow_mode_notes(recipe, self.rates, self.machine), *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
-            recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
-            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more), decided)  # fmt: skip
+            recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, table.narrowed,
+            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more))  # fmt: skip
 
 
 def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple[str, ...]:
@@ -372,11 +372,6 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
     if budget.links.guessed and away:
         found.append(budget.links.guessed)
     return tuple(found)
-
-
-def _possible(table: _Table, shape: ModelShape) -> bool:
-    """Whether the executor can do what is fixed, and has layers to run one after the other."""
-    return all(table.options) and (bool(shape.classes) or table.setting.can.whole_model)
 
 
 def _stopped(gap: float, better: str) -> tuple[str, ...]:
