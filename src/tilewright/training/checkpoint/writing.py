@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
 from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
 from tilewright.ops.base.parts import local, place_of
-from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
+from tilewright.parallel.liveness.checksum import ReplicaDifference, checksum, find_differences
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
 from tilewright.training.checkpoint.index import INDEX, index_of
 from tilewright.training.checkpoint.meta import META
