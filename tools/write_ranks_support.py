@@ -23,6 +23,7 @@ MESHES = {
     "shards": "shards (`dp_shard`)",
     "hsdp": "both (HSDP)",
     "stages": "stages (`pp`)",
+    "experts_spread": "experts (`ep`)",
 }
 FEATURES = {
     "Models": {

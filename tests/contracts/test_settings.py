@@ -220,6 +220,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.virtual_stages": _STAGES,
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
+    "parallel.ep": Probe("2", "error"),
     "parallel.reshard_after_forward": _SHARDED,
     "parallel.cpu_offload": _SHARDED,
     "parallel.reduce_each": _SHARDED,

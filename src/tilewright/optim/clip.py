@@ -43,6 +43,7 @@ class GradClip:
             clipped and told; 0 for none.
         row: ranks that hold other layers of the model, whose gradients the norm is of too; None where there are none.
         counted_elsewhere: parameters that another rank of the row has too, whose gradients that rank counts.
+        experts: ranks that hold other experts; so with their gradients.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class GradClip:
         elements: float = 0.0,
         row: dist.ProcessGroup | None = None,
         counted_elsewhere: Collection[Tensor] = (),
+        experts: dist.ProcessGroup | None = None,
     ):
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.threshold = threshold
         self.momentum = momentum
         self.elements = elements
-        self._row = row
+        self._row, self._experts = row, experts
         self._counted_elsewhere = frozenset(counted_elsewhere)
         self.mean_norm = 0.0
         self.num_norms = 0
@@ -74,12 +76,12 @@ class GradClip:
         params = list(params)
         lists = gradient_values(params)
         counted = gradient_values(param for param in params if param not in self._counted_elsewhere)
-        norm = total_norm(counted, self._row) * inv_scale
+        norm = total_norm(counted, self._row, self._experts) * inv_scale
         if self.elements and math.isfinite(norm):  # an overflow must stay one
             for grads in lists:
                 torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
                 torch._foreach_clamp_max_(grads, self.elements / inv_scale)
-            norm = total_norm(counted, self._row) * inv_scale
+            norm = total_norm(counted, self._row, self._experts) * inv_scale
         result = self.decide(norm)
         factor = inv_scale * result.factor
         if factor != 1.0 and result.skip is None:

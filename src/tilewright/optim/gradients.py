@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from tilewright.core.config.sections.parallel import EXPERT_SHARDS
+
 
 def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
     """Values of the gradients that there are, each once: whole tensors of a device in one list, those sharded over a
@@ -39,22 +41,38 @@ def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(lists.values())
 
 
-def total_norm(lists: list[list[Tensor]], row: dist.ProcessGroup | None = None) -> float:
+def total_norm(
+    lists: list[list[Tensor]], row: dist.ProcessGroup | None = None, experts: dist.ProcessGroup | None = None
+) -> float:
     """Euclidean norm of all values together, over all ranks where they are sharded.
 
     Args:
         lists: from `gradient_values`.
         row: ranks that have other values, which count too; None where there are none.
+        experts: ranks that have other values in lists of experts (sharded over `efsdp`), and the same in the
+            others.
     """
     norms = [torch.nn.utils.get_total_norm(values, foreach=True) for values in lists]
     norms = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
-    norm = math.hypot(*norms)
-    if row is None:
-        return norm
     device = lists[0][0].device if lists else torch.device("cpu")
+    if experts is not None:
+        spread = [_of_experts(values) for values in lists]
+        own = math.hypot(*(norm for norm, other in zip(norms, spread, strict=True) if other))
+        norms = [norm for norm, other in zip(norms, spread, strict=True) if not other]
+        norms.append(_joined(own, experts, device))
+    norm = math.hypot(*norms)
+    return norm if row is None else _joined(norm, row, device)
+
+
+def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The norm of what all ranks of a group have, from that of what each has."""
     square = torch.tensor(norm * norm, dtype=torch.float64, device=device)
-    dist.all_reduce(square, group=row)
+    dist.all_reduce(square, group=group)
     return math.sqrt(square)
+
+
+def _of_experts(values: list[Tensor]) -> bool:
+    return isinstance(values[0], DTensor) and EXPERT_SHARDS in (values[0].device_mesh.mesh_dim_names or ())
 
 
 def all_finite(values: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues
 from tilewright.ops.base.parts import TensorPart, part_of, rows_of, sharded_like
+from tilewright.parallel.experts.hold import expert_meshes
 from tilewright.parallel.pipeline.stages import ModelStage
 from tilewright.parallel.shard import Sharding, ready, shard, share_parts
 
@@ -52,13 +53,16 @@ def shard_from_meta(
         ConfigError: see `shard`.
     """
     cut = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    own_mesh = expert_meshes(model)
+    meshes = {name: own_mesh.get(param, mesh) for name, param in model.named_parameters()}
     to_placeholders(model, device)
     fill_buffers(model, values)
     home = torch.device("cpu") if sharding.cpu_offload else device
     held: dict[str, Tensor] = {}
     for name, param in model.named_parameters():  # before they are cut: initial values may ask for whole modules
         left = part_of(cut.get(name, param))
-        part = left.some_rows(rows_of(left.sizes[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)))
+        over = meshes[name]
+        part = left.some_rows(rows_of(left.sizes[0], over.size(-1), over.get_local_rank(over.ndim - 1)))
         own = held[name] = torch.empty(part.sizes, dtype=param.dtype, device=home)
         if fresh and own.numel():
             on_host = own if own.device.type == "cpu" else torch.empty(part.sizes, dtype=param.dtype)

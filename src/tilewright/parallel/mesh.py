@@ -11,9 +11,10 @@
 """
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from tilewright.core.config.recipe import ParallelSection
+from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 from tilewright.core.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -44,7 +45,7 @@ class MeshSizes:
     @staticmethod
     def of(section: ParallelSection) -> "MeshSizes":
         """What a recipe asks for."""
-        return MeshSizes(pp=section.pp, dp_replicate=section.dp_replicate, dp_shard=section.dp_shard)
+        return MeshSizes(pp=section.pp, dp_replicate=section.dp_replicate, dp_shard=section.dp_shard, ep=section.ep)
 
     @property
     def world(self) -> int:
@@ -70,7 +71,7 @@ class MeshSizes:
             {'pp': 1, 'dp_replicate': 1, 'efsdp': 2, 'ep': 4}
         """
         dense = self.dp_shard * self.tp
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": dense // self.ep, "ep": self.ep}
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, EXPERT_SHARDS: dense // self.ep, "ep": self.ep}
 
     def fill(self, world: int) -> "MeshSizes":
         """These sizes for `world` ranks.
@@ -96,7 +97,7 @@ class MeshSizes:
                 "Experts that do not come out even over the mesh",
                 got=f"ep = {sizes.ep}, {sizes}",
                 need="an ep that divides dp_shard x tp: experts are spread over these ranks",
-                try_=f"ep = {sizes.dp_shard * sizes.tp}",
+                try_=f"--parallel.ep {gcd(sizes.dp_shard * sizes.tp, sizes.ep)}",
             )
         return sizes
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.parallel.experts.hold import hold_experts
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import ModelStage, StagedDecoder, hold_stages
@@ -41,12 +42,15 @@ def parallelize(
         fresh: False where a checkpoint overwrites the parts, which are not filled then.
 
     Raises:
-        ConfigError: a model that cannot be sharded, or has no stages.
+        ConfigError: a model that cannot be sharded, or has no stages, or no experts.
+        HardwareError: this torch shards no experts apart.
     """
     stages: tuple[ModelStage, ...] = ()
     if world.sizes.pp > 1:
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
+    if world.sizes.ep > 1:
+        hold_experts(model, world)
     mesh, wait = world.fsdp_mesh, world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:

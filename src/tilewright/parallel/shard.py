@@ -12,7 +12,7 @@ between the micro-batches of a step too, without it they are whole there and red
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.errors import ConfigError
+from tilewright.parallel.experts.hold import expert_meshes
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.assign.gathered import AsRead, param_groups, settle
 
@@ -57,7 +58,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
     Args:
         model: a `protocols.Model`, converted; on the mesh's device, or on meta (then call `ready` once it is filled).
         layers: of it; empty where none were found: the model is one group then.
-        mesh: of one axis, or (copies, shards).
+        mesh: of one axis, or (copies, shards); that of experts which are spread is their own (`experts.hold`).
         sharding: how.
 
     Raises:
@@ -67,6 +68,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
     on_gpu = mesh.device_type != "cpu"
     settings: dict[str, Any] = {
         "mesh": mesh,
+        "shard_placement_fn": _placement(expert_meshes(model)),
         # Formats are the layers' own affair. Gradients are FP32 as on one rank, also those of 16-bit parameters.
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy(),
@@ -87,6 +89,19 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
         register_fsdp_forward_method(model, name)
     if not any(param.is_meta for param in model.parameters()):
         ready(model)
+
+
+def _placement(meshes: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
+    """`shard_placement_fn` of FSDP2, which has no public name for what it returns."""
+    if not meshes:
+        return None
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    infos = {
+        mesh: HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim == 2 else FSDPMeshInfo(mesh, 0)
+        for mesh in set(meshes.values())
+    }
+    return lambda param: ShardPlacementResult(Shard(0), infos[meshes[param]]) if param in meshes else None
 
 
 def takes_unused() -> bool:

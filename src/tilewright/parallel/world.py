@@ -5,6 +5,7 @@
 | `data` | read other rows; one place on the other axes | which rows; sums of losses, counts, gradients |
 | `model` | hold one copy of the model together | names and tensors of the whole model |
 | `row` | hold other layers of it, and read the same rows | the residual stream; norms of gradients |
+| `experts` | hold other experts of it, and read other rows | rows of tokens; norms of experts' gradients |
 | `everyone` | all | decisions: memory, stops, what is written |
 
 `World` is made once, at the start of a run, and handed down as an argument. No component asks for the default group. A
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 from tilewright.core.env import Ranks
 from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.liveness.meeting import Meeting
@@ -54,6 +56,8 @@ class World:
     """Ranks that hold one copy of the model."""
     row: Group = field(default=Group(), kw_only=True)
     """Ranks that hold other layers (`pp`)."""
+    experts: Group = field(default=Group(), kw_only=True)
+    """Ranks that hold other experts (`ep`)."""
     local_rank: int = 0
     """Among the processes of this machine: its GPU."""
     local_size: int = 1
@@ -162,6 +166,14 @@ class World:
             return None
         return self.mesh[DATA_AXES] if self.sizes.dp_replicate > 1 else self.mesh["dp_shard"]
 
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh | None:
+        """The same for experts that are spread (`ep`): ranks that hold the same ones. None where they are not."""
+        if self.expert_mesh is None:
+            return None
+        copies = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
+        return self.expert_mesh[(*copies, EXPERT_SHARDS)]
+
 
 def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:
     """This process's place in an initialised `torch.distributed`. All ranks call it: it makes their groups.
@@ -194,7 +206,13 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         dist.new_group(backend="gloo", timeout=PATIENCE),
         0.0 if timeout is None else timeout.total_seconds(),
         row=_group(sizes, ("pp",), timeout),
+        experts=Group() if expert_mesh is None else _along(expert_mesh, "ep"),
     )
+
+
+def _along(mesh: DeviceMesh, axis: str) -> Group:
+    """This rank's group along an axis of a mesh, which has made it."""
+    return Group(mesh.get_local_rank(axis), mesh[axis].size(), mesh.get_group(axis))
 
 
 def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:

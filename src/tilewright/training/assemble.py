@@ -338,7 +338,7 @@ def build(
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
         limits = optim.clip_norm, optim.clip_adaptive, optim.clip_threshold
         more = {"elements": optim.clip_elements, "counted_elsewhere": counted_elsewhere(model)}
-        clip = GradClip(*limits, row=world.row.handle, **more)
+        clip = GradClip(*limits, row=world.row.handle, experts=world.experts.handle, **more)
         control = precision_hook(recipe, model, device, world.everyone.handle)
         # 6. The executor, which gives parameters and states their homes.
         executor = setup.executor.make(

@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.core.errors import FitError, NumericsError
 from tilewright.data.batches.microbatches import row_length
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.parallel.agree import OnAllRanksError
+from tilewright.parallel.agree import OnAllRanksError, any_of
 from tilewright.parallel.launch import on_first
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
@@ -343,7 +343,8 @@ class Run:
     def _keep_last_good(self, error: NumericsError) -> None:
         """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
         self.parts.counters.step += 1
-        if self.parts.executor.access.is_finite(self.parts.model):
+        sound = self.parts.executor.access.is_finite(self.parts.model)
+        if not any_of(self.parts.setup.world.everyone.handle, not sound):  # ranks may hold other parameters
             self._save(now=True)
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error), cause="numerics")

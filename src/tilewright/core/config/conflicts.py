@@ -11,6 +11,7 @@ from tilewright.core.config.executors import Capabilities, capabilities_of
 from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data_conflicts import DATA_CHECKS
+from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.stage_conflicts import stage_conflicts
 
 
@@ -312,4 +313,5 @@ _CHECKS = (
     _train,
     _parallel,
     stage_conflicts,
+    expert_conflicts,
 )

@@ -121,10 +121,11 @@ def _rows(owner: nn.Module) -> set[int]:
 
 
 def num_experts(module: nn.Module) -> int:
-    """How many experts a module holds: a collection of modules with like weights, or weights [E, N, K]; else 0."""
+    """How many experts a module holds: a collection of modules with like weights, or weights [E, N, K]; else 0. A
+    collection of which other ranks hold the rest says how many there are in all (`num_in_whole`)."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module.children()}
-        return len(module) if len(shapes) == 1 and shapes != {()} else 0
+        return getattr(module, "num_in_whole", len(module)) if len(shapes) == 1 and shapes != {()} else 0
     if isinstance(module, _ConvNd):
         return 0
     stacked = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3}

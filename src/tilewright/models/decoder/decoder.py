@@ -39,7 +39,7 @@ from tilewright.models.decoder.cache import DecoderCache, LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
-from tilewright.models.decoder.moe import MoE
+from tilewright.models.decoder.moe import MoE, SameChoices
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.documents import Segments, document_tensors, documents_from
 from tilewright.ops.kernels import Kernels
@@ -85,6 +85,8 @@ class Block(nn.Module):
         if cache is not None:
             return self._run(x_BSD, cos, sin, segments, cache)
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
+        if self.is_moe and self.mlp.exchange is not None:  # ranks exchange the same rows again
+            run = SameChoices(self.mlp.gate, run)
         if self.keeps_qdata:
             return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments)
         return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments)

@@ -11,6 +11,7 @@ Legend: N tokens  D model width  E experts  K experts a token  G groups  B rows 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from tilewright.models.decoder.layers import MLP
 from tilewright.ops.base.documents import Segments, segments_of
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
+
+RunExperts = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Some experts, each on its rows."""
 
 
 class Router(nn.Module):
@@ -44,7 +48,7 @@ class Router(nn.Module):
         self.kernels = kernels
         self.choices: Callable[[Callable[[], Tensor]], Tensor] | None = None
         """Takes what the router would choose, and says what it chooses: the same again when a layer is recomputed.
-        Set by `memory.layer_major.replay` around a layer."""
+        Set around a layer, by `SameChoices` and `memory.layer_major.replay`."""
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
@@ -80,6 +84,35 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]} -> {self.num_chosen} of {self.weight.shape[0]} experts"
 
 
+class SameChoices:
+    """A layer that may run twice, for backward again: its router chooses what it has chosen the first time.
+
+    Scores that come out in another last bit would send a token to another expert: other sizes of what ranks exchange,
+    and of what backward has kept.
+
+    Args:
+        router: of the layer.
+        function: the layer.
+    """
+
+    def __init__(self, router: Router, function: Callable[..., Any]) -> None:
+        self._router, self._function = router, function
+        self._experts_NK: Tensor | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """function(*args)."""
+        before, self._router.choices = self._router.choices, self._choose
+        try:
+            return self._function(*args)
+        finally:
+            self._router.choices = before
+
+    def _choose(self, choose: Callable[[], Tensor]) -> Tensor:
+        if self._experts_NK is None:
+            self._experts_NK = choose()
+        return self._experts_NK
+
+
 class MoE(nn.Module):
     """Routed experts plus shared experts that every token passes.
 
@@ -90,6 +123,8 @@ class MoE(nn.Module):
     def __init__(self, config: DecoderConfig, kernels: Kernels):
         super().__init__()
         self.gate = Router(config, kernels)
+        self.num_experts = config.num_experts
+        """Those of all ranks; `experts` may be some of them."""
         self.experts = nn.ModuleList(MLP(config.dim, config.expert_dim, kernels) for _ in range(config.num_experts))
         self.shared_experts = (
             MLP(config.dim, config.expert_dim * config.num_shared_experts, kernels)
@@ -98,6 +133,9 @@ class MoE(nn.Module):
         )
         self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
         """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
+        self.exchange: Callable[[Tensor, Tensor, RunExperts], Tensor] | None = None
+        """Takes rows sorted by expert, their number for each expert, and what runs the experts that are here; gives
+        what the experts make of the rows. None where all are here. Set by `parallel.experts`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
@@ -118,30 +156,36 @@ class MoE(nn.Module):
         num_chosen = experts_NK.shape[1]
         flat = experts_NK.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        counts_E = torch.bincount(flat, minlength=self.num_experts)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
 
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
-        rows = _permuted(copies, order, inverse).split(counts)
-        if self.expert_runner is not None and self.expert_runner.fits(self.experts):
-            outs = self.expert_runner(rows, list(self.experts))
+        rows_PD = permuted(copies, order, inverse)
+        if self.exchange is None:
+            out_PD = torch.cat(self._run_held(rows_PD.split(counts_E.tolist())))
         else:
-            outs = self._run_one_by_one(rows)
-        out_NKD = _permuted(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
+            out_PD = self.exchange(rows_PD, counts_E, self._run_held)
+        out_NKD = permuted(out_PD, inverse, order).unflatten(0, (-1, num_chosen))
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+
+    def _run_held(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The experts that are here, each on its rows."""
+        if self.expert_runner is not None and self.expert_runner.fits(self.experts):
+            return self.expert_runner(rows, list(self.experts))
+        return self._run_one_by_one(rows)
 
     def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
         multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
-        # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing.
+        # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing. Of experts
+        # that are spread all may be without rows here, and the result's dtype is theirs still.
+        all_run = torch.is_grad_enabled() or self.exchange is not None
         return [
-            _run_padded(expert, x, multiple)
-            for expert, x in zip(self.experts, rows, strict=True)
-            if len(x) or torch.is_grad_enabled()
+            _run_padded(expert, x, multiple) for expert, x in zip(self.experts, rows, strict=True) if len(x) or all_run
         ]
 
     def _load(self, experts_NK: Tensor, segments_BS: Tensor | None) -> Tensor:
-        load_E = torch.zeros(len(self.experts), dtype=torch.float32, device=experts_NK.device)
+        load_E = torch.zeros(self.num_experts, dtype=torch.float32, device=experts_NK.device)
         if segments_BS is None:
             ones_NK = torch.ones_like(experts_NK, dtype=torch.float32)
         else:
@@ -165,8 +209,8 @@ def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int) -> Tensor:
     return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
 
 
-def _permuted(x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in another order."""
+def permuted(x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in another order. `inverse` is the order that takes them back."""
     return x_ND.index_select(0, order) if in_func_transform() else _Permute.apply(x_ND, order, inverse)
 
 

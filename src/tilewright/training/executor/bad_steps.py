@@ -74,8 +74,8 @@ def _not_finite_error(model: nn.Module, loss: float, norm: float, steps: int) ->
 
 
 def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """True where every floating-point tensor is finite."""
-    return not any(True for _ in _not_finite((name, t) for name, t in named if t.is_floating_point()))
+    """True where every floating-point tensor is finite. All are asked, as ranks that hold other ones have to meet."""
+    return not list(_not_finite((name, t) for name, t in named if t.is_floating_point()))
 
 
 @torch.no_grad()

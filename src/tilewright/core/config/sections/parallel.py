@@ -11,6 +11,8 @@ V_SCHEDULES: tuple[ScheduleName, ...] = ("zbv", "dualpipe_v")
 """Two stages per process, as far from the first one as from the last: the first process has both ends."""
 DEFERRING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", *V_SCHEDULES)
 """Weight gradients are computed later than those of inputs."""
+EXPERT_SHARDS = "efsdp"
+"""The axis of the mesh over which experts are sharded that are spread over `ep` (`tilewright.parallel.mesh`)."""
 
 
 class ParallelSection(Section):
@@ -18,7 +20,7 @@ class ParallelSection(Section):
 
     changes_numbers = (
         *("pp", "schedule", "virtual_stages"),
-        *("dp_replicate", "dp_shard", "cpu_offload", "reduce_each"),
+        *("dp_replicate", "dp_shard", "ep", "cpu_offload", "reduce_each"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
@@ -38,6 +40,10 @@ class ParallelSection(Section):
     dp_shard: Count = Field(default=-1, ge=-1)
     """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
     as many as `dp_replicate` leaves."""
+    ep: Count = Field(default=1, ge=1)
+    """Sharded: processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
+    `dp_shard` and the number of experts; each expert is sharded over the `dp_shard / ep` processes that hold it. Takes
+    torch 2.13."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""

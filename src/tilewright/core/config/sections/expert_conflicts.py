@@ -1,0 +1,92 @@
+"""What experts that are spread over processes (`parallel.ep`) cannot be together with, each by name."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+from tilewright.core.config.model_conflicts import Conflict
+from tilewright.core.config.recipe import Recipe
+
+# (is it so here?, field, what it is called, what is asked for instead, what would do)
+_REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
+    (
+        lambda r: r.model.kind == "hf",
+        "model.kind", "Hugging Face models", "tilewright's own decoder", "--parallel.ep 1: shards take any model",
+    ),
+    (
+        lambda r: r.parallel.pp > 1,
+        "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
+    ),
+    (
+        lambda r: r.memory.can.offload,
+        "memory.executor", "The layer-major executor", "the standard executor", "--memory.executor standard",
+    ),
+    (
+        lambda r: r.parallel.cpu_offload,
+        "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
+    ),
+    (
+        lambda r: r.lora.rank > 0,
+        "lora.rank", "Adapters", "weights that are trained themselves", "--lora.rank 0",
+    ),
+    (
+        lambda r: r.precision.enabled and r.precision.controller.enabled,
+        "precision.controller.enabled", "The controller of 8-bit matmuls",
+        "formats that stay: processes measure other experts, and do not agree on them yet",
+        "--precision.controller.enabled false",
+    ),
+)  # fmt: skip
+
+
+def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    """What a recipe with `parallel.ep` above 1 asks for and cannot have yet; numbers that do not come out even."""
+    parallel, model = recipe.parallel, recipe.model
+    if parallel.ep == 1:
+        return
+    for found, field, what, need, try_ in _REFUSED:
+        if found(recipe):
+            value = functools.reduce(getattr, field.split("."), recipe)
+            yield Conflict(
+                ("parallel.ep", field),
+                f"{what} cannot be with experts on several processes yet",
+                f"parallel.ep = {parallel.ep}, {field} = {value}",
+                need,
+                try_ if "parallel.ep" in try_ else f"{try_}, or --parallel.ep 1",
+            )
+    if parallel.dp_shard > 0 and parallel.dp_shard % parallel.ep:
+        yield Conflict(
+            ("parallel.ep", "parallel.dp_shard"),
+            "Experts that do not come out even over the shards",
+            f"parallel.ep = {parallel.ep}, parallel.dp_shard = {parallel.dp_shard}",
+            "an ep that divides dp_shard: processes with other experts are shards of the rest",
+            f"--parallel.dp_shard {-(-parallel.dp_shard // parallel.ep) * parallel.ep}, or --parallel.ep 1",
+        )
+    if model.kind != "hf" and not model.path:
+        yield from uneven_experts(model.num_experts, parallel.ep)
+
+
+def uneven_experts(num_experts: int, ep: int) -> Iterator[Conflict]:
+    """A number of experts that cannot be spread over so many processes; none where it can.
+
+    Example:
+        >>> [conflict.got for number in (0, 6, 8) for conflict in uneven_experts(number, 4)]
+        ['parallel.ep = 4, model.num_experts = 0', 'parallel.ep = 4, 6 experts']
+    """
+    fields = "parallel.ep", "model.num_experts"
+    if not num_experts:
+        yield Conflict(
+            fields,
+            "Dense model has no experts to spread",
+            f"parallel.ep = {ep}, model.num_experts = 0",
+            "a mixture of experts",
+            f"--parallel.ep 1, or --model.num_experts {4 * ep}",
+        )
+    elif num_experts % ep:
+        even = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        yield Conflict(
+            fields,
+            "Experts that do not come out even over the processes",
+            f"parallel.ep = {ep}, {num_experts} experts",
+            f"an ep that divides {num_experts}: {', '.join(map(str, even))}",
+            f"--parallel.ep {max(size for size in even if size <= ep)}, or "
+            f"--model.num_experts {-(-num_experts // ep) * ep}",
+        )

@@ -1,0 +1,134 @@
+"""One step of a tiny mixture of experts spread over ranks, against the step of one process with all micro-batches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.models.shapes import KERNELS, SHAPES, make_batch
+from tests.parallel.steps import Seen, groups_of, relative
+from tilewright.core import env
+from tilewright.models.build import init_weights, random_values
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.optim.clip import GradClip
+from tilewright.parallel.experts.hold import hold_experts, mixtures
+from tilewright.parallel.fill import shard_from_meta
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.shard import Sharding
+from tilewright.parallel.world import World, join
+from tilewright.precision.convert import convert
+from tilewright.training.executor.standard import StandardExecutor
+
+EXPERTS = 4
+LIKE_ONE_PROCESS = 2e-6
+"""Of a gradient in FP32, against its largest element: sums over rows in another order, of some hundred summands."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    ep: int
+    shards: int = 0
+    """0: as many as `ep`."""
+    copies: int = 1
+    kind: str = "gqa_moe"
+    mode: str = "fp32"
+    number: int = 2
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    batches: str = "mixed"
+    """`mixed`, or `last`: all tokens go to the last expert that they may go to, and most ranks get none."""
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The mesh."""
+        return MeshSizes(dp_replicate=self.copies, dp_shard=self.shards or self.ep, ep=self.ep)
+
+
+def world_of(case: Case) -> World:
+    """Of a test's ranks."""
+    return join(env.ranks(), case.sizes, torch.device("cpu"))
+
+
+def whole(case: Case) -> Decoder:
+    """The model of one process."""
+    model = Decoder(SHAPES[case.kind], KERNELS)
+    init_weights(model, 0)
+    return prepared(model, case)
+
+
+def prepared(model: Decoder, case: Case) -> Decoder:
+    """Converted and set as the case says."""
+    convert(model.train(), case.mode, kernels=KERNELS)
+    for name, value in case.settings.items():
+        setattr(model, name, value)
+    if case.batches == "last":
+        for layer in mixtures(model):
+            layer.gate.e_score_correction_bias = torch.arange(layer.num_experts).float() * 100
+    return model
+
+
+def spread(case: Case, world: World) -> Decoder:
+    """The same over ranks, from the meta device."""
+    with torch.device("meta"):
+        model = Decoder(SHAPES[case.kind], KERNELS)
+    values = random_values(model, 0)
+    prepared(model, case)
+    hold_experts(model, world)
+    shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(), values, torch.device("cpu"))
+    return prepared_buffers(model, case)
+
+
+def prepared_buffers(model: Decoder, case: Case) -> Decoder:
+    """What the initial values have written over."""
+    if case.batches == "last":
+        for layer in mixtures(model):
+            layer.gate.e_score_correction_bias.copy_(torch.arange(layer.num_experts).float() * 100)
+    return model
+
+
+def microbatches(rank: int, number: int) -> list[dict[str, torch.Tensor]]:
+    """A rank's, with numbers of targets of their own; the first of rank 1 has none."""
+    batches = [make_batch(2, 16, seed=100 * rank + index) for index in range(number)]
+    for index, batch in enumerate(batches):
+        batch["labels"][:, : (3 * rank + index) % 7] = -100
+    if rank == 1:
+        batches[0]["labels"][:] = -100
+    return batches
+
+
+def step(model: Decoder, world: World, batches: list[Any], **options: Any) -> tuple[Seen, Any]:
+    """One step; (optimizer with gradients, result)."""
+    seen = Seen(model)
+    clip = GradClip(0.0, row=world.row.handle, experts=world.experts.handle)
+    executor = StandardExecutor(model, seen, clip=clip, **groups_of(world), **options)
+    return seen, executor.step(batches, 0.0)
+
+
+def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """On each rank, for each case: errors by name, of loss and norm, and how many rows experts here have had."""
+    found = []
+    for case in cases:
+        world = world_of(case)
+        model = spread(case, world)
+        seen, result = step(model, world, microbatches(rank, case.number), **case.options)
+        reference = whole(case)
+        batches = [batch for other in range(world.size) for batch in microbatches(other, case.number)]
+        want, alone = step(reference, World.alone(), batches)
+        errors = {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()}
+        biases = [
+            torch.equal(ours.gate.e_score_correction_bias, theirs.gate.e_score_correction_bias)
+            for ours, theirs in zip(mixtures(model), mixtures(reference), strict=True)
+        ]
+        found.append({
+            "errors": errors,
+            "whole": sorted(want.grads),
+            "loss": abs(result.loss - alone.loss),
+            "norm": abs(result.grad_norm / alone.grad_norm - 1),
+            "aux": (result.aux, alone.aux) if hasattr(result, "aux") else (),
+            "biases": all(biases),
+            "sent": sum(layer.exchange.sent_bytes for layer in mixtures(model)),
+            "dtypes": seen.dtypes,
+        })  # fmt: skip
+    return found

@@ -1,0 +1,134 @@
+"""A run whose experts are on several ranks is the run of one process: losses, evaluations, samples, checkpoints."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.ranks import on_ranks
+from tests.training.test_pipeline_run import EXPORT, runs
+from tests.training.tiny import last_state, rows
+
+pytestmark = pytest.mark.dist
+MIXED = {
+    "model__num_layers": 2, "model__num_dense_layers": 1, "model__num_experts": 4, "model__num_experts_per_token": 2,
+    "model__num_shared_experts": 1, "model__expert_dim": 16, "model__attention": "mla", "model__kv_lora_rank": 16,
+    "model__qk_nope_head_dim": 8, "model__qk_rope_head_dim": 8, "model__v_head_dim": 8,
+}  # fmt: skip
+ALONE, SPREAD, FULL = {"optim__schedule": "constant"}, {"parallel__ep": 2}, {"train__activation_checkpoint": "full"}
+EIGHT_BIT, COPIES = {"optim__moments": "8bit"}, {"parallel__dp_replicate": 2}
+STOP = {"train__steps": 3}
+
+
+class Launches:
+    """Runs in one folder, and what each returned on each rank."""
+
+    def __init__(self, data, folder):
+        self.data, self.folder, self.found = data, folder, {}
+
+    def __call__(self, world, changes):
+        changes = {name: MIXED | ALONE | of_run for name, of_run in changes.items()}
+        for rank, of_rank in enumerate(on_ranks(world, runs, str(self.data), str(self.folder), changes)):
+            self.found.update({(name, world, rank): value for name, value in of_rank.items()})
+
+    def check(self, name, world, other, **bounds):
+        """It is the run of one process, on all ranks."""
+        first = self.found[name, world, 0]
+        for rank in range(world):
+            assert not isinstance(first, str), first
+            assert self.found[name, world, rank] == first, "all ranks have the same numbers"
+        check_same(self.folder / name, self.folder / other, **bounds)
+        assert first[2] == pytest.approx(self.found[other, 1, 0][2], rel=1e-5)
+        run, alone = (rows(self.folder / one / "samples.jsonl") for one in (name, other))
+        assert [(row["prompt"], row["text"]) for row in run] == [(row["prompt"], row["text"]) for row in alone]
+
+
+@pytest.fixture(scope="module")
+def ran(data, tmp_path_factory):
+    """Some runs stop half-way, and go on elsewhere."""
+    launch = Launches(data, tmp_path_factory.mktemp("spread"))
+    launch(1, {"alone": EXPORT, "from_one": STOP})
+    launch(2, {"two": SPREAD | EXPORT, "from_one": SPREAD, "from_two": SPREAD | STOP})
+    launch(4, {"from_two": SPREAD | FULL})
+    return launch
+
+
+def check_same(run, alone, bound=2e-6):
+    """Losses, norms and weights of two runs. In 8 bits a moment whose sum differs in the last bit is another code."""
+    before, now = rows(alone / "metrics.jsonl"), rows(run / "metrics.jsonl")
+    assert [row["step"] for row in now] == [row["step"] for row in before]
+    for name in ("loss", "grad_norm"):
+        worst = max(abs(a[name] / b[name] - 1) for a, b in zip(now, before, strict=True) if name in b)
+        print(f"{run.name}: {name} {worst:.2g}")
+        assert worst < bound, f"{run.name}: {name} is off by {worst:.2g}"
+    (tensors, meta), (expected, expected_meta) = last_state(run), last_state(alone)
+    assert meta["parts"]["stream"] == expected_meta["parts"]["stream"]
+    assert meta["model"] == expected_meta["model"], "names and shapes of all ranks"
+    named = {name for name in expected if not name.startswith("rng.")}
+    assert named == {name for name in tensors if not name.startswith("rng.")}
+    for name in (name for name in expected if name.startswith("model.")):
+        worst = (tensors[name] - expected[name]).abs().max().item()
+        assert worst < 50 * bound, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
+
+
+@pytest.mark.support("run", "experts_spread")
+@pytest.mark.support("evaluation", "experts_spread")
+def test_it_is_the_run_of_one_process(ran):
+    ran.check("two", 2, "alone")
+
+
+@pytest.mark.support("resume", "experts_spread")
+@pytest.mark.support("reshard", "experts_spread")
+@pytest.mark.parametrize("name", ["from_one", "from_two"])
+def test_it_goes_on_with_other_ranks(ran, name):
+    ends = {key: value for key, value in ran.found.items() if key[0] == name}
+    assert {value if isinstance(value, str) else value[0] for value in ends.values()} == {3, 6}
+    check_same(ran.folder / name, ran.folder / "alone")
+
+
+@pytest.mark.support("export", "experts_spread")
+def test_its_folder_is_that_of_one_process(ran):
+    ours, theirs = (load_file(ran.folder / name / "hf" / "model.safetensors") for name in ("two", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < 1e-4, name
+
+
+def test_parameters_are_told_of_all_ranks(ran):
+    starts = [
+        next(row for row in rows(ran.folder / name / "events.jsonl") if row["kind"] == "start")
+        for name in ("two", "alone")
+    ]
+    assert starts[0]["parameters"] == starts[1]["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.support("adam", "experts_spread")
+@pytest.mark.support("muon", "experts_spread")
+@pytest.mark.support("bf16", "experts_spread")
+@pytest.mark.support("fp16", "experts_spread")
+@pytest.mark.support("compiled", "experts_spread")
+def test_other_meshes_and_formats(data, tmp_path):
+    launch = Launches(data, tmp_path)
+    kinds = {
+        "bits": EIGHT_BIT, "muon": {"optim__kind": "muon"}, "bf16": {"precision__mode": "bf16_mixed"},
+        "fp16": {"precision__mode": "pure_fp16"}, "fp8": {"precision__mode": "fp8_tile"},
+        "compiled": {"train__compile": "on"},
+    }  # fmt: skip
+    launch(1, {"alone": {}, "back": STOP, **{f"{name}_alone": of_run for name, of_run in kinds.items()}})
+    launch(2, {"back": {}, "shards": {}, "spread": SPREAD, **{name: of_run | SPREAD for name, of_run in kinds.items()},
+               **{f"{name}_shards": of_run for name, of_run in kinds.items()}})  # fmt: skip
+    launch(4, {"copies": SPREAD | COPIES, "all": {"parallel__ep": 4}, "uneven": {"parallel__ep": 3,
+               "model__num_experts": 6}})  # fmt: skip
+    for name in ("copies", "all"):
+        launch.check(name, 4, "alone")
+    for name in kinds:
+        check_same(tmp_path / name, tmp_path / f"{name}_shards", bound=1e-3)
+    told = [
+        [row.get("moe_max_violation", 0) for row in rows(tmp_path / run / "metrics.jsonl")]
+        for run in ("spread", "shards")
+    ]
+    assert any(told[0])
+    assert told[0] == pytest.approx(told[1], rel=1e-6), "of each micro-batch, which are others on one process"
+    for rank in range(4):
+        refused = launch.found["uneven", 4, rank]
+        assert "Experts that do not come out even over the mesh" in refused
+        assert "--parallel.ep 1" in refused
