@@ -15,8 +15,8 @@ from tilewright.core.config.recipe import OptimSection, Recipe
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.checksum import checksum
 from tilewright.parallel.fill import shard_all
+from tilewright.parallel.liveness.checksum import checksum
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
