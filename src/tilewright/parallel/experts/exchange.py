@@ -14,7 +14,6 @@ Rows travel in their own dtype. How they are written for the way is `_AllToAll`'
 Legend: P rows of all tokens' experts  D model width  E experts  R ranks.
 """
 
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
