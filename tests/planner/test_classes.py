@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_recipe
 from tests.planner.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.planner.test_cost import HF, MLA, MOE
@@ -134,8 +135,9 @@ def test_lines_and_ranges():
     assert ranges([3, 1, 2, 9]) == "1-3, 9"
 
 
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp32", "hybrid", "pure_fp16"])
-@pytest.mark.parametrize("ffn_dim", [512, 1024, 4096])
+@pytest.mark.parametrize(
+    ("mode", "ffn_dim"), covering(("bf16_mixed", "fp32", "hybrid", "pure_fp16"), (512, 1024, 4096), pairs=False)
+)
 def test_what_backward_of_a_dense_layer_needs_is_what_a_trace_says(mode, ffn_dim):
     machine = make_machine(64 * GIB, "cuda")
     model = {"dim": 512, "num_layers": 1, "num_heads": 8, "ffn_dim": ffn_dim}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cover import covering
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.cli.app import run
 from tilewright.core.hardware import fp8_choice
@@ -41,8 +42,7 @@ def test_speeds_are_those_of_the_matmuls(fp32, bf16, fp16, bandwidth, machine):
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bf16", [1e11, 1e12, 1e13])
+@pytest.mark.parametrize(("mode", "bf16"), covering(tuple(MODES), (1e11, 1e12, 1e13), pairs=False))
 def test_a_plan_names_what_doctor_names(mode, bf16, capsys, tmp_path, monkeypatch):
     found = rates(1e12, bf16, bf16)
     monkeypatch.setattr(ceilings, "known", lambda machine, cache_dir=None: found)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contracts.observe import fixed_ceilings
+from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.test_cost import MLA, MOE
 from tilewright.cli.app import run as command_line
@@ -70,9 +71,7 @@ def held(recipe, vocab_size, shards, rank):
     return found
 
 
-@pytest.mark.parametrize("shards", [4, 7])
-@pytest.mark.parametrize("optim", OPTIM)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optim", "shards"), covering(tuple(MODELS), tuple(OPTIM), (4, 7)))
 def test_a_rank_holds_what_its_parts_have(model, optim, shards):
     recipe = make_recipe(model=MODELS[model], optim=OPTIM[optim], parallel={"dp_shard": shards})
     weights, setting = ShapeFinder(509, CPU).find(recipe).weights, GlobalConfig.of(recipe)

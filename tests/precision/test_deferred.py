@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import covering
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.chunked_mlp import chunk_mlps
@@ -110,9 +111,12 @@ def test_the_same_bits_in_each_mode(mode, moe):
     assert queue.at_once == 0
 
 
-@pytest.mark.parametrize("inputs", ["exact", "fp8"])
-@pytest.mark.parametrize("checkpoint", ["none", "full", "selective", "matmuls", "attention"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp8_tile"])
+@pytest.mark.parametrize(
+    ("mode", "checkpoint", "inputs"),
+    covering(
+        ("fp32", "bf16_mixed", "fp8_tile"), ("none", "full", "selective", "matmuls", "attention"), ("exact", "fp8")
+    ),
+)
 def test_with_each_way_of_checkpointing(mode, checkpoint, inputs):
     """And a layer that is recomputed whole runs twice per micro-batch, no more."""
     model = decoder(mode, checkpoint=checkpoint, inputs=inputs, tie_embeddings=False)

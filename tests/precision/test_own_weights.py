@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import covering
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
@@ -81,10 +82,13 @@ def test_conv1d_is_a_tile_linear(features, tokens, gemms, power_of_two):
     assert executed == {name: {getattr(gemms, name).name: 1} for name in ("fprop", "dgrad", "wgrad")}
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("gemms", GEMMS, ids=str)
-@pytest.mark.parametrize("counts", [(5, 0, 130, 1), (128, 128, 0, 256), (0, 0, 0, 0), (300, 2, 3, 4)])
+@pytest.mark.parametrize(
+    ("counts", "gemms", "transposed", "power_of_two"),
+    covering(
+        [(5, 0, 130, 1), (128, 128, 0, 256), (0, 0, 0, 0), (300, 2, 3, 4)], tuple(GEMMS), (False, True), (True, False)
+    ),
+    ids=str,
+)
 def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
     torch.manual_seed(0)
     stack = torch.randn(4, 200, 72) if transposed else torch.randn(4, 72, 200)

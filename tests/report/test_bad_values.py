@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cover import covering
 from tests.report.synthetic import eval_rows, read, step_rows, write
 from tests.report.test_page import outline
 from tilewright.report.page import render, write_report
@@ -20,9 +21,7 @@ NAMES = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_p
          "wait_share", "memory_bytes", "memory", "memory_phases", "memory_tiers", "time_s")  # fmt: skip
 
 
-@pytest.mark.parametrize("value", EXTREMES, ids=str)
-@pytest.mark.parametrize("count", [1, 2, 30])
-@pytest.mark.parametrize("strict", [True, False], ids=["null", "NaN"])
+@pytest.mark.parametrize(("strict", "count", "value"), covering((True, False), (1, 2, 30), EXTREMES), ids=str)
 def test_a_run_of_one_value_everywhere(tmp_path, value, count, strict):
     columns = {name: [value] * count for name in ("grad_norm", "lr", "tokens_per_s", "wait_share", "memory_bytes")}
     columns["memory"] = [{"activations": value, "other": value}] * count

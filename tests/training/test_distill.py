@@ -100,9 +100,9 @@ def test_resume_equals_never_having_stopped(teacher, data, tmp_path, executor):
         "precision__rules": '[{compute = "int4_a8"}]', "distill__teacher": teacher, "distill__temperature": 2.0,
         "memory__executor": executor, "optim__schedule": "constant", "train__eval_interval": 0,
     }  # fmt: skip
-    whole = train(tiny(data, tmp_path, run__name="whole", train__steps=6, **options)).run_dir
-    train(tiny(data, tmp_path, run__name="part", train__steps=4, **options))
-    resumed = train(tiny(data, tmp_path, run__name="part", train__steps=6, **options)).run_dir
+    whole = train(tiny(data, tmp_path, run__name="whole", train__steps=4, **options)).run_dir
+    train(tiny(data, tmp_path, run__name="part", train__steps=2, **options))
+    resumed = train(tiny(data, tmp_path, run__name="part", train__steps=4, **options)).run_dir
     (tensors, _), (expected, _) = last_state(resumed), last_state(whole)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 

@@ -26,13 +26,15 @@ class Case:
 def cases(
     check: str, variants: Sequence[str] = (), families: Iterable[Family] = FAMILIES, sample: Sequence[str] = ()
 ) -> list:
-    """Parameters for a check: all but the families of `sample` are slow, known defects are strict expected failures."""
+    """Parameters for a check: all but the families of `sample` are slow, known defects are strict expected failures.
+    Of several variants each of these families has two in turn, so that each variant has families of several kinds."""
     names = [f"{check}/{variant}" for variant in variants] or [check]
-    return [_parameter(Case(name, family), sample) for family in families for name in names]
+    quick = {(family, names[(turn + more) % len(names)]) for turn, family in enumerate(sample) for more in (0, 1)}
+    return [_parameter(Case(name, family), (family.name, name) in quick) for family in families for name in names]
 
 
-def _parameter(case: Case, sample: Sequence[str]) -> object:
-    marks = [] if case.family.name in sample else [pytest.mark.slow]
+def _parameter(case: Case, quick: bool) -> object:
+    marks = [] if quick else [pytest.mark.slow]
     known = defect(case.check, case.family.name)
     if known is not None:
         marks.append(pytest.mark.xfail(reason=known.why, strict=True))

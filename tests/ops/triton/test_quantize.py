@@ -28,7 +28,7 @@ def test_any_tile(case, tile, spec, power_of_two, noisy):
     assert_same_bits(quantize.quantize(x, spec, tile, power_of_two, noise), want, str(case))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(matrix_cases(), st.sampled_from(SPECS), st.booleans())
 def test_both_ways(case, spec, power_of_two):
     x = case.matrix()
@@ -99,7 +99,7 @@ def plain_norm(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(matrix_cases(200), st.sampled_from(SPECS), st.booleans())
 def test_norm(case, spec, power_of_two):
     x = MatrixCase(case.rows, case.cols, "normal", case.dtype, case.seed).matrix()
@@ -109,7 +109,7 @@ def test_norm(case, spec, power_of_two):
     check_both(y[0], (row, column), spec, power_of_two, str(case))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(matrix_cases(200), st.sampled_from(SPECS), st.booleans())
 def test_swiglu(case, spec, power_of_two):
     gate = case.matrix()
