@@ -160,7 +160,8 @@ def _children():
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_against_one_of_a_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2", "pp=2,dp_shard=2"])
+def test_processes_against_one_of_a_folder(tmp_path, monkeypatch, mesh):
     """Four layers, wider than the check needs, become two narrow ones, with the tokenizer of the folder."""
     transformers = pytest.importorskip("transformers")
     write_text(tmp_path / "text")
@@ -174,7 +175,7 @@ def test_two_processes_against_one_of_a_folder(tmp_path, monkeypatch):
     given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", model__kind="hf", model__weights="load")
     given |= {"model.path": str(tmp_path / "model")}
     arguments = [f"--{name}={value}" for name, value in given.items()]
-    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", "dp_shard=2", "default", *arguments])
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", mesh, "default", *arguments])
     assert result.exit_code == 0, result.output
     assert "2 narrow layers" in result.output
     found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])

@@ -53,7 +53,6 @@ def test_it_is_refused_by_name(field):
     load(**{**REFUSED[field], field: "" if value == '""' else value})
 
 
-@pytest.mark.support("hf", "stages", refused=True)
 @pytest.mark.support("lora", "stages", refused=True)
 @pytest.mark.support("pairs", "stages", refused=True)
 @pytest.mark.parametrize(
@@ -64,7 +63,10 @@ def test_it_is_refused_by_name(field):
         ({"model.num_layers": "3", "parallel.schedule": "zbv"}, "Fewer layers than stages"),
         ({"model.num_layers": "1"}, "Fewer layers than stages"),
         ({"model.num_layers": "3", "parallel.schedule": "interleaved"}, "Fewer layers than stages"),
-        ({"model.kind": "hf", "model.path": "folder"}, "Hugging Face models cannot"),
+        (
+            {"model.kind": "hf", "model.path": "folder", "model.task": "image_classification"},
+            "Image classifiers cannot",
+        ),
         ({"lora.rank": "4"}, "LoRA"),
         ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Preferences"),
         ({"parallel.pp": "0"}, "parallel.pp"),

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from tilewright.core.config.recipe import ParallelSection
+from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.hf.model import HFModel
 from tilewright.parallel.experts.hold import hold_experts
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import ModelStage, StagedDecoder, hold_stages
+from tilewright.parallel.pipeline.staged import ModelStage, Staged
+from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World
 
@@ -47,6 +50,9 @@ def parallelize(
     """
     stages: tuple[ModelStage, ...] = ()
     if world.sizes.pp > 1:
+        if isinstance(model, HFModel) and values is not None:  # it is run to find its layers
+            to_placeholders(model, device)
+            fill_buffers(model, values)
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
     if world.sizes.ep > 1:
@@ -67,4 +73,4 @@ def parallelize(
 
 def counted_elsewhere(model: Model) -> frozenset[Tensor]:
     """Parameters of this rank that a rank with other layers has too, which counts them where ranks count together."""
-    return model.counted_elsewhere if isinstance(model, StagedDecoder) else frozenset()
+    return model.counted_elsewhere if isinstance(model, Staged) else frozenset()

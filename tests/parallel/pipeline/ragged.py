@@ -6,9 +6,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.models.shapes import KERNELS, SHAPES
+from tests.zoo.families import FAMILIES
 from tilewright.core import env
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.hf.load import load_hf
+from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import shard_all
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.parallel.mesh import MeshSizes
@@ -32,6 +35,16 @@ def decoder(kind: str, layers: int, seed: int = 0) -> Decoder:
             if param.dim() > 1 and "gate.weight" not in name:
                 param.mul_(3.0)
     return model
+
+
+def model_of(kind: str, layers: int) -> Decoder | HFModel:
+    """The decoder of a shape, or the Hugging Face model of a family of the zoo."""
+    if kind in SHAPES:
+        return decoder(kind, layers)
+    family = next(one for one in FAMILIES if one.name == kind.removesuffix("-tied"))
+    changes = {"num_hidden_layers": layers, "tie_word_embeddings": kind.endswith("-tied")}
+    torch.manual_seed(0)
+    return load_hf(family.config(**changes), "causal_lm", kernels=KERNELS).train()
 
 
 def micro_batches(count: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
@@ -68,11 +81,11 @@ def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int =
     """
     world = join(env.ranks(), MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies), torch.device("cpu"))
     layers = pipeline.num_stages + 1
-    held = hold_stages(decoder(kind, layers), pipeline, world.row)
+    held = hold_stages(model_of(kind, layers), pipeline, world.row)
     held.activation_checkpoint = recompute
     if world.fsdp_mesh is not None:
         shard_all(held, (), world.fsdp_mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
-    steps, whole = PipelineSteps(held, torch.device("cpu")), decoder(kind, layers)
+    steps, whole = PipelineSteps(held, torch.device("cpu")), model_of(kind, layers)
     generator, worst = torch.Generator().manual_seed(3), (0.0, "")
     params = list(held.parameters())
     for count in counts_of(pipeline):

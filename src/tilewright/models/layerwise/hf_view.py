@@ -11,9 +11,9 @@ first layer must be those of the uncut model, and running it must change none of
 model that fails is kept whole, and its `notes` say why.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,82 +22,48 @@ from torch import Tensor, nn
 from tilewright.models.base.eval_mode import eager
 from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.calls import LayerCall, LayerCalls, tensors_of
+from tilewright.models.layerwise.calls import LayerCall, LayerCalls
+from tilewright.models.layerwise.hf_blocks import CallSite, NotSliceableError, Visit, find_blocks, stand_ins
 from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
 """Relative difference of losses and gradients that is rounding: a cut changes no operation, only where autocast's
 copies of weights are made."""
 
-Visit = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class _NotSliceable(Exception):
-    """Why a model is kept whole."""
-
 
 class _Reached(Exception):
     """Where the blocks begin: ends the forward pass of a prologue."""
 
 
-class _StandIn(nn.Module):
-    """In a layer's place: answers calls by `visit`, and all else as the layer would."""
-
-    def __init__(self, index: int, layer: nn.Module, visit: Visit) -> None:
-        super().__init__()
-        self._index, self._visit = index, visit
-        self._layer = (layer,)  # in a tuple, so that it is not registered
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattribute__("_layer")[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._visit(self._index, args, kwargs)
-
-
-@dataclass(frozen=True)
-class _CallSite:
-    """Where the blocks are, and how the stream goes through one."""
-
-    parent: nn.Module
-    name: str
-    slot: int | str = 0
-    """Position or name of the stream among a block's arguments."""
-    tuple_of: int = 0
-    """A block's output is a tuple of so many items, of which the first is the stream. 0: it is the stream."""
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return getattr(self.parent, self.name)
-
-    def stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return args[self.slot] if isinstance(self.slot, int) else kwargs[self.slot]
-
-    def pack(self, x: Tensor) -> Any:
-        return (x, *[None] * (self.tuple_of - 1)) if self.tuple_of else x
-
-    def unpack(self, out: Any) -> Tensor:
-        return out[0] if self.tuple_of else out
-
-
 class HFLayers:
     """A Hugging Face model as a `LayerwiseModel`. Made by `layered`."""
 
-    def __init__(self, model: HFModel, place: _CallSite) -> None:
+    def __init__(self, model: HFModel, place: CallSite) -> None:
         self.model = model
         self._place = place
-        self.blocks: Sequence[nn.Module] = place.blocks
+        self.blocks: Sequence[nn.Module] = tuple(place.blocks)
         self.calls = LayerCalls()
         self._outer: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        self.before: tuple[nn.Module, ...] = ()
+        """Modules with parameters that the prologue was seen to call, and that alone."""
+        self.both: tuple[nn.Module, ...] = ()
+        """Those whose own parameters the epilogue reads too, through them."""
+        self.streams: tuple[Tensor, ...] = ()
+        """Stand-ins on the meta device for what each layer was seen to get, and for what the last one gave."""
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
         """What the layers are called with beside the stream. Parameters outside of the layers need no values."""
+        return self._without_values(batch)[1]
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the stream between layers, in the formats that the model has now."""
+        return self._without_values(self.model.short_batch())[0].dtype
+
+    def _without_values(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         devices = {param.device for param in self.model.parameters() if param.is_cuda}
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            return self.prologue(batch)[1]
+        with torch.no_grad(), torch.random.fork_rng(devices), self._no_prologue():
+            return self.prologue(batch)
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """The stream as it enters the first layer, and how each layer is called."""
@@ -127,7 +93,20 @@ class HFLayers:
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """The model's own loss, with `x` as what its layers gave."""
-        return self._run(batch, lambda index, args, kwargs: self._place.pack(x))
+        with self.giving(x):
+            return self.model(batch)
+
+    @contextmanager
+    def giving(self, x: Tensor) -> Iterator[None]:
+        """Inside, the model's own methods run with `x` as what its layers gave. What comes before the layers runs too,
+        and its stream is dropped."""
+        with self._no_prologue(), self._visited(lambda index, args, kwargs: self._place.pack(x)):
+            yield
+
+    def hold(self, layers: nn.ModuleList) -> None:
+        """Let the model have these of its layers alone, under the names that they have in the list. The others stay
+        known for what the model asks its layers for; on the meta device they have no memory."""
+        self._place.parent._modules[self._place.name] = layers
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
         """Nothing: Hugging Face layers count nothing."""
@@ -138,123 +117,100 @@ class HFLayers:
         return self._outer
 
     def _run(self, batch: Mapping[str, Tensor], visit: Visit) -> LossOutput:
+        with self._visited(visit):
+            return self.model(batch)
+
+    @contextmanager
+    def _visited(self, visit: Visit) -> Iterator[None]:
         # A compiled whole would be compiled again around the stand-ins; else what is compiled here is the loss.
         whole = self.model.net._compiled_call_impl is not None
-        with _stand_ins(self._place, visit), eager() if whole else nullcontext():
-            return self.model.loss(batch)
+        with stand_ins(self._place, visit, self.blocks), eager() if whole else nullcontext():
+            yield
+
+    @contextmanager
+    def _no_prologue(self) -> Iterator[None]:
+        """Inside, what only the prologue reads has no values: shards may be elsewhere, and the stream is dropped."""
+        held = [(module, name, param) for module in self.before for name, param in module._parameters.items()]
+        held = [(module, name, param) for module, name, param in held if param is not None]
+        for module, name, param in held:
+            module._parameters[name] = vacant_like(param)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, name, param in held:
+                module._parameters[name] = param
+
+    def outside(self) -> list[nn.Module]:
+        """Modules with parameters of their own outside of the layers."""
+        inside = {module for block in self.blocks for module in block.modules()}
+        found = (module for module in self.model.modules() if module not in inside)
+        return [module for module in found if any(param is not None for param in module._parameters.values())]
+
+    def _watched_prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        called: dict[nn.Module, None] = {}
+        handles = [
+            module.register_forward_pre_hook(lambda module, _: called.update({module: None}))
+            for module in self.outside()
+        ]
+        try:
+            return self.prologue(batch)
+        finally:
+            self.before = tuple(called)
+            for handle in handles:
+                handle.remove()
 
     def look(self, batch: Mapping[str, Tensor]) -> None:
         """Find out which parameters are read outside of the layers, from the graphs of both ends."""
-        first, calls = self.prologue(batch)
+        first, calls = self._watched_prologue(batch)
         with torch.no_grad():
-            x = first
+            xs = [first]
             for index in range(len(self.blocks)):
-                x, _ = self.layer(index, x, calls)
+                xs.append(self.layer(index, xs[-1], calls)[0])
+        x, self.streams = xs[-1], tuple(torch.empty_like(x, device="meta") for x in xs)
+        called, self.before = self.before, ()
         loss = self.epilogue(x.detach().requires_grad_(), calls, batch).loss_sum
         self._outer = (_leaves(first), _leaves(loss))
+        holders = Counter(id(param) for module in self.outside() for param in module._parameters.values())
+        alone = {id(param) for param in self._outer[1] if holders[id(param)] == 1}
+        self.both = tuple(m for m in called if any(id(p) in alone for p in m._parameters.values()))
+        self.before = tuple(module for module in called if module not in self.both)
+        with torch.no_grad():
+            if not _alike(self.epilogue(x, calls, batch).loss_sum, loss.detach()):
+                self.before, self.both = (), called
 
 
 def layered_hf(model: HFModel) -> LayerwiseModel:
     """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
+    view = cut_hf(model)
+    if isinstance(view, HFLayers):
+        return view
+    model.notes.append(f"Layer-major execution keeps {type(model.net).__name__} whole, as one layer group: {view}.")
+    return SingleBlock(model)
+
+
+def cut_hf(model: HFModel) -> HFLayers | str:
+    """The model as a row of layers, or why it cannot be cut."""
     try:
         return _cut(model)
-    except _NotSliceable as reason:
-        model.notes.append(
-            f"Layer-major execution keeps {type(model.net).__name__} whole, as one layer group: {reason}."
-        )
-        return SingleBlock(model)
+    except NotSliceableError as reason:
+        return str(reason)
+
+
+def vacant_like(param: Tensor) -> Tensor:
+    """Zeros of this shape, dtype and device, and memory for one of them."""
+    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def _cut(model: HFModel) -> HFLayers:
     batch = model.short_batch()
     with _undisturbed(model) as buffers, eager():
         model.loss(batch)  # what a model finds out about itself with its first batch, it finds out here
-        view = HFLayers(model, _find_blocks(model, batch))
+        view = HFLayers(model, find_blocks(model, batch))
         _check_called_alike(view, batch)
         _compare(model, view, batch)
         _check_buffers_unchanged(model, buffers)
         view.look(batch)
     return view
-
-
-# ---- finding the blocks ----
-
-
-def _find_blocks(model: HFModel, batch: Mapping[str, Tensor]) -> _CallSite:
-    lists = [
-        _CallSite(parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child)
-    ]
-    sizes = {id(place): sum(p.numel() for p in place.blocks.parameters()) for place in lists}
-    reasons = []
-    for place in sorted(lists, key=lambda place: -sizes[id(place)]):
-        try:
-            return _follow(model, place, batch)
-        except _NotSliceable as reason:
-            reasons.append(f"{place.name}: {reason}")
-    raise _NotSliceable("; ".join(reasons[:3]) or "it has no list of blocks")
-
-
-@dataclass
-class _Seen:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    out: Any = None
-
-
-def _follow(model: HFModel, place: _CallSite, batch: Mapping[str, Tensor]) -> _CallSite:
-    """Run the model and watch its blocks; where the stream goes through them.
-
-    Raises:
-        _NotSliceable: it is not one stream through each block once.
-    """
-    seen: list[tuple[int, _Seen]] = []
-    blocks = list(place.blocks)
-
-    def visit(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _Seen(args, dict(kwargs))
-        seen.append((index, call))
-        call.out = blocks[index](*args, **kwargs)
-        return call.out
-
-    with _stand_ins(place, visit):
-        model.loss(batch)
-    if [index for index, _ in seen] != list(range(len(blocks))):
-        raise _NotSliceable("its members are not called once each, in order")
-    calls = [call for _, call in seen]
-    tuple_of = len(calls[0].out) if isinstance(calls[0].out, tuple) else 0
-    streams = [call.out[0] if tuple_of else call.out for call in calls]
-    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in streams):
-        raise _NotSliceable("a block's output is no tensor")
-    place = _CallSite(place.parent, place.name, _slot(calls, streams), tuple_of)
-    for call in calls:
-        rest = LayerCall.seen(place.slot, call.args, call.kwargs)
-        if any(t.requires_grad for t in tensors_of((rest.args, rest.kwargs))):
-            raise _NotSliceable("a block reads a second tensor that needs a gradient")
-    return place
-
-
-def _slot(calls: list[_Seen], streams: list[Tensor]) -> int | str:
-    """Where a block gets what the one before gave."""
-    if len(calls) == 1:
-        slots = {key for key, value in [*enumerate(calls[0].args), *calls[0].kwargs.items()] if _asks(value)}
-    else:
-        slots = {key for key, value in [*enumerate(calls[1].args), *calls[1].kwargs.items()] if value is streams[0]}
-    for slot in slots:
-        given = [c.args[slot] if isinstance(slot, int) else c.kwargs.get(slot) for c in calls if _has(c, slot)]
-        if len(given) == len(calls) and all(a is b for a, b in zip(given[1:], streams, strict=False)):
-            return slot
-    raise _NotSliceable("a block does not read what the one before gave")
-
-
-def _asks(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _has(call: _Seen, slot: int | str) -> bool:
-    return slot < len(call.args) if isinstance(slot, int) else slot in call.kwargs
 
 
 # ---- trying the cut ----
@@ -265,14 +221,14 @@ def _check_called_alike(view: HFLayers, batch: Mapping[str, Tensor]) -> None:
     view.context(batch)
     view.context(batch)
     if len(view.calls) > 1:
-        raise _NotSliceable("its layers read an object that is made anew for each batch and is no tensor")
+        raise NotSliceableError("its layers read an object that is made anew for each batch and is no tensor")
 
 
 def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> None:
     """Loss, and gradient at the first layer, cut and uncut, without dropout.
 
     Raises:
-        _NotSliceable: they differ.
+        NotSliceableError: they differ.
     """
     model.eval()
     firsts: list[Tensor] = []
@@ -291,7 +247,7 @@ def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> Non
     cut, cut_grad = _cut_loss(view, batch)
     model.train()
     if not _alike(loss.detach(), cut) or not _alike(grad, cut_grad):
-        raise _NotSliceable(
+        raise NotSliceableError(
             f"cut at {view._place.name} it is not the same model (loss {loss.item():.6g} and {cut.item():.6g})"
         )
 
@@ -321,21 +277,10 @@ def _check_buffers_unchanged(model: HFModel, before: Mapping[str, Tensor]) -> No
     """Raise where the passes so far have changed what the next one computes."""
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
-        raise _NotSliceable(f"a forward pass changes {changed[0]}, so a layer cannot be computed twice")
+        raise NotSliceableError(f"a forward pass changes {changed[0]}, so a layer cannot be computed twice")
 
 
 # ---- small parts ----
-
-
-@contextmanager
-def _stand_ins(place: _CallSite, visit: Visit) -> Iterator[None]:
-    """The list of blocks is a list of stand-ins inside."""
-    real = place.blocks
-    place.parent._modules[place.name] = nn.ModuleList(_StandIn(i, layer, visit) for i, layer in enumerate(real))
-    try:
-        yield
-    finally:
-        place.parent._modules[place.name] = real
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.models.base.protocols import LayerContext
 from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.parts import local
-from tilewright.parallel.pipeline.stages import MicroBatch, StagedDecoder
+from tilewright.parallel.pipeline.staged import MicroBatch, Staged
 from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules, check_torch
 from tilewright.parallel.shard import keep_fp32_sums
 from tilewright.precision.mixed.deferred import attach
@@ -47,10 +47,10 @@ class PipelineSteps:
         HardwareError: this torch has other pipelines.
     """
 
-    def __init__(self, model: StagedDecoder, device: torch.device, watch: PassWatch = unwatched) -> None:
+    def __init__(self, model: Staged, device: torch.device, watch: PassWatch = unwatched) -> None:
         check_torch()
         self._model, self._device = model, device
-        pipeline, self._width = model.pipeline, model.config.dim
+        pipeline, self._width = model.pipeline, model.width
         self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]
         """Of the stages' weight gradients, where the schedule computes them later."""
         for stage, queue in zip(model.stages, self.queues, strict=False):
@@ -104,28 +104,23 @@ class PipelineSteps:
 
 
 @torch.no_grad()
-def add_other_end(model: StagedDecoder) -> None:
+def add_other_end(model: Staged) -> None:
     """After the passes of a step: where this rank holds one of two tied ends, its gradient becomes the sum of both. The
     two ranks send each other theirs, and add them in either order, which gives the same bits.
 
     Args:
         model: this rank's part. Zeros are sent where it has no gradient; frozen ends have none.
     """
-    peer, param = model.other_end, model.lm_head.weight if model.other_end is not None else None
-    if peer is None or param is None or not param.requires_grad:
-        return
-    if param.grad is None:
-        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-    own = local(param.grad)
-    sent, found, group = (
-        own.contiguous(),
-        torch.empty_like(own, memory_format=torch.contiguous_format),
-        model.row.handle,
-    )
-    passing = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, found, group=group, group_peer=peer),
-    ]
-    for work in dist.batch_isend_irecv(passing):
-        work.wait()
-    own.add_(found)
+    peer, group = model.other_end, model.row.handle
+    for param in (param for param in model.shared if param.requires_grad):
+        if param.grad is None:
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        own = local(param.grad)
+        sent, found = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        passing = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, found, group=group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(passing):
+            work.wait()
+        own.add_(found)

@@ -23,6 +23,7 @@ from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.fp8_names import plan_fp8
+from tilewright.models.hf.load import load_hf
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.agree import from_first
 from tilewright.parallel.shard import in_parts
@@ -120,11 +121,13 @@ def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
     if isinstance(model, Decoder):
         with torch.device("meta"):
             made = Decoder(model.config, model.kernels)
+    elif isinstance(model, HFModel):
+        made = load_hf(model.config, model.task, kernels=model.kernels, device="meta")
     if made is None or made.state_dict().keys() != held.keys():
         raise CheckpointError(
             "Export of a model whose ranks hold different layers",
             got=f"{type(model).__name__}, {len(whole.elsewhere)} of {len(held)} tensors on other ranks alone",
-            need="tilewright's own decoder without adapters, or a first rank that has a part of each tensor",
+            need="a model without adapters, or a first rank that has a part of each tensor",
             try_="checkpoint.export_hf = false here, and the export by one process that resumes from the checkpoint",
         )
     for name, param in made.named_parameters():

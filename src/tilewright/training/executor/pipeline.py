@@ -25,7 +25,7 @@ from tilewright.data.batches.microbatches import (
 )
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.pipeline.plan import StepPlan
-from tilewright.parallel.pipeline.stages import StagedDecoder
+from tilewright.parallel.pipeline.staged import Staged
 from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World
 from tilewright.training.executor.activation_policy import ActivationPolicy
@@ -48,7 +48,7 @@ class PipelineExecutor(StandardExecutor):
         HardwareError: this torch has other pipelines.
     """
 
-    def __init__(self, model: StagedDecoder, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
+    def __init__(self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
         super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
         self._steps = PipelineSteps(model, self.device, self._watch)
@@ -77,9 +77,9 @@ class PipelineExecutor(StandardExecutor):
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
         """What experts tell is a mean over their layers, of which stages have different numbers."""
-        if not self._staged.config.num_experts:
+        layers = self._staged.counting_layers
+        if layers is None:
             return super()._told(attempt)
-        layers = sum(block.is_moe for block in self._staged.blocks)
         sums = {_VIOLATION: attempt.aux.get(_VIOLATION, torch.zeros(())) * layers}
         return mean_over(self._world.everyone.handle, sums, attempt.targets * layers, "cpu")
 
@@ -95,7 +95,7 @@ class PipelineExecutor(StandardExecutor):
 def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
     """The executor of a run whose layers are on different ranks."""
     model = inputs.model
-    assert isinstance(model, StagedDecoder), "cut by `parallelize`"
+    assert isinstance(model, Staged), "cut by `parallelize`"
     return PipelineExecutor(
         model,
         inputs.optimizer,

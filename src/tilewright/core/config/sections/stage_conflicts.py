@@ -10,8 +10,8 @@ from tilewright.core.config.sections.parallel import DEFERRING
 # (is it so here?, field, what it is called, what it is said to be, what would do)
 _REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
     (
-        lambda r: r.model.kind == "hf",
-        "model.kind", "Hugging Face models", "tilewright's own decoder", 'model.kind = "decoder"',
+        lambda r: r.model.kind == "hf" and r.model.task == "image_classification",
+        "model.task", "Image classifiers", "a language model", '--model.task causal_lm',
     ),
     (
         lambda r: r.memory.can.offload,

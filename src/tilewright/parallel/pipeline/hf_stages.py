@@ -1,0 +1,167 @@
+"""A Hugging Face model of which a rank holds some layers, under the whole one's names.
+
+Each stage runs the model's own forward with stand-ins in the place of its layers (`models.layerwise.hf_view`): up to
+the first layer for what layers are called with, from the last one on for the loss. So whatever the model does around
+its layers is done by its own code. What a model does to its embedding's output, outside of that module, is in the
+stream that the first stage sends, and nowhere else: later stages drop the stream of their own prologue, which reads no
+values.
+
+Legend: B rows  S positions  D model width  V vocabulary  N tokens that are asked for.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.memory.offload.lazy_params import dummy_values
+from tilewright.models.base.protocols import LayerContext, LossOutput
+from tilewright.models.hf.model import HFModel
+from tilewright.models.layerwise.hf_view import HFLayers, cut_hf, vacant_like
+from tilewright.ops.base.labels import IGNORED
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, Tie
+from tilewright.parallel.world import Group
+from tilewright.precision.mixed.derived import Derived, derive
+
+
+class StagedHF(Staged, Derived):
+    """A rank's part of a Hugging Face model. Made by `hold_hf`, which gives a model a class that has this one too."""
+
+    view: HFLayers
+    net: nn.Module
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """See `Staged`."""
+        return self.view.stream_dtype
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        """See `LayerwiseModel`, and so the others."""
+        return self.view.prologue(batch)
+
+    def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
+        return self.view.context(batch)
+
+    def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, None]:
+        return self.view.layer(index, x_BSD, context)
+
+    def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
+        return self.view.epilogue(x_BSD, context, batch)
+
+    def aux_metrics(self, counted: Any) -> dict[str, Tensor]:
+        return {}
+
+    def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
+        """FP32 logits [B, V] of the token after each row; see the class."""
+        return self._logits(input_ids_BS, "next_token_logits", len(input_ids_BS))
+
+    def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+        """FP32 logits [N, V] of the tokens after the wanted positions; see the class."""
+        return self._logits(input_ids_BS, "logits_at", int(wanted_BS.sum()), wanted_BS)
+
+    def _logits(self, ids_BS: Tensor, method: str, rows: int, *more: Tensor) -> Tensor:
+        def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
+            with self.view.giving(x_BSD):
+                return getattr(super(StagedHF, self), method)(ids_BS, *more)
+
+        vocabulary = self.net.get_output_embeddings().out_features
+        batch = {"input_ids": ids_BS, "labels": torch.full_like(ids_BS, IGNORED)}
+        return self.pass_row(batch, finish, (rows, vocabulary))
+
+
+def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
+    """This rank's part of a Hugging Face model: the same object, with another class and fewer layers.
+
+    Args:
+        whole: converted; its parameters have values, or are placeholders (`memory.offload.lazy_params`).
+        pipeline, row: see `hold_stages`.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+    with dummy_values(whole):
+        view = cut_hf(whole)
+    if isinstance(view, str):
+        raise _not_cut(whole, pipeline, view)
+    if reason := _obstacle(whole, view):
+        raise _not_cut(whole, pipeline, reason)
+    ranges, blocks = pipeline.split(len(view.blocks)), view.blocks
+    own = {stage: ranges[stage] for stage in pipeline.stages_of(row.rank)}
+    first = list(view.before)
+    last = [module for module in view.outside() if module not in view.before]
+    derive(whole, _staged)
+    held: Any = whole
+    held.pipeline, held.row, held.width = pipeline, row, view.streams[0].shape[-1]
+    held.__dict__["view"] = view
+    ties = _ties(first, last) if held.has_first or held.has_last else []
+    held.ties = ties
+    tied = {(module, name) for tie in ties for module, name in ((tie.first, tie.first_name), (tie.last, tie.last_name))}
+    for modules, here in ((first, held.has_first), (last, held.has_last)):
+        for module in modules if not here else ():
+            _let_go(module, {name for of, name in tied if of is module})
+    modes = whole.checkpointing
+    numbers = [number for of_stage in own.values() for number in of_stage]
+    view.hold(HeldLayers({number: blocks[number] for number in numbers}))
+    if len(modes) == len(blocks):
+        whole._checkpointing = tuple(modes[number] for number in numbers)
+    made = []
+    for stage, of_stage in own.items():
+        ends = (first if stage == 0 else []) + (last if stage == pipeline.num_stages - 1 else [])
+        made.append(ModelStage(held, stage, {number: blocks[number] for number in of_stage}, ends))
+    held.__dict__["stages"] = tuple(made)
+    return held
+
+
+@cache
+def _staged(kind: type[nn.Module]) -> type[nn.Module]:
+    name = f"Staged{kind.__name__}"
+    return type(name, (StagedHF, kind), {"made_by": staticmethod(_staged), "plain": kind})
+
+
+def _obstacle(model: HFModel, view: HFLayers) -> str:
+    """Why a model that can be run layer by layer has no stages; empty where it has."""
+    kinds = {(tuple(x.shape), x.dtype) for x in view.streams}
+    batch = model.short_batch()
+    if len(kinds) > 1 or "input_ids" not in batch or view.streams[0].shape[:-1] != batch["input_ids"].shape:
+        return "the stream between its layers is not [rows, positions, width] of one dtype"
+    if view.both:
+        return f"its {type(view.both[0]).__name__} is used before its layers and behind them"
+    if model._input_style(packed=False).documents == "rows":
+        return "it takes no document masks, so packed rows are cut"
+    read = {id(param) for param in view.outer_parameters()[0]}
+    known = {id(param) for module in view.before for param in module._parameters.values()}
+    return "it reads a parameter before its layers in a way that is not seen" if read - known else ""
+
+
+def _ties(first: list[nn.Module], last: list[nn.Module]) -> list[Tie]:
+    behind = {id(param): (module, name) for module in last for name, param in module._parameters.items()
+              if param is not None}  # fmt: skip
+    return [
+        Tie(module, name, *behind[id(param)])
+        for module in first
+        for name, param in module._parameters.items()
+        if id(param) in behind
+    ]
+
+
+def _let_go(module: nn.Module, tied: set[str]) -> None:
+    """Zeros without memory in the place of what another rank has: the model's own forward may read them, and drops what
+    comes of it."""
+    for name in [name for name, param in module._parameters.items() if param is not None and name not in tied]:
+        param = module._parameters.pop(name)
+        assert param is not None
+        setattr(module, name, vacant_like(param))
+
+
+def _not_cut(model: HFModel, pipeline: Pipeline, reason: str) -> ConfigError:
+    return ConfigError(
+        "Model that cannot be cut into stages",
+        got=f"{type(model.net).__name__}, parallel.pp = {pipeline.pp}: {reason}",
+        need="a language model with one stream through a list of layers",
+        try_="--parallel.pp 1, with dp_shard = N for N processes",
+        where="parallel.pp",
+    )

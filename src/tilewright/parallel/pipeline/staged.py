@@ -1,0 +1,195 @@
+"""What the stages of any model have in common: layers in a row, and what a rank with some of them does.
+
+Prologue on the first stage, epilogue with its tiled loss on the last one. Each stage makes the context from the batch,
+which every rank has; only the residual stream travels.
+
+Legend: B rows  S positions  D model width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewright.models.base.protocols import LayerContext, LossOutput
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.world import Group
+
+Finish = Callable[[Tensor, LayerContext], Tensor]
+"""What the last stage makes of the last layer's output: a loss, or logits."""
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One micro-batch on its way through the stages of a rank."""
+
+    batch: Mapping[str, Tensor]
+    finish: Finish
+    counted: list[Tensor] = field(default_factory=list)
+    """The load of the experts of each layer that has some."""
+
+
+class HeldLayers(nn.ModuleList):
+    """Some of the layers of a model, under the names that they have in the whole one, counted from 0 here.
+
+    Example:
+        >>> layers = HeldLayers({3: nn.Linear(2, 2), 7: nn.Linear(2, 2)})
+        >>> len(layers), layers[1] is list(layers)[1], sorted(layers.state_dict())
+        (2, True, ['3.bias', '3.weight', '7.bias', '7.weight'])
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self._modules.values())[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+
+class ModelStage(nn.Module):
+    """Some layers in a row, with what is before the first one or behind the last one. FSDP2's root where it shards.
+
+    Args:
+        held: this rank's part of the model.
+        index: which stage it is.
+        layers: of it, by the numbers that `held.layer` takes.
+        ends: modules before the first layer, or behind the last one.
+    """
+
+    def __init__(self, held: "Staged", index: int, layers: Mapping[int, nn.Module], ends: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.index, self.is_first, self.is_last = index, index == 0, index == held.pipeline.num_stages - 1
+        self.layers, self.ends = nn.ModuleList(layers.values()), nn.ModuleList(ends)
+        self._held, self._numbers = (held,), tuple(layers)  # in a tuple: no child of this module
+
+    def forward(self, *received: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """The stream [B, S, D] behind the last of its layers, or what `finish` makes of it.
+
+        Args:
+            received: the stream [B, S, D]; nothing for the first stage.
+            micro_batch: which one. Loads of experts are added to it.
+        """
+        (held,) = self._held
+        if self.is_first:
+            x_BSD, context = held.prologue(micro_batch.batch)
+        else:
+            (x_BSD,), context = received, held.context(micro_batch.batch)
+        for number in self._numbers:
+            x_BSD, load_E = held.layer(number, x_BSD, context)
+            if load_E is not None:
+                micro_batch.counted.append(load_E)
+        return micro_batch.finish(x_BSD, context) if self.is_last else x_BSD
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter of two modules: of one before the layers, and of one behind them."""
+
+    first: nn.Module
+    first_name: str
+    last: nn.Module
+    last_name: str
+
+
+class Staged:
+    """A rank's part of a model. What the whole one computes without gradients is computed by all ranks in a row
+    together, one stage after the other, and all have it. What has this class is a model too."""
+
+    stages: tuple[ModelStage, ...]
+    """Of this rank, in the order of the layers. They are no children: a parameter has one name, that of the model."""
+    pipeline: Pipeline
+    row: Group
+    """Ranks in a row."""
+    width: int
+    """Of the residual stream."""
+    stream_dtype: torch.dtype
+    """Of what travels between stages, in the formats that the model has now."""
+    ties: Sequence[Tie]
+    """Ends that are one parameter, on ranks that have one of them."""
+    counting_layers: int | None = None
+    """This rank's layers that count something in a pass; None where no layer of the model does."""
+    prologue: Any
+    context: Any
+    layer: Any
+    epilogue: Any
+    aux_metrics: Any
+    """See `layerwise.view.LayerwiseModel`."""
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.row.rank == self.pipeline.rank_of(0)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether it has the last one."""
+        return self.row.rank == self.pipeline.rank_of(self.pipeline.num_stages - 1)
+
+    @property
+    def other_end(self) -> int | None:
+        """The rank in the row that holds this rank's tied parameters too; None where there are none, or where one rank
+        has both ends."""
+        if not self.ties or self.has_first == self.has_last:
+            return None
+        return self.pipeline.rank_of(self.pipeline.num_stages - 1 if self.has_first else 0)
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """What `other_end` holds too."""
+        return [] if self.other_end is None else [getattr(tie.last, tie.last_name) for tie in self.ties]
+
+    @property
+    def counted_elsewhere(self) -> frozenset[nn.Parameter]:
+        """Parameters that another rank holds too, and counts in what is summed over a row."""
+        return frozenset([] if self.has_first else self.shared)
+
+    def tie_weights(self) -> None:
+        """Let ends that are tied be one parameter on this rank, also once FSDP2 has cut one of them, or each for
+        itself."""
+        for tie in self.ties:
+            if self.has_first:
+                tie.last._parameters[tie.last_name] = tie.first._parameters[tie.first_name]
+            else:
+                tie.first._parameters[tie.first_name] = tie.last._parameters[tie.last_name]
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Loss of a batch, without gradients; see the class."""
+        counts: list[Tensor] = []
+
+        def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
+            out = self.epilogue(x_BSD, context, batch)
+            counts.append(out.count)
+            return out.loss_sum
+
+        loss_sum = self.pass_row(batch, finish, ())
+        return LossOutput(loss_sum, counts[0] if counts else (batch["labels"] >= 0).sum(), {})
+
+    def new_cache(self, rows: int, length: int) -> None:
+        """None: rows pass all ranks whole for each token."""
+
+    @torch.no_grad()
+    def pass_row(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...]) -> Tensor:
+        """What the last stage makes of a batch, in FP32 and of this shape, on all ranks in a row."""
+        ids_BS, rank_of = batch["input_ids"], self.pipeline.rank_of
+        micro_batch = MicroBatch(batch, finish)
+        found = torch.empty(shape, dtype=torch.float32, device=ids_BS.device)
+        stream_BSD = torch.empty(*ids_BS.shape, self.width, dtype=self.stream_dtype, device=ids_BS.device)
+        for stage in self.stages:
+            if not stage.is_first and rank_of(stage.index - 1) != self.row.rank:
+                dist.recv(stream_BSD, group=self.row.handle, group_src=rank_of(stage.index - 1))
+            given = stage(*([] if stage.is_first else [stream_BSD]), micro_batch=micro_batch)
+            if stage.is_last:
+                found = given.to(torch.float32).contiguous()
+            elif rank_of(stage.index + 1) != self.row.rank:
+                dist.send(given.contiguous(), group=self.row.handle, group_dst=rank_of(stage.index + 1))
+            else:
+                stream_BSD = given
+        dist.broadcast(found, group=self.row.handle, group_src=rank_of(self.pipeline.num_stages - 1))
+        return found

@@ -1,0 +1,54 @@
+"""A run of a Hugging Face model in stages is the run of one process: losses, evaluations, samples, export."""
+
+import pytest
+
+from tests.ranks import on_ranks
+from tests.training.test_pipeline_run import _same, rows_of_export, runs
+from tests.training.tiny import rows, save_tokenizer
+
+pytestmark = pytest.mark.dist
+RUN = {"model__kind": "hf", "model__weights": "load", "checkpoint__export_hf": "true"}
+STAGES = {"parallel__pp": 2}
+
+
+@pytest.fixture(scope="module")
+def ran(data, tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder, found = tmp_path_factory.mktemp("foreign"), {}
+    save_tokenizer(folder / "model")
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = transformers.Qwen3Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1
+    )
+    transformers.set_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    run = RUN | {"model__path": str(folder / "model")}
+    refused = run | STAGES | {"parallel__schedule": "zbv"}
+    for world, changes in ((1, {"alone": run}), (2, {"stages": run | STAGES, "few": refused})):
+        for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
+            found |= {(name, rank): value for name, value in of_rank.items()}
+    return folder, found
+
+
+@pytest.mark.support("hf", "stages")
+def test_it_is_the_run_of_one_process(ran):
+    folder, found = ran
+    for rank in range(2):
+        assert not isinstance(found["stages", rank], str), found["stages", rank]
+    assert found["stages", 0] == found["stages", 1], "all ranks have the last stage's numbers"
+    _same(folder / "stages", folder / "alone")
+    assert found["stages", 0][2] == pytest.approx(found["alone", 0][2], rel=2e-6)
+    ours, theirs = (rows(folder / run / "samples.jsonl") for run in ("stages", "alone"))
+    assert [(row["prompt"], row["text"]) for row in ours] == [(row["prompt"], row["text"]) for row in theirs]
+
+
+def test_its_folder_is_that_of_one_process(ran):
+    ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in ("stages", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < 1e-4, name
+
+
+def test_too_few_layers_are_told_on_all_ranks(ran):
+    for rank in range(2):
+        assert "Fewer layers than stages of the pipeline" in ran[1]["few", rank]
