@@ -26,6 +26,17 @@ def test_a_mesh_that_cannot_be_read(text):
         parse_sizes(text)
 
 
+@pytest.mark.parametrize("text", ["dp_shard=4,ep=3", "dp_shard=2,ep=4"])
+def test_shards_that_experts_do_not_divide(text):
+    with pytest.raises(ConfigError, match="do not come out even over the mesh"):
+        parse_sizes(text)
+
+
+def test_a_dense_model_has_no_experts_to_spread():
+    with pytest.raises(ConfigError, match="Dense model has no experts"):
+        parity.compare(load_recipe("default", {}, environ={}), parse_sizes("ep=2"))
+
+
 def test_the_worst_of_its_tolerance_is_first():
     one = {"loss/step 1": np.array([2.0]), "gradient/a": np.ones(4), "weight/a": np.ones(4), "weight/b": np.ones(2)}
     other = one | {"gradient/a": np.full(4, 1.5), "weight/a": np.full(4, 1.001)}
@@ -60,7 +71,9 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
     [
         ("dp_shard=2", {}),
         ("pp=2", {"parallel__schedule": "interleaved", "model__num_experts": 4}),
+        ("ep=2", {"model__num_experts": 4}),
         pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
+        pytest.param("dp_shard=4,ep=2", {"model__num_experts": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_several_processes_against_one(tmp_path, monkeypatch, mesh, more):

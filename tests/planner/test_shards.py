@@ -54,16 +54,20 @@ def test_parts_are_those_of_chunk(shape, shards):
 
 def held(recipe, vocab_size, shards, rank):
     """(parameters, gradients, states) bytes of the parts of a model that is cut parameter by parameter, as the
-    optimizer lays states out."""
+    optimizer lays states out. Of experts on `ep` ranks those of this one, each in parts over the ranks that have it."""
     model = build_model(recipe.model, vocab_size, device="meta")
     parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=Kernels.default())
     optimizer = make_optimizer(recipe.optim, model, Kernels.default(), 0)
-    found = [0, 0, 0]
+    found, ep, names = [0, 0, 0], recipe.parallel.ep, {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            rows = [len(chunk) for chunk in torch.chunk(torch.empty(len(param)), shards)] + [0] * shards
-            share = rows[rank] / len(param)  # of every state too: all have the parameter's rows
+            _, _, expert = names[param].partition(".experts.")
+            if expert and int(expert.partition(".")[0]) // (recipe.model.num_experts // ep) != rank % ep:
+                continue
+            parts, number = (shards // ep, rank // ep) if expert else (shards, rank)
+            rows = [len(chunk) for chunk in torch.chunk(torch.empty(len(param)), parts)] + [0] * parts
+            share = rows[number] / len(param)  # of every state too: all have the parameter's rows
             found[0] += param.nbytes * share
             found[1] += 4 * param.numel() * share
             layout = optimizer.state_layout(param).values()
@@ -79,6 +83,34 @@ def test_a_rank_holds_what_its_parts_have(model, optim, shards):
         part, wanted = weights.part(shards, rank), held(recipe, 509, shards, rank)
         found = [part.stored, 4.0 * part.trained, state_bytes(part, setting)]
         assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
+
+
+@pytest.mark.parametrize(("shards", "ep"), [(4, 4), (4, 2), (6, 2)])
+@pytest.mark.parametrize("optim", OPTIM)
+def test_a_rank_holds_its_experts(optim, shards, ep):
+    model = MOE | {"num_experts": 8}
+    recipe = make_recipe(model=model, optim=OPTIM[optim], parallel={"dp_shard": shards, "ep": ep})
+    weights, setting = ShapeFinder(509, CPU).find(recipe).weights, GlobalConfig.of(recipe)
+    for rank in range(shards):
+        part, wanted = weights.part(shards, rank), held(recipe, 509, shards, rank)
+        found = [part.stored, 4.0 * part.trained, state_bytes(part, setting)]
+        assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
+
+
+def test_a_layer_is_gathered_without_the_experts_of_other_ranks():
+    found = {}
+    for ep in (1, 4):
+        recipe = make_recipe(model=MOE | {"num_experts": 8}, parallel={"dp_shard": 4, "ep": ep})
+        shape = ShapeFinder(509, CPU).find(recipe)
+        mixture = next(each for each in shape.classes if each.routes).weights.tensors
+        found[ep] = mixture.gathered(4, wide=True), mixture.gradients(4)
+    model = build_model(recipe.model, 509, device="meta")
+    experts = [param for name, param in model.model.layers[-1].named_parameters() if ".experts." in name]
+    rest = [param for name, param in model.model.layers[-1].named_parameters() if ".experts." not in name]
+    padded = 4 * sum(4 * prod(part_shape(tuple(param.shape), 4)) for param in rest)
+    assert found[4][0] == padded + sum(4 * param.numel() for param in experts) // 4, "its own experts, whole"
+    assert found[1][0] == padded + sum(16 * prod(part_shape(tuple(param.shape), 4)) for param in experts)
+    assert found[4] == (found[4][0], found[4][0]), "gradients in FP32 as parameters"
 
 
 def plan_of(machine=CPU, **sections):

@@ -14,6 +14,7 @@ from tilewright.models.base.meta import shapes_only
 from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.moe import MoE
 from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.stacks import find_stack, keep_layers
@@ -64,14 +65,18 @@ class Skeleton:
         inside = {module for layer in self.layers for module in layer.modules()}
         return found.keys() & inside
 
-    def weights(self, policy: Policy, narrow: Collection[nn.Module] = ()) -> tuple[Weights, list[Weights], Weights]:
+    def weights(
+        self, policy: Policy, narrow: Collection[nn.Module] = (), ep: int = 1
+    ) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
-        where they come first. `narrow`: see `gathered_narrow`."""
+        where they come first. `narrow`: see `gathered_narrow`. `ep`: ranks that hold other experts."""
         storage, seen = stored_formats(self.model, policy), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
-        layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow) for layer in self.layers]
+        mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
+        spread = {module: ep for mixture in mixtures for module in mixture.experts.modules()}
+        layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices)
 
 

@@ -2,7 +2,8 @@
 and those that Muon updates.
 
 Found on the meta device. A sharded tensor is cut along its first dim into parts of equal rows (`parallel.shard`); the
-last ranks have fewer rows, or none, where they do not come out even.
+last ranks have fewer rows, or none, where they do not come out even. Of experts that are spread each rank has some, in
+parts over the ranks that have the same ones.
 
 Legend: E matrices of a stack  R rows  C columns  S the smaller of R and C, L the larger.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -109,6 +111,13 @@ class TensorKind(NamedTuple):
     """A matrix of a hidden layer, which Muon would update."""
     gathered: int
     """Bytes of an element where the parts of ranks are put together."""
+    spread: int = 1
+    """Ranks that each hold other ones of these (experts, `parallel.ep`); each is in parts over the others."""
+
+    def on_rank(self, shards: int) -> tuple[int, int]:
+        """In how many parts one is, and of how many ranks this one holds its share."""
+        spread = self.spread if shards % self.spread == 0 else 1
+        return shards // spread, spread
 
 
 @dataclass(frozen=True)
@@ -134,8 +143,11 @@ class Tensors:
         return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
 
     def _padded(self, shards: int, size: Callable[[TensorKind], int]) -> int:
-        found = ((prod(part_shape(kind.shape, shards)) * size(kind), count) for kind, count in self.kinds.items())
-        return shards * sum(number * count for number, count in found)
+        total = 0
+        for kind, count in self.kinds.items():
+            parts, spread = kind.on_rank(shards)
+            total += parts * prod(part_shape(kind.shape, parts)) * size(kind) * (count // spread)
+        return total
 
 
 @dataclass(frozen=True)
@@ -170,8 +182,9 @@ class Weights:
             return self
         total = Weights()
         for kind, count in self.tensors.kinds.items():
-            shape = part_shape(kind.shape, shards, rank) if kind.is_parameter else kind.shape
-            total += Weights.of_kind(kind._replace(shape=shape)).times(count)
+            parts, spread = kind.on_rank(shards)
+            shape = part_shape(kind.shape, parts, rank // spread) if kind.is_parameter else kind.shape
+            total += Weights.of_kind(kind._replace(shape=shape)).times(count // spread)
         return total
 
     @classmethod
@@ -197,6 +210,7 @@ class Weights:
         seen: set[int],
         matrices: Collection[Tensor] = (),
         narrow: Collection[nn.Module] = (),
+        spread: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> "Weights":
         """The weights of some modules, each counted once.
 
@@ -206,6 +220,7 @@ class Weights:
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
+            spread: of modules in experts how many ranks hold other ones.
         """
         total = cls()
         for module in modules:
@@ -217,8 +232,9 @@ class Weights:
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
                 gathered = _NARROW if module in narrow and tensor is module.weight else each
+                ranks = spread.get(module, 1)
                 total += cls.of_kind(
-                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered)
+                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, ranks)
                 )
         return total
 

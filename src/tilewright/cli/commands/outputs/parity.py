@@ -18,6 +18,7 @@ from tilewright.core import env
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.precision import ScaledFormat
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
@@ -26,7 +27,7 @@ from tilewright.parallel.mesh import DATA_AXES, MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 
 STEPS = 3
-_AXES = ("pp", *DATA_AXES)
+_AXES = ("pp", *DATA_AXES, "ep")
 TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
 """By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2 in FP32:
 gradients 1.9e-7, weights 4.3e-7. 16-bit gradients are rounded after each sum, 8-bit ones in each matmul."""
@@ -55,14 +56,14 @@ class Gap:
 
 
 def parse_sizes(text: str) -> MeshSizes:
-    """Ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`.
+    """Ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`. Of `ep=2` alone the same ranks are shards.
 
     Raises:
         ConfigError: something else.
 
     Example:
-        >>> parse_sizes("dp_shard=2").dp_shard
-        2
+        >>> parse_sizes("dp_shard=2").dp_shard, parse_sizes("ep=4").experts["efsdp"]
+        (2, 1)
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -76,12 +77,12 @@ def parse_sizes(text: str) -> MeshSizes:
                 where="--parallel",
             )
         sizes[name] = int(value)
-    mesh = MeshSizes(**sizes)
+    mesh = MeshSizes(**{"dp_shard": sizes.get("ep", 1)} | sizes)
     if mesh.world == 1:
         raise ConfigError(
             "Mesh of one process", got=text, need="at least two", try_="--parallel dp_shard=2", where="--parallel"
         )
-    return mesh
+    return mesh.fill(mesh.world)
 
 
 def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
@@ -101,15 +102,24 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
     with tempfile.TemporaryDirectory() as folder:
         loaded = with_small_model(loaded, Path(folder) / "model")
         recipe = tiny(loaded.recipe, sizes)
+        _check_experts(recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}")
         sides = []
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
-            of_side = changed(recipe, {"parallel.pp": mesh["pp"]})
+            of_side = changed(recipe, {"parallel.pp": mesh["pp"], "parallel.ep": mesh["ep"]})
             write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
+
+
+def _check_experts(recipe: Recipe, sizes: MeshSizes) -> None:
+    """Raise ConfigError where a recipe's experts cannot be spread so."""
+    mesh = {"parallel.ep": sizes.ep, "parallel.pp": sizes.pp, "parallel.dp_shard": sizes.dp_shard}
+    for found in expert_conflicts(changed(recipe, mesh)):
+        try_ = f"--parallel dp_shard={sizes.dp_shard}"
+        raise ConfigError(found.what, got=found.got, need=found.need, try_=try_, where="--parallel")
 
 
 def _run_side(environs: Sequence[Mapping[str, str]], **arguments: Any) -> None:
@@ -180,7 +190,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
             "model.head_dim": 16 if model.head_dim else 0,
             "model.ffn_dim": 128 if model.ffn_dim else 0,
             "model.expert_dim": 32 if model.expert_dim else 0,
-            "model.num_experts": min(model.num_experts, 8),
+            "model.num_experts": min(model.num_experts, max(8, sizes.ep)),
         }
     return changed(recipe, settings)
 
@@ -266,7 +276,9 @@ def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
         finally:
             hook.remove()
             parts.close()
-        of_ranks = gather(world.waiting_group, {} if world.data.rank else found)  # those of a row hold other layers
+        # Ranks of a row hold other layers, those of `ep` other experts.
+        elsewhere = world.data.rank and not world.sizes.ep > 1
+        of_ranks = gather(world.waiting_group, {} if elsewhere else found)
         if world.is_first:
             np.savez(out, **{key: value for of_rank in of_ranks for key, value in of_rank.items()})
     return world.rank
