@@ -125,7 +125,7 @@ def test_a_contender_that_hangs_is_ended_and_named():
     started = time.monotonic()
     found = call_worker("step_gpu", "--help", timeout_s=0.05)
     assert found["error"].startswith("ended after 0 s")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100
 
 
 def test_a_result_that_is_being_written_does_not_cost_the_last_one(tmp_path, monkeypatch):

@@ -78,11 +78,11 @@ def test_a_process_that_computes_or_whose_child_does_works_and_one_that_sleeps_d
     while time.process_time() < until:
         pass
     assert has_worked(meter)
-    spins = "import time\nuntil = time.process_time() + 0.2\nwhile time.process_time() < until: pass\ntime.sleep(60)"
+    spins = "import time\nuntil = time.process_time() + 0.2\nwhile time.process_time() < until: pass\ntime.sleep(200)"
     with subprocess.Popen([sys.executable, "-c", spins]) as child:
         has_worked(meter)
         began = time.monotonic()
         while not has_worked(meter):
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 100
             time.sleep(0.1)
         child.kill()

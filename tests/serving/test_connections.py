@@ -72,7 +72,7 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def _half(port: int, text: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     connection.sendall(text)
     return connection
 

@@ -64,7 +64,7 @@ def test_requests_that_fail_end_alone_and_others_are_answered(session):
         start = time.perf_counter()
         words = [*CASES, "hello", "hello"]
         found = dict(zip(words, pool.map(ask, words), strict=True))
-        assert time.perf_counter() - start < 60
+        assert time.perf_counter() - start < 200
         for word in CASES:
             status, body, _ = found[word]
             assert status == 400, (word, body)

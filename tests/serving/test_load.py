@@ -134,7 +134,7 @@ def test_two_thousand_requests_at_once_beside_half_connections(served):
 
     half = []
     for _ in range(400):
-        raw = socket.create_connection(("127.0.0.1", port), timeout=10)
+        raw = socket.create_connection(("127.0.0.1", port), timeout=60)
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: local")
         half.append(raw)
     sizes = []

@@ -57,7 +57,7 @@ def whole(found):
     """The pieces up to the end, and the error that was the end."""
     pieces = []
     while True:
-        piece, error = found.get(timeout=20)
+        piece, error = found.get(timeout=100)
         if piece is None:
             return [text for text in pieces if text], error
         pieces.append(piece.text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.contracts.observe import fixed_ceilings
-from tests.ranks import on_ranks
+from tests.ranks import GROUP_S, on_ranks
 from tests.training.tiny import rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.models.decoder.decoder import Decoder
@@ -21,8 +21,8 @@ from tilewright.training.loop import train
 pytestmark = pytest.mark.dist
 MESHES = {"copies": {"parallel__dp_replicate": 3, "parallel__dp_shard": 1}, "shards": {"parallel__dp_shard": 3}}
 VICTIM, STEP, WORLD = 1, 3, 3
-SECONDS = 40
-"""For which the others may wait; a timeout of torch's is a minute here."""
+SECONDS = GROUP_S / 2
+"""For which the others may wait; a timeout of torch's is twice that."""
 ERRORS = {"memory": torch.OutOfMemoryError, "bug": RuntimeError}
 
 

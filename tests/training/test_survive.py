@@ -47,7 +47,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_and_says_so(data,
     process = _start(data, tmp_path, **LONG)
     _wait_for_step(process, tmp_path, 3)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert not (tmp_path / "tiny" / "checkpoints").exists()
     train(tiny(data, tmp_path))
     assert "no checkpoint: starting at step 1" in capfd.readouterr().out
@@ -62,7 +62,7 @@ def test_sigint_saves_and_exits_with_0(data, tmp_path):
     process = _start(data, tmp_path, **LONG)
     _wait_for_step(process, tmp_path, 3)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert "the same command continues from there" in said
     assert list((tmp_path / "tiny" / "checkpoints").iterdir())
@@ -83,7 +83,7 @@ def test_a_run_folder_that_goes_away_is_an_error_in_four_parts(data, tmp_path, h
     elif how == "replaced":
         folder.mkdir()
         (folder / ".lock").touch()
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 2, said
     assert "Traceback" not in said
     assert "Run folder was deleted or moved" in said
@@ -107,7 +107,7 @@ def test_a_file_that_is_deleted_begins_again(data, tmp_path, name):
     if name == "metrics.jsonl":
         _wait_for_step(process, tmp_path, 1)  # the row of the step that found it missing is lost with the old file
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     events = rows(tmp_path / "tiny" / "events.jsonl")
     (row,) = [row for row in events if row["kind"] == "file_deleted"]

@@ -63,7 +63,7 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(corpus, tmp_path):
     process.send_signal(signal.SIGINT)
     code, said = ended(process)
     assert (code, "Traceback" in said) == (130, False), said
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob(RECEIPT)}
     code, said = ended(start(corpus, tmp_path / "out", 0, executor="ray"))
     assert code == 0, said

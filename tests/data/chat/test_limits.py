@@ -17,7 +17,7 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
-WAIT_S = 30
+WAIT_S = 200
 """Most seconds of the clock for one: the limit of the tests is 0.5 s of the processor, on a machine with other work."""
 
 LONG_STRINGS = [

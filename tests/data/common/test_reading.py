@@ -16,7 +16,7 @@ from tilewright.data.common import reading
 from tilewright.data.common.reading import PROVEN, Direct, Limited, TokenizerError, failures_told, reader_of
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 
-WAIT_S = 40
+WAIT_S = 200
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
