@@ -23,7 +23,7 @@ EXIT_PIPE = 141
 COMMANDS = {
     "init": ("tilewright.cli.commands.init:init", "Write a commented recipe here."),
     "doctor": (
-        "tilewright.cli.commands.doctor:doctor",
+        "tilewright.cli.commands.machine.doctor:doctor",
         "Show this machine and the kernel chosen for each operation, with the reason.",
     ),
     "data": (
@@ -73,7 +73,7 @@ COMMANDS = {
         "tilewright.cli.commands.outputs.watch:watch",
         "Show runs live in the browser: curves over each other, differing settings, load of the machine.",
     ),
-    "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),
+    "bench": ("tilewright.cli.commands.machine.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 
 ON_RANKS = ("train", "finetune", "data")

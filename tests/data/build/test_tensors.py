@@ -15,7 +15,7 @@ from tilewright.data.build.finished.images import ShardedPixels
 from tilewright.data.prepare import prepare
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
-from tilewright.report.build_page import render_build
+from tilewright.report.pages.build_page import render_build
 
 PIL = pytest.importorskip("PIL.Image")
 NEAR = {"image_distance": 12}  # a smaller JPEG of these images of few points differs in up to ten bits, another in 20

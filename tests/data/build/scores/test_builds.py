@@ -11,7 +11,7 @@ from tests.data.build.scores.texts import all_three, story, write_scored_corpus,
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import load_data_toml
 from tilewright.data.build.finished.account import build_account
-from tilewright.report.build_page import render_build
+from tilewright.report.pages.build_page import render_build
 
 pytest.importorskip("sklearn")
 

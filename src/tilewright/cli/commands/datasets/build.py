@@ -49,7 +49,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     if not chosen.is_first:
         return
     from tilewright.data.build.finished.account import build_account
-    from tilewright.report.build_page import write_build_page
+    from tilewright.report.pages.build_page import write_build_page
 
     account = build_account(folder)
     page = write_build_page(account)
