@@ -1,0 +1,79 @@
+"""Simulated steps of torch's own tables against the closed formulas of the papers."""
+
+import pytest
+
+from tests.planner.simulate.conftest import LARGE, SMALL
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.simulate.costs import KindSeconds, PassCosts, StepCosts
+from tilewright.planner.simulate.formulas import (
+    idle_in_one_wave,
+    idle_of_zb_h1,
+    in_flight_of_1f1b,
+    in_flight_of_interleaved,
+)
+from tilewright.planner.simulate.step import SimulatedStep, idle_by_cause
+
+ROUNDING = 1e-9
+"""Sums of some thousand FP64 numbers near one."""
+
+
+def step_of(table, kinds=None, rows=1):
+    sizes = {"ranks": table.num_ranks, "stages": table.num_stages, "microbatches": table.num_microbatches}
+    return SimulatedStep.of(table, StepCosts(PassCosts.even(rows=rows, kinds=kinds, **sizes)))
+
+
+def check_idle(tables, p, m):
+    for schedule in ("gpipe", "1f1b"):
+        for kinds in (None, KindSeconds(3.0, 1.2, 0.8)):
+            found = step_of(tables[Pipeline(p, schedule), m], kinds).idle
+            assert found == pytest.approx(idle_in_one_wave(p, m), abs=ROUNDING), (schedule, kinds)
+    for v in (2, 4):
+        if table := tables.get((Pipeline(p, "interleaved", v), m)):
+            assert step_of(table).idle == pytest.approx(idle_in_one_wave(p, m, v), abs=ROUNDING), v
+    found = step_of(tables[Pipeline(p, "interleaved_zero_bubble", 1), m]).idle
+    assert found == pytest.approx(idle_of_zb_h1(p, m, KindSeconds()), abs=5e-4)
+
+
+def check_in_flight(tables, p, m):
+    assert step_of(tables[Pipeline(p, "gpipe"), m]).peaks == pytest.approx([m] * p)
+    found = step_of(tables[Pipeline(p, "1f1b"), m]).peaks
+    assert found == pytest.approx([in_flight_of_1f1b(p, m, rank) for rank in range(p)])
+    for v in (2, 4):
+        if table := tables.get((Pipeline(p, "interleaved", v), m)):
+            expected = [in_flight_of_interleaved(p, m, v, rank) for rank in range(p)]
+            assert step_of(table).peaks == pytest.approx(expected), v
+    for pipeline in (Pipeline(p, "zbv", 2), Pipeline(p, "interleaved_zero_bubble", 1)):
+        if table := tables.get((pipeline, m)):
+            assert max(step_of(table).peaks) <= p + ROUNDING, pipeline
+
+
+@pytest.mark.parametrize(("p", "m"), [*SMALL, (32, 256)])
+def test_idle(tables, p, m):
+    check_idle(tables, p, m)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "m"), LARGE)
+def test_idle_of_long_rows(large_tables, p, m):
+    check_idle(large_tables, p, m)
+
+
+@pytest.mark.parametrize(("p", "m"), SMALL)
+def test_activations_in_flight(tables, p, m):
+    check_in_flight(tables, p, m)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "m"), LARGE)
+def test_activations_in_flight_in_long_rows(large_tables, p, m):
+    check_in_flight(large_tables, p, m)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_equal_costs_are_idle_for_the_schedule_alone(tables, rows):
+    for (pipeline, m), table in tables.items():
+        if pipeline.pp <= 3:
+            step = step_of(table, rows=rows)
+            causes = idle_by_cause(step)
+            assert causes["filling and draining"] == pytest.approx(step.idle, abs=ROUNDING), (pipeline, m)
+            assert sum(causes.values()) == pytest.approx(step.idle, abs=ROUNDING)
