@@ -63,6 +63,12 @@ SURFACE = {
         "--largest",
         *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),
     ],
+    "simulate": [
+        *("--attention", "--data", "--dgrad", "--documents", "--dp", "--forward", "--help", "--html", "--json"),
+        *("--ladder", "--layers", "--lengths", "--link", "--max-length", "--message", "--microbatches", "--node"),
+        *("--optimizer", "--packing", "--pp", "--quiet", "--reduce", "--schedule", "--seeds", "--slow", "--split"),
+        *("--table", "--verbose", "--virtual-stages", "--wgrad"),
+    ],
     "data": ["--help"],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],

@@ -34,6 +34,10 @@ COMMANDS = {
         "tilewright.cli.commands.plan:plan",
         "Predict memory, step time and the bottleneck of a run, before it runs.",
     ),
+    "simulate": (
+        "tilewright.cli.commands.simulate:simulate",
+        "Simulate a step of a pipeline on any number of ranks, from given costs and lengths.",
+    ),
     "precision": (
         "tilewright.cli.commands.precision:precision",
         "Find the fastest precision for a recipe within a loss budget.",

@@ -7,16 +7,12 @@ over a link, on which messages follow each other in the order in which they were
 """
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.core.errors import ConfigError
 from tilewright.planner.simulate.costs import StepCosts
-from tilewright.planner.simulate.table import ScheduleTable, Slot, StagePass, slot_text
-
-Place = tuple[int, int]
-"""Rank of a row, and number of one of its slots."""
+from tilewright.planner.simulate.table import Place, ScheduleTable, Slot, slot_text
 
 
 @dataclass(frozen=True)
@@ -50,48 +46,6 @@ class Timeline:
         return [row[rank][-1].end_s for row in self.rows]
 
 
-@dataclass
-class _Needs:
-    """What slots of a row need from each other."""
-
-    table: ScheduleTable
-    needed: dict[Place, list[Place]] = field(default_factory=dict)
-    """Slots that make what a slot needs."""
-    makes: dict[Place, list[tuple[Place, int]]] = field(default_factory=dict)
-    """Slots that need what a slot makes, and of which micro-batch that is."""
-
-    def __post_init__(self) -> None:
-        places = {
-            one: (rank, number)
-            for rank, row in enumerate(self.table.rows)
-            for number, slot in enumerate(row)
-            for one in slot
-        }
-        for rank, row in enumerate(self.table.rows):
-            for number, slot in enumerate(row):
-                here = (rank, number)
-                found = [(places[need], need.microbatch) for one in slot for need in self._read_by(one, places)]
-                self.needed[here] = [place for place, _ in found if place != here]
-                for place, microbatch in found:
-                    if place != here:
-                        self.makes.setdefault(place, []).append((here, microbatch))
-
-    def _read_by(self, one: StagePass, places: dict[StagePass, Place]) -> Iterator[StagePass]:
-        """Passes whose results a pass reads."""
-        stage, kind, number = one
-        if kind == "F":
-            if stage:
-                yield StagePass(stage - 1, "F", number)
-            return
-        if kind == "W":
-            yield StagePass(stage, "I", number)
-            return
-        yield StagePass(stage, "F", number)
-        if stage + 1 < self.table.num_stages:
-            behind = StagePass(stage + 1, "B", number)
-            yield behind if behind in places else StagePass(stage + 1, "I", number)
-
-
 def simulate(table: ScheduleTable, costs: StepCosts) -> Timeline:
     """When every slot of every row begins and ends.
 
@@ -109,7 +63,7 @@ class _Run:
     """The state of a simulation: what is under way, and what each rank waits for."""
 
     def __init__(self, table: ScheduleTable, costs: StepCosts) -> None:
-        self._table, self._costs, self._needs = table, costs, _Needs(table)
+        self._table, self._costs, self._needs = table, costs, table.needs
         rows = range(costs.num_rows)
         self._found: list[list[list[SlotTimes]]] = [[[] for _ in table.rows] for _ in rows]
         self._open = [{place: len(needed) for place, needed in self._needs.needed.items()} for _ in rows]
@@ -136,10 +90,9 @@ class _Run:
                 self._over(row, place, time)
             else:
                 self._arrived(row, place, maker, sent, time)
-        if any(
-            len(made) < len(slots) for row in self._found for made, slots in zip(row, self._table.rows, strict=True)
-        ):
-            raise _stuck(self._table, self._needs, [len(made) for made in self._found[0]])
+        done = [len(made) for made in self._found[0]]  # rows have one table: none ends where the first one does not
+        if done != [len(slots) for slots in self._table.rows]:
+            raise _stuck(self._table, done)
         return Timeline(self._table, tuple(tuple(map(tuple, row)) for row in self._found))
 
     def _slot(self, place: Place) -> Slot:
@@ -194,12 +147,12 @@ class _Run:
             self._try(row, place[0], time)
 
 
-def _stuck(table: ScheduleTable, needs: _Needs, done: list[int]) -> ConfigError:
+def _stuck(table: ScheduleTable, done: list[int]) -> ConfigError:
     """The two slots of a circle of ranks that wait: each is behind the one that waits for the other."""
 
     def waits_for(rank: int) -> Place:
         """A slot that the rank's next one needs, and that is not done."""
-        return next(place for place in needs.needed[rank, done[rank]] if place[1] >= done[place[0]])
+        return next(place for place in table.needs.needed[rank, done[rank]] if place[1] >= done[place[0]])
 
     rank = next(rank for rank, row in enumerate(table.rows) if done[rank] < len(row))
     seen: list[int] = []

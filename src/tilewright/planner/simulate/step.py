@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilewright.planner.simulate.costs import Network, StepCosts
-from tilewright.planner.simulate.events import Place, SlotTimes, Timeline, simulate
-from tilewright.planner.simulate.table import ScheduleTable, Slot
+from tilewright.planner.simulate.events import SlotTimes, Timeline, simulate
+from tilewright.planner.simulate.table import Place, ScheduleTable, Slot
 
 CAUSES = (
     "filling and draining",

@@ -7,7 +7,7 @@ gradients of the weights.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
@@ -37,6 +37,8 @@ class StagePass(NamedTuple):
 
 
 Slot = tuple[StagePass, ...]
+Place = tuple[int, int]
+"""Rank of a row, and number of one of its slots."""
 
 
 def slot_text(slot: Iterable[object]) -> str:
@@ -99,6 +101,11 @@ class ScheduleTable:
         """Of a step."""
         return 1 + max(one.microbatch for row in self.rows for slot in row for one in slot)
 
+    @cached_property
+    def needs(self) -> "SlotNeeds":
+        """What slots need from each other."""
+        return SlotNeeds(self)
+
     def _check(self, where: str) -> None:
         """Each stage on one rank; each micro-batch once forward, and once backward, as a whole or in two parts."""
         count = Counter(one for row in self.rows for slot in row for one in slot)
@@ -127,6 +134,42 @@ class ScheduleTable:
                 try_="a table of torch's: `schedule._dump_csv(FILE)`",
                 where=where,
             )
+
+
+class SlotNeeds:
+    """What slots of a row need from each other, in the order of the passes that read it.
+
+    Args:
+        table: of which each pass is there.
+    """
+
+    def __init__(self, table: ScheduleTable) -> None:
+        self.needed: dict[Place, list[Place]] = {}
+        """Slots that make what a slot needs; one that makes two things of it is there twice."""
+        self.makes: dict[Place, list[tuple[Place, int]]] = {}
+        """Slots that need what a slot makes, and of which micro-batch that is."""
+        slots = [((rank, number), slot) for rank, row in enumerate(table.rows) for number, slot in enumerate(row)]
+        places = {one: place for place, slot in slots for one in slot}
+        for here, slot in slots:
+            found = [(places[need], need.microbatch) for one in slot for need in _read_by(one, places)]
+            self.needed[here] = [place for place, _ in found if place != here]
+            for place, microbatch in found:
+                if place != here:
+                    self.makes.setdefault(place, []).append((here, microbatch))
+
+
+def _read_by(one: StagePass, places: Mapping[StagePass, Place]) -> Iterator[StagePass]:
+    """Passes whose results a pass reads."""
+    stage, kind, number = one
+    if kind == "W":
+        yield StagePass(stage, "I", number)
+    elif kind == "F":
+        if stage:
+            yield StagePass(stage - 1, "F", number)
+    else:
+        yield StagePass(stage, "F", number)
+        behind = [StagePass(stage + 1, kind, number) for kind in ("B", "I")]
+        yield from (need for need in behind if need in places)
 
 
 def _slots(row: str, where: str) -> Iterable[Slot]:
