@@ -79,10 +79,22 @@ class PassCosts:
         """All micro-batches of a row cost the mean of the row."""
         return replace(self, work=tuple((math.fsum(row) / len(row),) * len(row) for row in self.work))
 
-    def same_rows(self) -> "PassCosts":
-        """Each row costs as much as the mean of the rows: work, and stages and ranks as in their own row."""
-        mean = math.fsum(map(math.fsum, self.work)) / len(self.work)
-        return replace(self, work=tuple(tuple(one * mean / math.fsum(row) for one in row) for row in self.work))
+    def equal_rows(self, rank_of: Sequence[int]) -> "PassCosts":
+        """All stages of a row too take as long as the mean of the row's, on ranks of speed 1.
+
+        Args:
+            rank_of: of a row that has each stage.
+        """
+        loads = [
+            math.fsum(share / speeds[rank] for share, rank in zip(shares, rank_of, strict=True)) / len(shares)
+            for shares, speeds in zip(self.shares, self.speeds, strict=True)
+        ]
+        return PassCosts(
+            self.kinds,
+            self.even_rows().work,
+            tuple((load,) * len(rank_of) for load in loads),
+            tuple((1.0,) * len(row) for row in self.speeds),
+        )
 
 
 @dataclass(frozen=True)

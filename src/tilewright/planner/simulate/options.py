@@ -1,4 +1,4 @@
-"""The texts of `tilewright simulate`'s options as a case: ranks that are slow, links, durations, a table from a file."""
+"""The texts of `tilewright simulate`'s options, read: slow ranks, links, durations, sizes, a table from a file."""
 
 import math
 import re
@@ -74,7 +74,7 @@ def speeds_of(texts: Sequence[str], world: int) -> tuple[float, ...]:
             raise ConfigError(
                 "--slow names no rank and its speed",
                 got=text,
-                need=f"RANK=SPEED or FIRST-LAST=SPEED, ranks from 0 to {world - 1}{twice}, a speed above 0; others have 1",
+                need=f"RANK=SPEED or FIRST-LAST=SPEED, ranks from 0 to {world - 1}{twice}, a speed above 0",
                 try_=f"--slow {world // 2}=0.8",
                 where="--slow",
             )
@@ -95,8 +95,8 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
             raise ConfigError(
                 "--link names no link and its rate",
                 got=text,
-                need="inter=RATE (out of a node, shared by its ranks) or intra=RATE (between two ranks of a node), each "
-                "once, such as 50GB/s; a latency may follow",
+                need="inter=RATE (out of a node, shared by its ranks) or intra=RATE (between two ranks of a node), "
+                "each once, such as 50GB/s; a latency may follow",
                 try_="--link inter=50GB/s,5us",
                 where="--link",
             )

@@ -2,6 +2,7 @@
 hold, and which passes decide how long it takes.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -149,49 +150,28 @@ def _in_flight(one: SlotTimes, before: float) -> float:
 def idle_by_cause(step: SimulatedStep) -> dict[str, float]:
     """Shares of the ranks' time, which add up to `step.idle`.
 
-    The step is simulated again with one cause after the other: all equal; stages and ranks as they are; micro-batches
-    of equal rows; rows; messages; data; and gradients summed. A cause has what it adds. It may be negative: one cause
-    can fill the time that another one leaves.
+    The step is simulated again with one cause after the other: in each row equal passes; stages and ranks as they are;
+    micro-batches; rows; messages; data; and gradients summed. A cause has the time that it adds. It may be negative:
+    one cause can fill what another one leaves.
     """
-    costs = step.costs
-    bare = replace(costs, network=Network(), ready_s=(), reduce_s=0.0)
-    passes = costs.passes
-    equal = replace(
-        passes,
-        shares=_all_the_mean(passes.shares),
-        speeds=tuple((_harmonic(passes.speeds),) * len(row) for row in passes.speeds),
-        work=_all_the_mean(passes.work),
-    )
-    stages = [
-        equal,
-        replace(passes, work=equal.work),
-        passes.same_rows(),
-        passes,
-    ]
-    variants = [_first_row(replace(bare, passes=equal))]
-    variants += [replace(bare, passes=one) for one in stages[1:]]
-    variants += [replace(bare, network=costs.network), replace(costs, reduce_s=0.0)]
-    found, before = {}, 0.0
-    for cause, variant in zip(CAUSES, variants, strict=False):
-        idle = SimulatedStep.of(step.table, variant).idle
-        found[cause], before = idle - before, idle
-    return found | {CAUSES[-1]: step.idle - before}
+    costs, table, rows = step.costs, step.table, step.costs.num_rows
+    bare = replace(costs, network=Network(), ready_s=())
+    equal, even = costs.passes.equal_rows(table.rank_of), costs.passes.even_rows()
+    spans = [_work_s(step)]
+    spans += [_spans_s(simulate(table, replace(bare, passes=passes))) for passes in (equal, even, costs.passes)]
+    whole = [max(spans[-1]), simulate(table, replace(costs, ready_s=())).passes_s, step.timeline.passes_s]
+    spans += [[seconds] * rows for seconds in (*whole, step.seconds - costs.optimizer_s)]
+    return {
+        cause: math.fsum(later - sooner for sooner, later in zip(before, after, strict=True)) / rows / step.seconds
+        for cause, (before, after) in zip(CAUSES, itertools.pairwise(spans), strict=True)
+    }
 
 
-def _first_row(costs: StepCosts) -> StepCosts:
-    """Rows that are equal, and share nothing: one of them says it all."""
-    passes = costs.passes
-    return replace(
-        costs, passes=replace(passes, work=passes.work[:1], shares=passes.shares[:1], speeds=passes.speeds[:1])
-    )
+def _work_s(step: SimulatedStep) -> list[float]:
+    """Of each row, seconds of passes per rank."""
+    return [math.fsum(one.end_s - one.begin_s for rank in row for one in rank) / len(row) for row in step.timeline.rows]
 
 
-def _all_the_mean(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    mean = math.fsum(map(math.fsum, rows)) / sum(map(len, rows))
-    return tuple((mean,) * len(row) for row in rows)
-
-
-def _harmonic(rows: Sequence[Sequence[float]]) -> float:
-    """The speed with which equal ranks would need as long together."""
-    speeds = [speed for row in rows for speed in row]
-    return len(speeds) / math.fsum(1 / speed for speed in speeds)
+def _spans_s(timeline: Timeline) -> list[float]:
+    """Of each row, seconds until its last pass is over."""
+    return [max(rank[-1].end_s for rank in row) for row in timeline.rows]
