@@ -41,7 +41,7 @@ class Rung:
     def padding(self) -> float:
         """Share of the computed work that is padding."""
         work = [math.fsum(map(math.fsum, step.costs.passes.work)) for step in self.steps]
-        return statistics.median(1 - self.case.rows * self.case.count / one for one in work)
+        return round(statistics.median(1 - self.case.rows * self.case.count / one for one in work), 9) + 0.0
 
     def causes(self) -> dict[str, float]:
         """Idle share by cause, means over the steps: they add up to the mean idle share."""
@@ -94,7 +94,7 @@ def ladder_cases(case: SimulatedCase) -> list[tuple[str, SimulatedCase]]:
 
 
 def climb(
-    case: SimulatedCase, lengths: Lengths, seeds: Sequence[int], documents: int, tables: Tables = torch_tables
+    case: SimulatedCase, lengths: Lengths, seeds: Sequence[int], documents: int, tables: Tables | None = None
 ) -> list[Rung]:
     """The ladder of a case.
 
@@ -103,14 +103,14 @@ def climb(
         lengths: of documents.
         seeds: of the steps.
         documents: per micro-batch, on average.
-        tables: of schedules.
+        tables: of schedules; None: torch's.
 
     Raises:
         ConfigError: no schedule takes the case.
     """
     cases = ladder_cases(case)
     taken = [one for _, one in cases if _why_not(one) == ""]
-    found = tables([(one.pipeline, one.count) for one in taken])
+    found = (tables or torch_tables)([(one.pipeline, one.count) for one in taken])
     rungs = [_rung(name, one, found, lengths, seeds, documents) for name, one in cases]
     if not case.is_even:
         best = min((rung for rung in rungs if rung.steps and rung.case.by_speed), key=lambda rung: rung.seconds).case

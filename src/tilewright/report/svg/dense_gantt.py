@@ -64,7 +64,8 @@ def dense_gantt(
         at = f"{x(tick):.1f}"
         parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{_TOP}" y2="{base:.1f}"/>')
         parts.append(
-            f'<text class="tick" x="{at}" y="{base + 15:.1f}" text-anchor="middle">{format_seconds(tick)}</text>'
+            f'<text class="tick" x="{at}" y="{base + 15:.1f}" text-anchor="middle">'
+            f"{escape(format_seconds(tick))}</text>"
         )
     for number, row in enumerate(rows):
         top = _TOP + number * high
