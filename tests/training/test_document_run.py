@@ -5,12 +5,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import WORDS, rows, tiny
-from tilewright.core.errors import TilewrightError
+from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError, TilewrightError
+from tilewright.models.build import init_weights
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.base.documents import STARTS
+from tilewright.optim.clip import GradClip
 from tilewright.planner.machine import ceilings
+from tilewright.training.components.samples import samples_of_step
+from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -108,3 +117,52 @@ def test_tokens_and_padding_are_counted(ran):
     shared = [row for row in rows(folder / "piped_shards" / "metrics.jsonl") if "documents" in row]
     assert [row["tokens"] for row in shared] == [row["tokens"] for row in told]
     assert [row["documents"] for row in shared] == [row["documents"] for row in told]
+
+
+def test_the_documents_of_a_step_are_told(ran):
+    """Of the run on four ranks too: those are the same, and their tokens are the ones that were counted."""
+    folder, _ = ran
+    tokens = np.diff([0, *(row["tokens"] for row in rows(folder / "alone" / "metrics.jsonl") if "documents" in row)])
+    for step in (1, 2, 6):
+        samples = [samples_of_step(folder / name, step) for name in ("alone", "piped_shards")]
+        assert samples[0] == samples[1]
+        pieces = [document for sample in samples[0] for document in sample["documents"]]
+        assert len(pieces) == len(samples[0])
+        assert sum(piece["length"] for piece in pieces) == tokens[step - 1]
+
+
+def test_memory_is_planned_for_the_longest_micro_batch(ran):
+    """No length that comes is a change of the rows' shape, at which the run would be planned again."""
+    folder, _ = ran
+    said = [row["message"] for row in rows(folder / "alone" / "events.jsonl") if row["kind"] == "replan"]
+    assert not [text for text in said if text.startswith("shape")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Pairs of preferences cannot be put behind"),
+        ({"model.task": "image_classification", "data.source": "images"}, "Images are no documents"),
+    ],
+)
+def test_what_is_no_document_is_refused(changes, what):
+    with pytest.raises(ConfigError, match=what) as caught:
+        load_recipe(None, {"data.rows": "documents"} | changes, environ={})
+    (problem,) = [problem for problem in caught.value.problems if what in problem.what]
+    assert problem.got
+    assert problem.need
+    assert 'data.rows = "packed"' in problem.try_
+
+
+def test_steps_without_targets_are_skipped_and_counted():
+    """What a rank without documents gets: padding alone, which changes no gradient and is no target."""
+    model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=2, num_layers=2))
+    init_weights(model, seed=0)
+    padding = {"input_ids": torch.zeros(1, 64, dtype=torch.int64), "labels": torch.full((1, 64), -100)}
+    padding |= {"positions": torch.zeros(1, 64, dtype=torch.int64), "segments": torch.full((1, 64), -1).int()}
+    padding |= {STARTS: torch.tensor([0, 64], dtype=torch.int32)}
+    executor = StandardExecutor(model, torch.optim.SGD(model.parameters()), clip=GradClip(1.0))
+    before = [param.clone() for param in model.parameters()]
+    result = executor.step([padding, padding], 0.1)
+    assert (result.skipped, result.num_targets, result.num_tokens) == ("the batch holds no targets", 0, 0)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))

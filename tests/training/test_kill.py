@@ -92,6 +92,13 @@ def test_killed_with_checkpoints_by_time(data, tmp_path, plain, kills):
     _kill_and_compare(data, tmp_path, plain, kills=kills, seed=seed, **minutes)
 
 
+def test_killed_on_whole_documents(data, tmp_path):
+    """Steps have other numbers of documents each; where the stream stands is known to the document."""
+    whole = {"data__rows": "documents", "data__seq_len": 64, "ops__adam": "ref"}
+    train(tiny(data, tmp_path / "straight", **CHANGES | whole))
+    _kill_and_compare(data, tmp_path, tmp_path / "straight" / "tiny", kills=1, seed=random.getrandbits(32), **whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_six_times_at_random_moments(data, tmp_path, straight, seed):

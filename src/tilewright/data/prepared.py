@@ -99,6 +99,13 @@ class PreparedData:
         first_R = self._rows["train"].packing.first_R
         return {name: int(ends[first_R[b]] - ends[first_R[a]]) for name, (a, b) in self._ranges["train"].items()}
 
+    @property
+    def full_rows(self) -> int:
+        """Training rows; of documents so many as their tokens would fill."""
+        if self.rows == "documents":
+            return -(-sum(self.num_tokens.values()) // self.seq_len)
+        return sum(self.num_rows.values())
+
     def lengths(self, picks: Picks) -> np.ndarray:
         """Tokens of training documents, int64 [N]."""
         return self._rows["train"].lengths(self._first_row[picks.domain] + picks.row)

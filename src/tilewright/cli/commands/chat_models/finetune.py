@@ -72,7 +72,7 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     prepared = prepare_data(loaded.recipe)
     assert isinstance(prepared, PreparedData)
     loaded = with_passes(loaded, prepared, passes)
-    train, rows = loaded.recipe.train, sum(prepared.num_rows.values())
+    train, rows = loaded.recipe.train, prepared.full_rows
     said = f"as many as fit into {train.minutes:g} minutes, each"
     size = f"of {train.global_batch_size} rows of {loaded.recipe.data.seq_len} tokens"
     if train.steps:

@@ -77,7 +77,7 @@ def check_shapes(model: str, data: Sequence[str], how: str, typed: Sequence[str]
 def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
     """The recipe with the steps of some passes over the data, a batch that leaves room for steps, and a warm-up of a
     tenth of them at most; what the user sets stays, a time instead of steps too."""
-    rows = sum(prepared.num_rows.values())
+    rows = prepared.full_rows
     train, changes = loaded.recipe.train, {}
     batch = train.global_batch_size
     if not _is_set(loaded, "train.global_batch_size"):
