@@ -76,7 +76,7 @@ def test_residual_stream_keeps_its_dtype(name, stream):
     batch = make_batch()
     want = model.loss(batch).loss_sum.item()
     convert(model, stream)
-    hidden = model.hidden(batch["input_ids"])
+    hidden = model.hidden(batch)
     assert hidden.dtype == (torch.bfloat16 if stream == "bf16_mixed" else torch.float32)
     out, grads = loss_and_grads(model, batch)
     assert abs(out.loss_sum.item() - want) < 5e-3 * want

@@ -153,7 +153,9 @@ def test_what_backward_of_a_dense_layer_needs_is_what_a_trace_says(mode, ffn_dim
         traces = []
         for rows in (1, 2):  # copies of weights are the same for all rows
             ids = torch.zeros(rows, 128, dtype=torch.int64)
-            traces += trace_layers(list(decoder.blocks), lambda ids=ids: decoder.hidden(ids, ids, None)).memory
+            traces += trace_layers(
+                list(decoder.blocks), lambda ids=ids: decoder.hidden({"input_ids": ids, "positions": ids})
+            ).memory
     one, two = traces
     want = (two.work - one.work) / 128
     matmul, stream = BYTES[policy.matmul], BYTES[policy.stream]

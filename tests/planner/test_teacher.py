@@ -61,7 +61,7 @@ def test_bytes_of_its_forward_pass_are_those_that_are_alive(mode, dim, rows, seq
     counted = LiveBytes()
     ids = torch.randint(VOCAB, (rows, seq_len))
     with torch.no_grad(), evaluation(model), counted:
-        hidden = model.hidden(ids)
+        hidden = model.hidden({"input_ids": ids})
     planned = costs.forward_bytes(beside(shape, shape), rows)
     print(f"{planned=:.0f}, counted {counted.peak}")
     assert counted.peak == pytest.approx(planned, rel=0.15)

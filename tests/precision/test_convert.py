@@ -80,7 +80,7 @@ def test_decoder_in_every_mode_is_near_fp32(mode, shape):
     least = 0.9 if mode in FOUR_BITS else 0.985 if mode in SCALED_FORMATS else least
     assert cosine > least, cosine
     assert list(model.state_dict()) == names
-    assert model.hidden(batch()["input_ids"]).dtype == STREAM.get(mode, torch.float32)
+    assert model.hidden(batch()).dtype == STREAM.get(mode, torch.float32)
 
 
 @pytest.mark.parametrize("mode", MODES)

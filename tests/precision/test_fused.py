@@ -87,7 +87,7 @@ def test_each_value_is_quantised_once_for_all_who_read_it(shape, norms):
     model = decoder(kernels, **shape)
     ids = torch.zeros(1, 64, dtype=torch.long)
     with torch.no_grad():
-        model.hidden(ids)
+        model.hidden({"input_ids": ids})
     assert kernels.count["rms_norm_quantize"] == norms * 2
     assert kernels.count["swiglu_quantize"] == 2
     assert kernels.count["quantize_both"] == 0  # o_proj's input has no column-wise copy: its wgrad is in BF16

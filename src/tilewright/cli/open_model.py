@@ -23,10 +23,8 @@ from tilewright.data.chat.load import folder_templates
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
-from tilewright.models.base.meta import shapes_only
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import check_vocab, kind_of, materialize
-from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.build import check_vocab, decoder_shapes, kind_of, materialize
 from tilewright.models.decoder.hf_config import read_config
 from tilewright.models.decoder.hf_weights import load_weights
 from tilewright.models.folder.json_file import read_json
@@ -129,8 +127,7 @@ def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: s
     if kind_of(str(folder)) == "decoder":
         config = read_config(folder)
         check_vocab(config.vocab_size, tokenizer.vocab_size, str(folder))
-        with shapes_only():
-            decoder = Decoder(config, Kernels.default())
+        decoder = decoder_shapes(config, Kernels.default())
         _cast_params(decoder, chosen)
         materialize(decoder, machine.device)
         load_weights(decoder, folder)

@@ -3,7 +3,7 @@
 The one place that knows which architectures there are: `ARCHITECTURES`. What is asked of one is `spec.ModelSpec`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,18 @@ def _build_decoder(
         )
     _require_path(section)
     config = decoder_config(section, vocab_size)
-    with shapes_only():
-        model = Decoder(config, kernels)
+    model = decoder_shapes(config, kernels)
     if torch.device(device).type != "meta":
         materialize(model, device)
         if section.weights == "load":
             load_weights(model, section.path)
     return model
+
+
+def decoder_shapes(config: DecoderConfig, kernels: Kernels, numbers: Sequence[int] | None = None) -> Decoder:
+    """A decoder without memory, on the meta device; `numbers` as `Decoder` takes them."""
+    with shapes_only():
+        return Decoder(config, kernels, numbers)
 
 
 def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
@@ -168,11 +173,10 @@ def longest_text(section: ModelSection, at_least: int) -> int | None:
     return None if section.kind != "hf" else position_limit(hf_shapes(section.path, section.task), at_least)
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
+def materialize(model: Any, device: torch.device | str) -> None:
     """Give a meta decoder real, uninitialised memory on `device`, in place."""
     model.to_empty(device=device)
-    if isinstance(model, Decoder):
-        model.tie_weights()
+    model.tie_weights()
 
 
 def init_weights(model: Model, seed: int) -> None:
@@ -267,6 +271,7 @@ def decoder_like(name: str, block: Callable[..., nn.Module], **answers: Any) -> 
             "random_values": decoder_values,
             "stored_values": decoder_weights,
             "layered": _row,
+            "from_config": decoder_shapes,
         }
         | answers,
     )

@@ -4,7 +4,7 @@
 object in the place of the name: see `build.decoder_like` and `build.with_architecture`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Formulas:
     Each takes the shape and the number of a layer first; `flops` the shape and the length of rows.
     """
 
+    kind: Callable[[DecoderConfig, int], Hashable] = DecoderConfig.is_moe
+    """What layers that cost the same have in common: a plan looks at the first of each kind."""
     parameters: Callable[[DecoderConfig, int], int] = costs.layer_parameters
     """All of a layer: checked against its modules when a plan is made."""
     mlp_weights: Callable[[DecoderConfig, int], int] = costs.mlp_weights
@@ -60,6 +62,9 @@ class ModelSpec:
     """Those of a folder, in pieces."""
     layered: Callable[[Any], LayerwiseModel]
     """The model as a row of layers."""
+    from_config: Callable[..., Model] | None = None
+    """The model of (config, kernels), on the meta device; with a third argument, its layers of these numbers alone: a
+    plan takes one of each kind. None: it takes more, such as a folder."""
     block: Callable[..., nn.Module] | None = None
     """Of a decoder: a layer from shape, number and kernels."""
     formulas: Formulas | None = field(default_factory=Formulas)

@@ -19,7 +19,6 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.batches.stream import Stream
 from tilewright.formats.integer import IntegerTensor
-from tilewright.models.hf.model import HFModel
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.policy.policy import Policy, in_fp32
@@ -50,8 +49,8 @@ class Coded:
 
     def of_net(self) -> dict[str, IntegerTensor]:
         """The codes under Hugging Face's names."""
-        prefix = "net." if isinstance(self.model, HFModel) else ""
-        return {name.removeprefix(prefix): found for name, found in self.codes.items()}
+        names = {id(param): name for name, param in self.model.net.named_parameters()}
+        return {names[id(self.model.get_parameter(name))]: found for name, found in self.codes.items()}
 
 
 def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:

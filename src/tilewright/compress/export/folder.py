@@ -10,10 +10,7 @@ from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_share
 from tilewright.formats.fp8_layout import CODE_DTYPE
-from tilewright.models.build import spec_of
 from tilewright.models.folder.fp8_weights import fp8_bytes
-from tilewright.models.hf.fp8_names import plan_fp8
-from tilewright.models.hf.model import HFModel
 from tilewright.training.components.export import config_keys, write_beside
 
 
@@ -38,9 +35,7 @@ def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
 
 def _why_not(dtype: torch.dtype, source: ExportSource) -> str | None:
     try:
-        spec_of(source.model.architecture).folder_config(source.model.config, "bfloat16")  # type: ignore[attr-defined]
-        if dtype == CODE_DTYPE and isinstance(source.model, HFModel):
-            plan_fp8(source.model.net)
+        source.model.check_save_hf(dtype)
     except CheckpointError as error:
         return "; ".join(f"{problem.what}: {problem.got}" for problem in error.problems)
     return None

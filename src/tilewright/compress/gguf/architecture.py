@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import spec_of
-from tilewright.models.hf.model import HFModel
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama"}
 """model_type of config.json -> architecture of llama.cpp that computes the same."""
@@ -81,14 +79,13 @@ def hf_config(model: Model) -> Mapping[str, Any]:
     Raises:
         CheckpointError: no Hugging Face layout describes it.
     """
-    return spec_of(model.architecture).folder_config(model.config, "float32")  # type: ignore[attr-defined]
+    return spec_of(model.architecture).folder_config(model.config, "float32")
 
 
 def state(model: Model) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names; of tied ones the first only."""
-    module: torch.nn.Module = model.net if isinstance(model, HFModel) else model  # type: ignore[assignment]
     seen: dict[int, str] = {}
-    found = module.state_dict(keep_vars=True)
+    found = model.net.state_dict(keep_vars=True)
     return {name: t.detach() for name, t in found.items() if seen.setdefault(id(t), name) == name}
 
 

@@ -16,7 +16,6 @@ import torch
 from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.models.build import build_model
-from tilewright.models.decoder.decoder import Decoder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -81,9 +80,8 @@ class TorchModel(ConsumerSession):
 
 
 def all_logits(model: Any, ids_S: np.ndarray) -> torch.Tensor:
-    """Logits [S, V] of our decoder or a Hugging Face model."""
-    ids_BS = torch.from_numpy(np.ascontiguousarray(ids_S))[None]
-    return model(ids_BS)[0] if isinstance(model, Decoder) else model.net(input_ids=ids_BS).logits[0]
+    """Logits [S, V] of a row."""
+    return model.logits(torch.from_numpy(np.ascontiguousarray(ids_S))[None])[0]
 
 
 if __name__ == "__main__":

@@ -111,6 +111,19 @@ class Model(TrainableModel, Protocol):
     architecture: Any
     """Which answers are the model's: a name in `build.ARCHITECTURES`, or a `spec.ModelSpec` of the caller's own."""
 
+    config: Any
+    """The shape: a `DecoderConfig`, or transformers' config."""
+
+    net: nn.Module
+    """The module whose tensors have the names of a Hugging Face folder, unless transformers renames them: the
+    model itself, or a child of it."""
+
+    head: Any
+    """The linear layer that makes logits, last in the model. None of a model that names none, as of images."""
+
+    max_positions: int | None
+    """Most positions of a row that the model is made for; None where it takes any."""
+
     forward_methods: tuple[str, ...]
     """Methods that read parameters and do not call `forward`: sharded ones are gathered for them too."""
 
@@ -138,8 +151,35 @@ class Model(TrainableModel, Protocol):
     """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
     input; fp8: keep it in 8 bits, one byte per element. Never changes a loss; with fp8 gradients are approximate."""
 
+    attention_blocks: tuple[int, ...]
+    """Settable. Query rows at a time in the attention of each of `layers`, 0 for all.
+
+    Raises:
+        ConfigError: set, by a model that computes attention whole.
+    """
+
+    def tie_weights(self) -> None:
+        """Make one parameter of those that share their values, by the shape. Needed again after `to_empty`."""
+        ...
+
     def compile_blocks(self) -> None:
         """Compile the layers in place with torch.compile."""
+        ...
+
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What the head reads, [B, S, D] in the residual stream's dtype. Language models only.
+
+        Args:
+            batch: input_ids [B, S]; of packed rows positions (of each token in its document; without them 0, 1, ... in
+                each row) and segments (the document of each token, -1 for padding) [B, S].
+
+        Raises:
+            ConfigError: the head is more than one matmul, or documents of packed rows cannot be kept apart in place.
+        """
+        ...
+
+    def logits(self, input_ids_BS: Tensor) -> Tensor:
+        """Logits [B, S, V] of whole rows of one document each, all at once. Language models only."""
         ...
 
     def new_cache(self, rows: int, length: int) -> KeyValueCache | None:
@@ -163,6 +203,10 @@ class Model(TrainableModel, Protocol):
             input_ids_BS: rows, which may be padded with any token behind their last wanted position.
             wanted_BS: bool [B, S], true at N places. Only for these the head runs, where the model can be asked so.
         """
+        ...
+
+    def check_save_hf(self, dtype: torch.dtype) -> None:
+        """Raise CheckpointError where `save_hf` in this dtype would be refused. The model may be on the meta device."""
         ...
 
     def save_hf(

@@ -37,6 +37,7 @@ from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.cache import DecoderCache, LayerCache
 from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.decoder.moe import MoE, SameChoices
@@ -115,11 +116,11 @@ def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
 class Trunk(nn.Module):
     """Embedding, layers, final norm (`model.` in Hugging Face's names)."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels):
+    def __init__(self, config: DecoderConfig, kernels: Kernels, numbers: Sequence[int] | None):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         block = Block if isinstance(config.architecture, str) else config.architecture.block
-        self.layers = nn.ModuleList(block(config, layer, kernels) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(block(config, layer, kernels) for layer in numbers or range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
 
 
@@ -129,6 +130,7 @@ class Decoder(nn.Module):
     Args:
         config: the shape.
         kernels: implementations of the operations; None picks the best for this machine.
+        numbers: of its layers; None: all.
 
     Parameters are created uninitialised where torch leaves them so: call `build.init_weights`, or load a folder.
 
@@ -148,12 +150,12 @@ class Decoder(nn.Module):
     uses_every_parameter = True  # experts without tokens run on no rows
     """See `protocols.Model`."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
+    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None, numbers: Sequence[int] | None = None):
         super().__init__()
         kernels = kernels or Kernels.default()
         self.config, self.architecture = config, config.architecture
         self.kernels = kernels
-        self.model = Trunk(config, kernels)
+        self.model = Trunk(config, kernels, numbers)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
         self.residual_dtype: torch.dtype | None = None
@@ -209,30 +211,32 @@ class Decoder(nn.Module):
             block.checkpoint_inputs = kind
         self._note_exact_inputs()
 
+    net = property(lambda self: self)
+    """See `protocols.Model`, and so the next two."""
+    head = property(lambda self: self.lm_head)
+    max_positions = None
+
     def tie_weights(self) -> None:
-        """Make head and embedding one parameter where the shape says so. Needed again after `to_empty`."""
+        """Make head and embedding one parameter where the shape says so; see `protocols.Model`."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def hidden(
-        self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
-    ) -> Tensor:
-        """Output of the final norm, [B, S, D] in the residual stream's dtype.
-
-        Args:
-            input_ids_BS: [B, S] token ids.
-            positions_BS: [B, S] place of each token in its document; None counts from 0 in each row.
-            segments_BS: [B, S] document of each token, -1 for padding; None makes each row one document.
-        """
-        given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
-        x_BSD, context = self.prologue({name: tensor for name, tensor in given.items() if tensor is not None})
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Output of the final norm [B, S, D]; see `protocols.Model`."""
+        x_BSD, context = self.prologue(batch)
         return self.model.norm(self._run_layers(x_BSD, context)[0])
 
     def forward(
         self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, S, V]. For the loss use `loss`, which never holds them all."""
-        return self.lm_head(self.hidden(input_ids_BS, positions_BS, segments_BS))
+        """Logits [B, S, V]; see `protocols.Model.hidden` for the arguments. For the loss use `loss`, which never holds
+        them all."""
+        given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
+        return self.lm_head(self.hidden({name: tensor for name, tensor in given.items() if tensor is not None}))
+
+    def logits(self, input_ids_BS: Tensor) -> Tensor:
+        """Logits [B, S, V]; see `protocols.Model`."""
+        return self(input_ids_BS)
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Cross-entropy summed over the targets of one micro-batch.
@@ -294,7 +298,7 @@ class Decoder(nn.Module):
     def next_token_logits(self, input_ids_BS: Tensor, cache: DecoderCache | None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
         if cache is None:
-            return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
+            return self.lm_head(self.hidden({"input_ids": input_ids_BS})[:, -1:])[:, 0].float()
         with torch.no_grad():
             rows, num_new = input_ids_BS.shape
             cache.check_room(rows, num_new)
@@ -307,7 +311,7 @@ class Decoder(nn.Module):
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
         """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
-        return self.lm_head(self.hidden(input_ids_BS)[wanted_BS]).float()
+        return self.lm_head(self.hidden({"input_ids": input_ids_BS})[wanted_BS]).float()
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Balance the experts by the load since the last call, summed over a group. Nothing to do when dense."""
@@ -347,6 +351,10 @@ class Decoder(nn.Module):
                 expert.compile(dynamic=True, options=options, **limit)
         self._compiled = True
         self._note_opaque_parts()
+
+    def check_save_hf(self, dtype: torch.dtype) -> None:
+        """Whether a layout holds the shape; see `protocols.Model`."""
+        to_hf_config(self.config, "bfloat16")
 
     def save_hf(
         self,

@@ -81,6 +81,37 @@ class HFModel(nn.Module):
         return self.net.config
 
     @property
+    def head(self) -> nn.Module | None:
+        """The layer that transformers says makes logits; see `protocols.Model`."""
+        return self.net.get_output_embeddings()
+
+    @property
+    def max_positions(self) -> int | None:
+        """As config.json says, where it says something; see `protocols.Model`."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def attention_blocks(self) -> tuple[int, ...]:
+        """0: transformers' attention computes all rows at once; see `protocols.Model`."""
+        return (0,) * (len(self.layers) or 1)
+
+    @attention_blocks.setter
+    def attention_blocks(self, rows: Sequence[int]) -> None:
+        if any(rows):
+            raise ConfigError(
+                "Attention blocks are not supported by this model",
+                got=f"attention_block {max(rows)} for layers of {type(self.net).__name__}",
+                need="0; tilewright's own decoder alone computes attention by blocks",
+                try_="a plan made for this model",
+                where="memory.plan",
+            )
+
+    def tie_weights(self) -> None:
+        """See `protocols.Model`."""
+        self.net.tie_weights()
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that the model has an embedding for."""
         return self.net.get_input_embeddings().weight.shape[0]
@@ -113,7 +144,7 @@ class HFModel(nn.Module):
         input_ids_BS, labels_BS = batch["input_ids"], batch["labels"]
         if style.plain_head:
             hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
-            head = self.net.get_output_embeddings()
+            head = self.head
             if pairs is not None:
                 return preference_loss(row_losses(self.kernels, head, hidden_BSD, labels_BS), pairs)
             return in_packed_rows(batch_loss(self.kernels, head, hidden_BSD.flatten(0, 1), batch), batch)
@@ -123,11 +154,7 @@ class HFModel(nn.Module):
         return in_packed_rows(_of_logits(logits_BSV, labels_BS), batch)
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What the head reads [B, S, D], of a model whose head is one matmul; see `forward` for the batch.
-
-        Raises:
-            ConfigError: the head is more than one matmul, or documents of packed rows cannot be kept apart in place.
-        """
+        """What the head reads [B, S, D]; see `protocols.Model`."""
         style = self._input_style(packed="segments" in batch)
         if not style.plain_head or (style.documents == "rows" and "segments" in batch):
             raise _not_taught(self.net, style)
@@ -135,6 +162,10 @@ class HFModel(nn.Module):
             self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
         )
         return self.net.base_model(input_ids=batch["input_ids"], **arguments).last_hidden_state
+
+    def logits(self, input_ids_BS: Tensor) -> Tensor:
+        """Logits [B, S, V]; see `protocols.Model`."""
+        return self.net(input_ids=input_ids_BS).logits
 
     def short_batch(self) -> dict[str, Tensor]:
         """Two short rows of the kind that the model learns from, for trying something out."""
@@ -276,6 +307,11 @@ class HFModel(nn.Module):
         for module in self._layers() or [self.net]:
             if module not in from_qdata:
                 module.compile(options=layer_options(), **graph_limit())
+
+    def check_save_hf(self, dtype: torch.dtype) -> None:
+        """Whether anything can be stored in FP8, where that is asked for; see `protocols.Model`."""
+        if dtype == CODE_DTYPE:
+            plan_fp8(self.net)
 
     def save_hf(
         self,

@@ -8,7 +8,6 @@ from tilewright.core.hardware import Machine
 from tilewright.models.build import spec_of
 from tilewright.models.decoder.activation_bytes import FP32, Storage, role
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.spec import Formulas
 from tilewright.ops.attention import attention_kind, keeps_mask
 from tilewright.ops.base.compile import compiles_layers
@@ -120,18 +119,11 @@ class _Decoder:
     def seq_len(self) -> int:
         return self.recipe.data.seq_len
 
-    @property
-    def short(self) -> DecoderConfig:
-        """Of the skeleton, by whose places layers are asked for."""
-        model = self.skeleton.model
-        assert isinstance(model, Decoder)
-        return model.config
-
     def layer(self, place: int, weights: Weights, masked: bool) -> LayerClass:
         """The class of a layer. `masked`: attention keeps a mask of all pairs of positions."""
         config, policy, seq_len = self.config, self.policy, self.seq_len
         indices = self.skeleton.indices[place]
-        index, moe = indices[0], self.short.is_moe(place)
+        index, moe = indices[0], bool(self.skeleton.layers[place].is_moe)
         share_of_tokens = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
         prefix = f"{self.skeleton.names[place]}."
         every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
@@ -140,12 +132,12 @@ class _Decoder:
         rounded = rounding_kept(matmuls, seq_len, BYTES[policy.activation])
         rounded += self._dropped(prefix, share_of_tokens)
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
-        kept = {mode: self._kept(place, mode, storage) + rounded for mode in modes}
+        kept = {mode: self._kept(index, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
         mask = float(seq_len**2 * BYTES[policy.matmul]) if masked else 0.0
-        mlp = Line(0, self._mlp_share(place, storage) * kept["none"].per_row)
+        mlp = Line(0, self._mlp_share(index, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
-        passed = kept["none"] if fused else self._kept(place, "none", replace(storage, compiled=False))
+        passed = kept["none"] if fused else self._kept(index, "none", replace(storage, compiled=False))
         inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
         flops, kept_codes = self.formulas.flops(config, seq_len), keeps_qdata(self.machine, self.recipe)
         widths = (self.formulas.width(config, index), config.dim)
@@ -179,14 +171,14 @@ class _Decoder:
             coding=Coding.of(matmuls, seq_len, self.machine, kept_codes),
         )
 
-    def _kept(self, place: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
+    def _kept(self, layer: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
         """Bytes that a layer keeps."""
         stored, sizes = BYTES[self.policy.storage], []
         for rows in (1, 2):
             tokens = rows * self.seq_len
-            total = self.formulas.layer_bytes(self.short, place, mode, storage) * tokens
-            total += self.formulas.tile_bytes(self.short, place, mode, storage, tokens)
-            copies = self.formulas.weight_copy_bytes(self.short, place, mode, storage, stored) if self.copies else 0
+            total = self.formulas.layer_bytes(self.config, layer, mode, storage) * tokens
+            total += self.formulas.tile_bytes(self.config, layer, mode, storage, tokens)
+            copies = self.formulas.weight_copy_bytes(self.config, layer, mode, storage, stored) if self.copies else 0
             sizes.append(total + copies)
         return Line.through(*sizes)
 
@@ -199,10 +191,10 @@ class _Decoder:
         inputs = [width * (share_of_tokens if ".experts." in name else 1.0) for name, width in here.items()]
         return Line(0, self.seq_len * sum(inputs) * (BYTES[self.policy.matmul] + 1))
 
-    def _mlp_share(self, place: int, storage: Storage) -> float:
+    def _mlp_share(self, layer: int, storage: Storage) -> float:
         """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""
-        thin = replace(self.short, ffn_dim=1, expert_dim=1 if self.short.num_experts else 0)
-        whole, rest = (self.formulas.layer_bytes(config, place, "none", storage) for config in (self.short, thin))
+        thin = replace(self.config, ffn_dim=1, expert_dim=1 if self.config.num_experts else 0)
+        whole, rest = (self.formulas.layer_bytes(config, layer, "none", storage) for config in (self.config, thin))
         return max(0.0, 1 - rest / whole)
 
     def _work(self, kept: Line) -> float:

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.models.base.routers import find_routers
-from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
@@ -38,7 +36,6 @@ def trace_twice(
     What quantisation moves is priced apart (`shape.Coding`): with 8-bit matmuls all that is moved, and called, is that
     of the same model in BF16.
     """
-    assert isinstance(skeleton.model, HFModel)
     fp8 = policy.is_fp8
     memory = Measures.MEMORY if fp8 else Measures.MEMORY | Measures.TRAFFIC
     try:
@@ -64,12 +61,11 @@ def foreign_shape(
 ) -> ModelShape:
     """The shape; of a model that could not be traced its weights alone."""
     model = skeleton.model
-    assert isinstance(model, HFModel)
     embedding, layers, head = skeleton.weights(policy)
-    net: Any = model.net
+    net = model.net
     images = model.task == "image_classification"
     seq_len = 1 if images else recipe.data.seq_len
-    output = None if images else net.get_output_embeddings()
+    output = None if images else model.head
     plain = not isinstance(traced, str) and traced[0].plain_head
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     choice = kernels.choices["cross_entropy", machine.device, DTYPES[policy.activation], ""]
@@ -222,8 +218,7 @@ class _Found:
     @property
     def skeleton_width(self) -> int:
         """Features that a plain head reads."""
-        net: Any = self.skeleton.model.net
-        return net.get_output_embeddings().in_features
+        return self.skeleton.model.head.in_features
 
     def _operands(self, matmuls: Sequence[LinearGemm]) -> Line:
         return Line.through(*(operand_work(matmuls, rows * self.seq_len, self.machine) for rows in (1, 2)))

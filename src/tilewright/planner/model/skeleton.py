@@ -1,7 +1,7 @@
 """A model with one layer of each kind in the place of all of them, on the meta device."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,12 +10,9 @@ from tilewright.core.config.recipe import LoraSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.hidden_matrices import hidden_matrices
-from tilewright.models.base.meta import shapes_only
 from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
-from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
@@ -30,7 +27,8 @@ from tilewright.precision.policy.policy import Policy
 class Skeleton:
     """A meta model with one layer of each class in the place of all of them."""
 
-    model: nn.Module
+    model: Any
+    """A `protocols.Model`."""
     names: tuple[str, ...]
     """Of those layers in the model; none for a model without a list of layers."""
     indices: tuple[tuple[int, ...], ...]
@@ -43,7 +41,7 @@ class Skeleton:
     @property
     def serves_all(self) -> bool:
         """Whether it is the same for all executors."""
-        return self.config is not None or (isinstance(self.model, HFModel) and bool(self.model.layers))
+        return bool(self.model.layers)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -90,20 +88,19 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
     if spec_of(recipe.model.kind).formulas is not None:
         return _short_decoder(recipe.model, recipe.lora, vocab_size)
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
-    assert isinstance(model, HFModel)
     _adapt(model, recipe.lora)
     whole = recipe.memory.can.whole_model and not model.layers  # its layers cannot be checkpointed one by one
     return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
 
 
 def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:
-    """Raise ConfigError where a Hugging Face model cannot keep what a recipe says that its layers keep."""
-    if isinstance(skeleton.model, HFModel) and recipe.memory.can.activation_checkpoint:
+    """Raise ConfigError where a model cannot keep what a recipe says that its layers keep."""
+    if recipe.memory.can.activation_checkpoint:
         skeleton.model.activation_checkpoint = recipe.train.activation_checkpoint
         skeleton.model.activation_checkpoint = "none"
 
 
-def _adapt(model: nn.Module, lora: LoraSection) -> None:
+def _adapt(model: Any, lora: LoraSection) -> None:
     if lora.rank:
         more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
         add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base, **more)
@@ -111,26 +108,26 @@ def _adapt(model: nn.Module, lora: LoraSection) -> None:
 
 def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) -> Skeleton:
     """A decoder with one layer of each kind."""
-    config = decoder_config(section, vocab_size)
-    kinds = {config.is_moe(layer): layer for layer in reversed(range(config.num_layers))}
-    indices = tuple(
-        tuple(layer for layer in range(config.num_layers) if config.is_moe(layer) == moe) for moe in sorted(kinds)
-    )
-    short = replace(config, num_layers=len(kinds), num_dense_layers=int(False in kinds))
-    with shapes_only():
-        model = Decoder(short, Kernels.default())
-    _check_counts(model)
+    config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
+    assert spec.formulas is not None
+    assert spec.from_config is not None
+    kinds: dict[Any, list[int]] = {}
+    for layer in range(config.num_layers):
+        kinds.setdefault(spec.formulas.kind(config, layer), []).append(layer)
+    indices = tuple(map(tuple, kinds.values()))
+    model: Any = spec.from_config(config, Kernels.default(), [first for first, *_ in indices])
+    _check_counts(model, [first for first, *_ in indices])
     _adapt(model, lora)
     names = {id(module): name for name, module in model.named_modules()}
     blocks = tuple(names[id(block)] for block in model.blocks)
     return Skeleton(model, blocks, indices, names[id(model.model.embed_tokens)], config)
 
 
-def _check_counts(model: Decoder) -> None:
+def _check_counts(model: Any, numbers: Sequence[int]) -> None:
     """Raise ConfigError where the formulas of an architecture are those of another one."""
     spec = spec_of(model.architecture)
     assert spec.formulas is not None
-    for layer, block in enumerate(model.blocks):
+    for layer, block in zip(numbers, model.blocks, strict=True):
         real, said = sum(param.numel() for param in block.parameters()), spec.formulas.parameters(model.config, layer)
         if real != said:
             raise ConfigError(
@@ -142,7 +139,7 @@ def _check_counts(model: Decoder) -> None:
             )
 
 
-def _foreign_skeleton(model: HFModel) -> Skeleton:
+def _foreign_skeleton(model: Any) -> Skeleton:
     """Sort the layers of a third-party model by structure and keep one of each."""
     stack = find_stack(model)
     if stack is not None:
@@ -152,7 +149,7 @@ def _foreign_skeleton(model: HFModel) -> Skeleton:
     return Skeleton(model, names, kinds, _embedding(model, names), None)
 
 
-def _embedding(model: HFModel, layers: Sequence[str]) -> str:
+def _embedding(model: Any, layers: Sequence[str]) -> str:
     """Name of the module before the layers; empty where the model names none outside of them."""
     net: Any = model.net
     try:

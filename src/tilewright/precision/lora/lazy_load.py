@@ -23,7 +23,7 @@ from tilewright.precision.lora.lora import init_lora
 _ADAPTER = ("lora_A", "lora_B")
 
 
-def can_fill(model: nn.Module, folder: Path | str) -> bool:
+def can_fill(model: HFModel, folder: Path | str) -> bool:
     """Whether `fill_adapted` can fill this model from the folder: the names there are the model's own.
 
     Args:
@@ -33,7 +33,7 @@ def can_fill(model: nn.Module, folder: Path | str) -> bool:
         CheckpointError: the folder is not whole.
     """
     there = any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
-    return there and isinstance(model, HFModel) and direct_values(model, folder) is not None
+    return there and direct_values(model, folder) is not None
 
 
 @torch.no_grad()

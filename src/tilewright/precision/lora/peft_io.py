@@ -18,7 +18,6 @@ from tilewright.core.errors import CheckpointError
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
-from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.lora import adapted_layers, add_lora, is_transposed, scaling_of
 from tilewright.precision.lora.saved import saved_modules
 
@@ -227,5 +226,5 @@ def _is_positive(value: Any) -> bool:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """The model that names in files are relative to."""
-    return model.net if isinstance(model, HFModel) else model
+    """The module that names in files are relative to: of a module that is no `protocols.Model`, itself."""
+    return model.net if hasattr(model, "architecture") else model

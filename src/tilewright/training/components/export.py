@@ -18,13 +18,9 @@ from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import spec_of
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
-from tilewright.models.hf.fp8_names import plan_fp8
-from tilewright.models.hf.load import load_hf
-from tilewright.models.hf.model import HFModel
 from tilewright.parallel.agree import from_first
 from tilewright.parallel.shard import in_parts
 from tilewright.parallel.whole import WholeTensors
@@ -48,11 +44,8 @@ def check_export(recipe: Recipe, model: Model) -> None:
         CheckpointError: no layout of a folder holds the model, nothing of it can be stored in FP8, or transformers
             could not read the folder again.
     """
-    if not recipe.checkpoint.export_hf or recipe.lora.rank:
-        return
-    spec_of(model.architecture).folder_config(model.config, "bfloat16")  # type: ignore[attr-defined]
-    if recipe.checkpoint.export_format == "fp8" and isinstance(model, HFModel):
-        plan_fp8(model.net)
+    if recipe.checkpoint.export_hf and not recipe.lora.rank:
+        model.check_save_hf(EXPORT_DTYPES[recipe.checkpoint.export_format] or torch.bfloat16)
 
 
 def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
@@ -117,12 +110,8 @@ def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
         CheckpointError: it cannot be made from its configuration alone.
     """
     held = {**whole.elsewhere, **model.state_dict(keep_vars=True)}
-    made = None
-    if isinstance(model, Decoder):
-        with torch.device("meta"):
-            made = Decoder(model.config, model.kernels)
-    elif isinstance(model, HFModel):
-        made = load_hf(model.config, model.task, kernels=model.kernels, device="meta")
+    from_config = spec_of(model.architecture).from_config
+    made = None if from_config is None else from_config(model.config, model.kernels)
     if made is None or made.state_dict().keys() != held.keys():
         raise CheckpointError(
             "Export of a model whose ranks hold different layers",
@@ -153,10 +142,7 @@ def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, targ
 
 def max_positions(recipe: Recipe, model: Model) -> int:
     """Most tokens of one text that a run's model is for: what config.json of its folder says."""
-    if isinstance(model, HFModel):
-        found = getattr(model.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else recipe.data.seq_len
-    return max(recipe.data.seq_len, _loaded_positions(recipe))
+    return model.max_positions or max(recipe.data.seq_len, _loaded_positions(recipe))
 
 
 def _loaded_positions(recipe: Recipe) -> int:

@@ -25,7 +25,6 @@ from tilewright.models.build import (
     untrained_notes,
 )
 from tilewright.models.folder.resolve import local_folder
-from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
@@ -114,7 +113,7 @@ def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: Initi
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    if values is None and isinstance(model, HFModel) and next(model.parameters()).is_meta:  # `build_adapted` left it so
+    if values is None and next(model.parameters()).is_meta:  # `build_adapted` left it so
         fill_adapted(model, in_folder(recipe.model).path, device, recipe.run.seed)
     elif values is not None and not world.holds_parts:
         to_placeholders(model, device)

@@ -23,7 +23,6 @@ from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
@@ -66,7 +65,7 @@ class Teacher(StepHook):
             for batch in microbatches:
                 there = {name: tensor.to(self.device) for name, tensor in batch.items()}
                 extra = {
-                    distill.HIDDEN: _hidden(self.model, there),
+                    distill.HIDDEN: self.model.hidden(there),
                     distill.HEAD: head,
                     distill.HOW: self._how,
                 }
@@ -140,14 +139,7 @@ def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int
         )
 
 
-def _hidden(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    if isinstance(model, Decoder):
-        return model.hidden(batch["input_ids"], batch.get("positions"), batch.get("segments"))
-    return model.hidden(batch)
-
-
-def _head(model: Any) -> Tensor:
+def _head(model: Model) -> Tensor:
     """The head's weight as it multiplies."""
-    head = model.lm_head if isinstance(model, Decoder) else model.net.get_output_embeddings()
-    operands = getattr(head, "operands", None)
-    return head.weight if operands is None else operands(head.weight[:0])[1].detach()
+    operands = getattr(model.head, "operands", None)
+    return model.head.weight if operands is None else operands(model.head.weight[:0])[1].detach()

@@ -18,7 +18,6 @@ from tilewright.core.memory_plan import KIND_OF, Activations, MemoryPlan
 from tilewright.memory.chunked_mlp import chunk_layers, chunk_mlps
 from tilewright.memory.layer_major.apply_plan import check_same_numbers, other_layers
 from tilewright.models.base.protocols import Model
-from tilewright.models.decoder.decoder import Decoder
 
 _MODES: dict[Activations, Any] = {kind: mode for mode, kind in KIND_OF.items()}
 Item = TypeVar("Item")
@@ -54,13 +53,6 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
         chunk_layers(model.layers, tiles, model.notes.append, compile=compile)
     blocks = _for_layers(model, [layer.attention_block for layer in memory_plan.layers], "attention_block")
     if set(blocks) != {model.kernels.attention_block}:
-        if not isinstance(model, Decoder):
-            raise ConfigError(
-                "Attention blocks are not supported by this model",
-                got=f"attention_block {max(blocks)} for layers of {type(model).__name__}",
-                need="0; tilewright's own decoder alone computes attention by blocks",
-                try_="a plan made for this model",
-            )
         model.attention_blocks = blocks
 
 
