@@ -3,6 +3,7 @@
 The one place that knows which architectures there are: `ARCHITECTURES`. What is asked of one is `spec.ModelSpec`.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,9 @@ def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
         ConfigError: the folder's vocabulary is smaller than the tokenizer's, or values do not fit together.
     """
     if not section.path:
-        return DecoderConfig.from_section(section, vocab_size)
+        spec = spec_of(section.kind)
+        own = spec.name if spec in ARCHITECTURES else spec
+        return DecoderConfig.from_section(section.model_copy(update={"kind": own}), vocab_size)
     folder = local_folder(section.path)
     config = spec_of(section.kind).read_folder(folder)
     check_vocab(config.vocab_size, vocab_size, folder)
@@ -293,14 +296,44 @@ ARCHITECTURES = (DECODER, HF)
 
 
 def spec_of(architecture: str | ModelSpec) -> ModelSpec:
-    """The answers of an architecture: of `model.kind`, or of `Model.architecture`."""
+    """The answers of an architecture: of `model.kind`, or of `Model.architecture`. One that is named by its path,
+    package.module:NAME, is imported.
+
+    Raises:
+        ConfigError: nothing is there, or something else.
+    """
     if not isinstance(architecture, str):
         return architecture
+    if ":" in architecture:
+        return _imported(architecture)
     return next(spec for spec in ARCHITECTURES if spec.name == architecture)
+
+
+def _imported(path: str) -> ModelSpec:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise _no_architecture(path, str(error)) from error
+    if not isinstance(found, ModelSpec):
+        raise _no_architecture(path, f"{name} is {type(found).__name__}")
+    if any(found.name == spec.name for spec in ARCHITECTURES):
+        raise _no_architecture(path, f"it has the name of tilewright's own, {found.name}")
+    return found
+
+
+def _no_architecture(path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        "Architecture cannot be imported",
+        got=f"{path}: {reason}",
+        need="package.module:NAME of a ModelSpec, in a module that Python finds from any folder",
+        try_="pip install its package, or PYTHONPATH=its folder",
+        where="model.kind",
+    )
 
 
 def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
     """A recipe that trains an architecture of the caller's own, for `training.loop.train` and the planner. Its run.toml
-    has the name, which no command reads: other processes do not know the architecture."""
+    has the name, which no other process knows; `model.kind` may be its import path instead."""
     recipe = loaded.recipe
     return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.section import EVERY, Section
+from tilewright.core.config.sections.model import named_or_own
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.config.toml import NONE
 from tilewright.core.units import parse_bytes
@@ -40,7 +41,9 @@ class Field:
         """What a value must be, in words."""
         if any(getattr(item, "func", None) is parse_bytes for item in self.info.metadata):
             return 'a size like "24GiB", "500MB" or 1024'
-        return _describe(self.info.annotation) + _bounds(self.info.metadata)
+        either = _describe(self.info.annotation) + _bounds(self.info.metadata)
+        named = any(getattr(item, "func", None) is named_or_own for item in self.info.metadata)
+        return either + ", or package.module:NAME of your own" if named else either
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """`[model]`: which model a run trains, and the shape of our own decoder."""
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
@@ -10,19 +11,26 @@ from tilewright.core.config.section import EVERY, Count, Section
 
 @runtime_checkable
 class Architecture(Protocol):
-    """An architecture of the caller's own in the place of a name (`models.spec.ModelSpec`); files hold names only."""
+    """An architecture of the caller's own in the place of a name: a `models.spec.ModelSpec`, which no file holds."""
 
     name: str
     build: Callable[..., Any]
 
 
-def _own(value: Any, check: Callable[[Any], Any]) -> Any:
-    return value if isinstance(value, Architecture) else check(value)
+_PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
+"""package.module:NAME. Whether there is such an object is found out where a model is built: reading a recipe imports
+nothing."""
+
+
+def named_or_own(value: Any, check: Callable[[Any], Any]) -> Any:
+    """A name of ours, which is checked, or an architecture of the caller's own: its path, or itself."""
+    is_path = isinstance(value, str) and re.fullmatch(_PATH, value) is not None
+    return value if is_path or isinstance(value, Architecture) else check(value)
 
 
 _Kind = Annotated[
     Literal["decoder", "hf"],
-    WrapValidator(_own),
+    WrapValidator(named_or_own, json_schema_input_type=Literal["decoder", "hf"] | Annotated[str, Field(pattern=_PATH)]),
     PlainSerializer(lambda kind: getattr(kind, "name", kind), when_used="json"),
 ]
 
@@ -31,7 +39,9 @@ class ModelSection(Section):
     changes_numbers = EVERY
 
     kind: _Kind = "decoder"
-    """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
+    """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`. `package.module:NAME`: an
+    architecture of your own, imported where a model is built
+    ([Add a model](../how-to/add-a-model.md))."""
     path: str = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
     `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama or
