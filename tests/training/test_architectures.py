@@ -6,6 +6,7 @@ what it does not say is refused in words. No file of `src` names it.
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tilewright.models.build import (
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Block
 from tilewright.models.decoder.flops import FlopCount, attention_weights, count_flops
+from tilewright.models.decoder.layers import MLP
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.spec import Formulas
 from tilewright.planner.model.classes import ShapeFinder
@@ -178,6 +180,37 @@ def test_its_plan_is_of_its_layers(spec):
     (layer,) = shape.classes
     assert layer.matmul_flops == 2 * 128 * sum(p.numel() for p in real.blocks[0].parameters() if p.dim() == 2)
     assert layer.mlp_flops == 2 * 128 * sum(param.numel() for param in real.blocks[0].mlp.parameters())
+
+
+class WideEverySecond(Block):
+    """Its MLP is twice as wide in layers of odd numbers."""
+
+    def __init__(self, config, layer, kernels):
+        super().__init__(config, layer, kernels)
+        if layer % 2:
+            self.mlp = MLP(config.dim, 2 * config.ffn_dim, kernels)
+
+
+def in_layer(formula):
+    """A formula of the decoder's layers, of one that may be twice as wide."""
+    return lambda config, layer, *rest: formula(replace(config, ffn_dim=(1 + layer % 2) * config.ffn_dim), layer, *rest)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_a_plan_takes_a_layer_of_each_kind(num_layers):
+    sums = {name: in_layer(getattr(Formulas, name)) for name in ("parameters", "mlp_weights", "width")}
+    kinds = Formulas(kind=lambda config, layer: "wide" if layer % 2 else "narrow", **sums)
+    recipe = make_recipe(model={"num_layers": num_layers})
+    spec = decoder_like("wide_every_second", WideEverySecond, formulas=kinds)
+    own = recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})})
+    shape = ShapeFinder(512, make_machine()).find(own)
+    found = [kind.indices for kind in shape.classes]
+    assert found == [tuple(range(first, num_layers, 2)) for first in range(min(2, num_layers))]
+    real = build_model(own.model, 512, KERNELS)
+    assert shape.num_parameters == sum(param.numel() for param in real.parameters())
+    for kind in shape.classes:
+        (first, *_) = kind.indices
+        assert kind.mlp_flops == 2 * 128 * sum(param.numel() for param in real.blocks[first].mlp.parameters())
 
 
 def test_formulas_of_another_layer_are_refused():
