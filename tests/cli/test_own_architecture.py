@@ -88,7 +88,7 @@ def data(tmp_path_factory):
 def trained(data, lab, tmp_path_factory):
     """A run of the architecture, by a process of its own."""
     runs = tmp_path_factory.mktemp("runs")
-    options = settings(data, runs, **QUICK | {"model__kind": PATH, "checkpoint__export_hf": True})
+    options = settings(data, runs, **QUICK | {"model__kind": PATH, "data__seq_len": 128, "checkpoint__export_hf": True})
     done = command(lab, "train", *(f"--{name}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
     return runs / "tiny"
