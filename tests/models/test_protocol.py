@@ -138,10 +138,10 @@ def test_memory_keeps_what_is_tied_tied(name):
 @pytest.mark.parametrize("name", [*SHAPES, *CAUSAL, *IMAGES])
 def test_a_model_of_its_config_alone_has_its_names(name):
     model = model_of(name)
-    from_config = spec_of(model.architecture).from_config
-    assert (from_config is None) == (name not in SHAPES)
-    if from_config is not None:
-        made = from_config(model.config, KERNELS)
+    meta_model = spec_of(model.architecture).meta_model
+    assert (meta_model is None) == (name not in SHAPES)
+    if meta_model is not None:
+        made = meta_model(model.config, KERNELS)
         assert {k: (t.shape, t.device.type) for k, t in made.state_dict().items()} == {
             k: (t.shape, "meta") for k, t in model.state_dict().items()
         }

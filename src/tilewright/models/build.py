@@ -274,7 +274,7 @@ def decoder_like(name: str, block: Callable[..., nn.Module], **answers: Any) -> 
             "random_values": decoder_values,
             "stored_values": decoder_weights,
             "layered": _row,
-            "from_config": decoder_shapes,
+            "meta_model": decoder_shapes,
         }
         | answers,
     )

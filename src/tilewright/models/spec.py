@@ -62,7 +62,7 @@ class ModelSpec:
     """Those of a folder, in pieces."""
     layered: Callable[[Any], LayerwiseModel]
     """The model as a row of layers."""
-    from_config: Callable[..., Model] | None = None
+    meta_model: Callable[..., Model] | None = None
     """The model of (config, kernels), on the meta device; with a third argument, its layers of these numbers alone: a
     plan takes one of each kind. None: it takes more, such as a folder."""
     block: Callable[..., nn.Module] | None = None

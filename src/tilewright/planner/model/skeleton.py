@@ -110,12 +110,12 @@ def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) ->
     """A decoder with one layer of each kind."""
     config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
     assert spec.formulas is not None
-    assert spec.from_config is not None
+    assert spec.meta_model is not None
     kinds: dict[Any, list[int]] = {}
     for layer in range(config.num_layers):
         kinds.setdefault(spec.formulas.kind(config, layer), []).append(layer)
     indices = tuple(map(tuple, kinds.values()))
-    model: Any = spec.from_config(config, Kernels.default(), [first for first, *_ in indices])
+    model: Any = spec.meta_model(config, Kernels.default(), [first for first, *_ in indices])
     _check_counts(model, [first for first, *_ in indices])
     _adapt(model, lora)
     names = {id(module): name for name, module in model.named_modules()}

@@ -110,8 +110,8 @@ def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
         CheckpointError: it cannot be made from its configuration alone.
     """
     held = {**whole.elsewhere, **model.state_dict(keep_vars=True)}
-    from_config = spec_of(model.architecture).from_config
-    made = None if from_config is None else from_config(model.config, model.kernels)
+    meta_model = spec_of(model.architecture).meta_model
+    made = None if meta_model is None else meta_model(model.config, model.kernels)
     if made is None or made.state_dict().keys() != held.keys():
         raise CheckpointError(
             "Export of a model whose ranks hold different layers",
