@@ -60,6 +60,18 @@ CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) 
 compiled layers share their graph."""
 
 
+def checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
+    """Arguments of torch's checkpoint function."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
+
+
+@functools.cache
+def checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
+    """torch's with these arguments: one object for all layers of a mode, so that compiled ones share their graph."""
+    return functools.partial(checkpoint, **checkpoint_options(mode))
+
+
 def silence_checkpoint_warning() -> None:
     """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
     none, and its user could change nothing about it."""

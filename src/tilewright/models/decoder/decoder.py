@@ -102,11 +102,6 @@ class Block(nn.Module):
         return (x_BSD + out).to(x_BSD.dtype), load
 
 
-def _rows_at_a_time(block: Block) -> int:
-    rows: int | None = block.self_attn.core.block
-    return block.kernels.attention_block if rows is None else rows
-
-
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`Block._run`, compiled; layers of one kind share the graph."""
@@ -152,9 +147,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None, numbers: Sequence[int] | None = None):
         super().__init__()
-        kernels = kernels or Kernels.default()
         self.config, self.architecture = config, config.architecture
-        self.kernels = kernels
+        self.kernels = kernels = kernels or Kernels.default()
         self.model = Trunk(config, kernels, numbers)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
@@ -189,7 +183,8 @@ class Decoder(nn.Module):
     @property
     def attention_blocks(self) -> tuple[int, ...]:
         """Query rows at a time in each layer's attention, 0 for all. Settable."""
-        return tuple(_rows_at_a_time(block) for block in self.blocks)
+        rows = [(block.self_attn.core.block, block.kernels.attention_block) for block in self.blocks]
+        return tuple(default if own is None else own for own, default in rows)
 
     @attention_blocks.setter
     def attention_blocks(self, rows: Sequence[int]) -> None:
@@ -229,14 +224,11 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, S, V]; see `protocols.Model.hidden` for the arguments. For the loss use `loss`, which never holds
-        them all."""
+        """Logits [B, S, V] of what `hidden` takes. For the loss use `loss`, which never holds them all."""
         given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
         return self.lm_head(self.hidden({name: tensor for name, tensor in given.items() if tensor is not None}))
 
-    def logits(self, input_ids_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]; see `protocols.Model`."""
-        return self(input_ids_BS)
+    logits = forward  # see `protocols.Model`
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Cross-entropy summed over the targets of one micro-batch.

@@ -9,7 +9,6 @@ out. Where a model cannot keep packed documents apart, `notes` says so. Built by
 Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +18,18 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
-from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
+from tilewright.models.base.checkpointing import (
+    EXACT_INPUTS,
+    Fp8Checkpoint,
+    check_modes,
+    checkpoint_function,
+    checkpoint_options,
+    common_mode,
+)
 from tilewright.models.base.distill import batch_loss, is_taught
 from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
@@ -37,7 +42,7 @@ from tilewright.models.folder.spill import spilled
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
-from tilewright.models.hf.probe import InputStyle, probe_language_model
+from tilewright.models.hf.probe import InputStyle, check_taught, probe_language_model, short_images, short_texts
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
@@ -132,8 +137,8 @@ class HFModel(nn.Module):
             return _of_logits(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
         style = self._input_style(packed="segments" in batch)
-        if is_taught(batch) and (not style.plain_head or (style.documents == "rows" and "segments" in batch)):
-            raise _not_taught(self.net, style)
+        if is_taught(batch):
+            check_taught(self.net, style, packed="segments" in batch)
         arguments = forward_arguments(
             self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
         )
@@ -156,8 +161,7 @@ class HFModel(nn.Module):
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What the head reads [B, S, D]; see `protocols.Model`."""
         style = self._input_style(packed="segments" in batch)
-        if not style.plain_head or (style.documents == "rows" and "segments" in batch):
-            raise _not_taught(self.net, style)
+        check_taught(self.net, style, packed="segments" in batch)
         arguments = forward_arguments(
             self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
         )
@@ -169,16 +173,9 @@ class HFModel(nn.Module):
 
     def short_batch(self) -> dict[str, Tensor]:
         """Two short rows of the kind that the model learns from, for trying something out."""
-        device = self.net.device
         if self.task == "image_classification":
-            size = getattr(self.net.config, "image_size", 64)  # a network of convolutions takes any
-            height, width = (size, size) if isinstance(size, int) else size
-            pixels = torch.linspace(-1, 1, 2 * self.net.config.num_channels * height * width, device=device)
-            shape = (2, self.net.config.num_channels, height, width)
-            return {"pixel_values": pixels.view(shape), "labels": torch.tensor([0, 1], device=device)}
-        ids_S = torch.arange(8, device=device) * 3 % self.vocab_size
-        ids_BS = torch.stack((ids_S, ids_S.flip(0)))
-        return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
+            return short_images(self.net.config, self.net.device)
+        return short_texts(self.vocab_size, self.net.device)
 
     def new_cache(self, rows: int, length: int) -> HFCache | None:
         """An empty cache, which grows as it is filled; see `protocols.Model`."""
@@ -249,11 +246,11 @@ class HFModel(nn.Module):
         if not asked:
             getattr(self.net, f"{family}_disable")()
         else:
-            getattr(self.net, f"{family}_enable")(_checkpoint_options(asked[0]))
+            getattr(self.net, f"{family}_enable")(checkpoint_options(asked[0]))
         if layers and asked:
             for layer, mode in zip(layers, modes, strict=True):
                 layer.gradient_checkpointing = mode != "none"
-                layer._gradient_checkpointing_func = _checkpoint_function(mode)
+                layer._gradient_checkpointing_func = checkpoint_function(mode)
         self._checkpointing = tuple(modes)
         self._keep_codes()
 
@@ -400,27 +397,3 @@ class HFModel(nn.Module):
 def _of_logits(logits: Tensor, labels: Tensor) -> LossOutput:
     loss_sum, count, each = logits_loss(logits, labels)
     return LossOutput(loss_sum, count, each=each)
-
-
-def _not_taught(net: nn.Module, style: InputStyle) -> ConfigError:
-    """Teacher and student are compared position by position, on logits that are made by chunks."""
-    reason = "takes no document masks, so packed rows are cut" if style.plain_head else "makes whole logits itself"
-    return ConfigError(
-        "Model cannot take part in distillation",
-        got=f"{type(net).__name__}, which {reason}",
-        need="a head that is one matmul, and packed rows in place",
-        try_='distill.teacher = "", or a model of the Llama or Qwen kind',
-        where="distill.teacher",
-    )
-
-
-def _checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
-    """Arguments of torch's checkpoint function."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
-
-
-@functools.cache
-def _checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
-    """One object for all layers of a mode, so that compiled ones share their graph."""
-    return functools.partial(checkpoint, **_checkpoint_options(mode))

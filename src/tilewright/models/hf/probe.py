@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.hf.packing import forward_arguments
 
@@ -43,6 +44,37 @@ class InputStyle:
     causal: bool
     plain_head: bool
     exact: bool = True
+
+
+def check_taught(net: nn.Module, style: InputStyle, *, packed: bool) -> None:
+    """Raise ConfigError where a model cannot learn from another one, or teach: the two are compared position by
+    position, on logits that are made by chunks."""
+    if style.plain_head and not (packed and style.documents == "rows"):
+        return
+    reason = "takes no document masks, so packed rows are cut" if style.plain_head else "makes whole logits itself"
+    raise ConfigError(
+        "Model cannot take part in distillation",
+        got=f"{type(net).__name__}, which {reason}",
+        need="a head that is one matmul, and packed rows in place",
+        try_='distill.teacher = "", or a model of the Llama or Qwen kind',
+        where="distill.teacher",
+    )
+
+
+def short_images(config: Any, device: torch.device) -> dict[str, Tensor]:
+    """Two images as small as a network takes them, and their classes."""
+    size = getattr(config, "image_size", 64)  # a network of convolutions takes any
+    height, width = (size, size) if isinstance(size, int) else size
+    pixels = torch.linspace(-1, 1, 2 * config.num_channels * height * width, device=device)
+    shape = (2, config.num_channels, height, width)
+    return {"pixel_values": pixels.view(shape), "labels": torch.tensor([0, 1], device=device)}
+
+
+def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
+    """Two rows of eight tokens, and their labels."""
+    ids_S = torch.arange(8, device=device) * 3 % vocab_size
+    ids_BS = torch.stack((ids_S, ids_S.flip(0)))
+    return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
 
 
 @torch.no_grad()
