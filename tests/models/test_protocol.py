@@ -17,8 +17,8 @@ from tilewright.models.decoder.decoder import Decoder
 SOURCE = Path(tilewright.__file__).parent
 CLASSES = {"Decoder", "HFModel"}
 OWN = ("models/decoder/", "models/hf/")
-CUTTERS = {"parallel/pipeline/stages.py", "parallel/experts/hold.py"}
-"""They take the decoder apart, and refuse any other model in words."""
+CUTTERS = {"parallel/pipeline/stages.py", "parallel/experts/hold.py", "parallel/parallelize.py"}
+"""They take models of these classes apart, and refuse any other in words."""
 RENAMED = ("mixtral", "vit")
 """By transformers, between its modules and its folders."""
 WORDS = [*SHAPES, *CAUSAL, *MASKED]
@@ -140,12 +140,9 @@ def test_memory_keeps_what_is_tied_tied(name):
 def test_a_model_of_its_config_alone_has_its_names(name):
     model = model_of(name)
     meta_model = spec_of(model.architecture).meta_model
-    assert (meta_model is None) == (name not in SHAPES)
-    if meta_model is not None:
-        made = meta_model(model.config, KERNELS)
-        assert {k: (t.shape, t.device.type) for k, t in made.state_dict().items()} == {
-            k: (t.shape, "meta") for k, t in model.state_dict().items()
-        }
+    made = meta_model(model.config, KERNELS, model.task).state_dict()
+    assert {k: t.shape for k, t in made.items()} == {k: t.shape for k, t in model.state_dict().items()}
+    assert {t.device.type for t in made.values()} == {"meta"}
 
 
 @pytest.mark.parametrize(("name", "limit"), [("gqa", None), ("llama", 64), ("opt", 64), ("bloom", None), ("vit", None)])

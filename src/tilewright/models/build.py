@@ -26,7 +26,7 @@ from tilewright.models.decoder.init import decoder_values, init_decoder
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf, whole_architecture
-from tilewright.models.hf.model import HFModel
+from tilewright.models.hf.model import HFModel, Task
 from tilewright.models.hf.parts import untrained_parts
 from tilewright.models.hf.rows import position_limit
 from tilewright.models.layerwise.hf_view import layered_hf
@@ -81,7 +81,9 @@ def _build_decoder(
     return model
 
 
-def decoder_shapes(config: DecoderConfig, kernels: Kernels, numbers: Sequence[int] | None = None) -> Decoder:
+def decoder_shapes(
+    config: DecoderConfig, kernels: Kernels, task: str = "causal_lm", numbers: Sequence[int] | None = None
+) -> Decoder:
     """A decoder without memory, on the meta device; `numbers` as `Decoder` takes them."""
     with shapes_only():
         return Decoder(config, kernels, numbers)
@@ -248,6 +250,10 @@ def _row(model: Any) -> LayerwiseModel:
     return model
 
 
+def _hf_shapes(config: Any, kernels: Kernels, task: Task) -> HFModel:
+    return load_hf(config, task, kernels=kernels, device="meta")
+
+
 def _hf_config(config: Any, dtype_name: str) -> dict[str, Any]:
     return config.to_dict()
 
@@ -288,6 +294,7 @@ HF = ModelSpec(
     random_values=random_hf,
     stored_values=stored_hf,
     layered=layered_hf,
+    meta_model=_hf_shapes,
     formulas=None,
     write_config=_hf_config,
 )

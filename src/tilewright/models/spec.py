@@ -63,8 +63,8 @@ class ModelSpec:
     layered: Callable[[Any], LayerwiseModel]
     """The model as a row of layers."""
     meta_model: Callable[..., Model] | None = None
-    """The model of (config, kernels), on the meta device; with a third argument, its layers of these numbers alone: a
-    plan takes one of each kind. None: it takes more, such as a folder."""
+    """The model of (config, kernels, task), on the meta device; where it has formulas a fourth argument picks layers
+    by their numbers: a plan takes one of each kind. None: a run whose ranks hold other layers has no export."""
     block: Callable[..., nn.Module] | None = None
     """Of a decoder: a layer from shape, number and kernels."""
     formulas: Formulas | None = field(default_factory=Formulas)

@@ -114,6 +114,9 @@ class Model(TrainableModel, Protocol):
     config: Any
     """The shape: a `DecoderConfig`, or transformers' config."""
 
+    task: Any
+    """What is learned: `model.task`."""
+
     net: nn.Module
     """The module whose tensors have the names of a Hugging Face folder, unless transformers renames them: the
     model itself, or a child of it."""

@@ -207,9 +207,9 @@ class Decoder(nn.Module):
         self._note_exact_inputs()
 
     net = property(lambda self: self)
-    """See `protocols.Model`, and so the next two."""
+    """See `protocols.Model`, and so the next three."""
     head = property(lambda self: self.lm_head)
-    max_positions = None
+    max_positions, task = None, "causal_lm"
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter where the shape says so; see `protocols.Model`."""

@@ -115,7 +115,7 @@ def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) ->
     for layer in range(config.num_layers):
         kinds.setdefault(spec.formulas.kind(config, layer), []).append(layer)
     indices = tuple(map(tuple, kinds.values()))
-    model: Any = spec.meta_model(config, Kernels.default(), [first for first, *_ in indices])
+    model: Any = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in indices])
     _check_counts(model, [first for first, *_ in indices])
     _adapt(model, lora)
     names = {id(module): name for name, module in model.named_modules()}

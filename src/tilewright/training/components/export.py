@@ -111,7 +111,7 @@ def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
     """
     held = {**whole.elsewhere, **model.state_dict(keep_vars=True)}
     meta_model = spec_of(model.architecture).meta_model
-    made = None if meta_model is None else meta_model(model.config, model.kernels)
+    made = None if meta_model is None else meta_model(model.config, model.kernels, model.task)
     if made is None or made.state_dict().keys() != held.keys():
         raise CheckpointError(
             "Export of a model whose ranks hold different layers",
