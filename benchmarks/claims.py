@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks import data_rows, export_rows, finetune_rows, first_hour_rows, rank_rows, rank_run_rows, serve_rows
+from benchmarks import (
+    data_rows,
+    export_rows,
+    finetune_rows,
+    first_hour_rows,
+    pipeline_rows,
+    rank_rows,
+    rank_run_rows,
+    serve_rows,
+)
 from benchmarks.claim_rows import Group, Result, Row, read, read_all
 from benchmarks.common import RESULTS
 from benchmarks.gpu_targets import TARGETS, judged, record_of
@@ -34,6 +43,7 @@ def groups() -> list[Group]:
     gpu = "python -m benchmarks.gpu"
     return [
         Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], gpu),
+        Group("Pipelines", list(pipeline_rows.rows())),
         Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], gpu),
         Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], gpu),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver(), *rank_rows.rows()],

@@ -218,6 +218,8 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.pp": Probe("2", "error"),
     "parallel.schedule": _STAGES,
     "parallel.virtual_stages": _STAGES,
+    "parallel.split": _STAGES,
+    "parallel.balance": "tests/training/test_pipeline_balance.py::test_documents_go_where_they_cost_as_much",
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.ep": Probe("2", "error"),

@@ -71,8 +71,22 @@ def test_it_is_refused_by_name(field):
         ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Preferences"),
         ({"parallel.pp": "0"}, "parallel.pp"),
         ({"parallel.virtual_stages": "1"}, "virtual_stages"),
+        ({"parallel.split": "[2,2,2]"}, "not one of this model"),
+        ({"parallel.split": "[4,1]"}, "not one of this model"),
+        ({"parallel.split": "[6,0]"}, "not one of this model"),
+        ({"parallel.split": "[2,2]", "parallel.schedule": "zbv"}, "not one of this model"),
     ],
 )
 def test_bad_input_is_a_users_error(settings, words):
     with pytest.raises(ConfigError, match=words):
         load(**settings)
+
+
+@pytest.mark.parametrize("split", ["[7,1]", "[1,1]"])
+def test_a_split_that_is_refused_comes_with_one_that_is_taken(split):
+    with pytest.raises(ConfigError) as caught:
+        load(**{"model.num_layers": "6", "parallel.split": split})
+    (problem,) = caught.value.problems
+    flag, value = problem.try_.split(", or ")[0].split()
+    assert flag == "--parallel.split"
+    assert load(**{"model.num_layers": "6", "parallel.split": value}).parallel.split == (3, 3)

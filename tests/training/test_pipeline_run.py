@@ -55,13 +55,14 @@ def ran(data, tmp_path_factory):
     piped = {
         "1f1b": PIPED | EXPORT,
         "experts": INTERLEAVED | EXPERTS,
-        "piped_first": PIPED | stop,
+        "piped_first": PIPED | stop | {"parallel__split": "[1,3]"},
         "tied": PIPED | TIED | EXPORT,
     }
     piped["fp8"] = PIPED | FP8 | {"parallel__schedule": "dualpipe_v"}
     launch(2, piped | {"alone_first": INTERLEAVED | HALF})
     launch(1, {"piped_first": HALF})
-    launch(4, {"shards": PIPED | {"parallel__dp_shard": 2}, "copies": PIPED | {"parallel__dp_replicate": 2},
+    launch(4, {"shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
+               "copies": PIPED | {"parallel__dp_replicate": 2},
                "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
                "tied_shards": PIPED | TIED | {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}})  # fmt: skip
     return folder, found

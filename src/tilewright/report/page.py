@@ -12,6 +12,7 @@ from tilewright.core.errors import DataError
 from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
+from tilewright.report.figures.pipeline_figure import pipeline_view
 from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.exports_table import Exports
@@ -84,6 +85,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         figures={name: make(run) for name, make in FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
+        pipeline=pipeline_view(run),
         ranks=rank_rows.rank_rows(run),
         rank_columns=rank_rows.COLUMNS,
         ranks_summary=rank_rows.rank_summary(run),

@@ -28,6 +28,29 @@ def test_each_layer_is_in_one_stage_and_no_stage_is_without(schedule, pp, num_la
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(SCHEDULES, st.integers(2, 4), st.lists(st.integers(0, 5), max_size=14), st.integers(12, 40))
+def test_a_split_by_hand_is_taken_as_it_is_or_refused_with_one_that_is_not(schedule, pp, counts, num_layers):
+    pipeline = Pipeline(pp, *schedule, layers=tuple(counts))
+    if not counts or (len(counts) == pipeline.num_stages and min(counts) > 0 and sum(counts) == num_layers):
+        ranges = pipeline.split(num_layers)
+        assert [layer for of_stage in ranges for layer in of_stage] == list(range(num_layers))
+        assert not counts or [len(of_stage) for of_stage in ranges] == counts
+        held = [sum(len(ranges[stage]) for stage in pipeline.stages_of(rank)) for rank in range(pp)]
+        assert pipeline.most_layers(num_layers) == max(held)
+        return
+    with pytest.raises(ConfigError, match="not one of this model") as caught:
+        pipeline.split(num_layers)
+    given = caught.value.problems[0].try_.split("[")[1].split("]")[0]
+    Pipeline(pp, *schedule, layers=tuple(map(int, given.split(",")))).split(num_layers)
+
+
+@given(SCHEDULES, st.integers(2, 4), st.integers(12, 40))
+def test_a_drawn_split_is_taken(schedule, pp, num_layers):
+    even = [len(of_stage) for of_stage in Pipeline(pp, *schedule).split(num_layers)]
+    even[0], even[-1] = even[0] + even[-1] - 1, 1
+    assert [len(one) for one in Pipeline(pp, *schedule, layers=tuple(even)).split(num_layers)] == even
+
+
 @given(SCHEDULES, st.integers(2, 9), st.integers(0, 60))
 def test_a_count_that_is_refused_comes_with_one_that_is_not(schedule, pp, count):
     pipeline = Pipeline(pp, *schedule)

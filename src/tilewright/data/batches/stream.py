@@ -88,6 +88,11 @@ class Stream:
         self._step += 1
         return built.batches
 
+    @property
+    def takes_documents(self) -> bool:
+        """Whether steps are of documents, whose places can be assigned."""
+        return isinstance(self._cut, DocumentSteps)
+
     def assign_with(self, assign: Assign) -> None:
         """From the next step on, `assign` says which micro-batch of which rank gets each document.
 

@@ -6,7 +6,7 @@ last. Or two of them (V): down the ranks and up again, so the first rank has the
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.core.config.sections.parallel import DEFERRING, V_SCHEDULES, ParallelSection, ScheduleName
 from tilewright.core.errors import ConfigError
@@ -30,11 +30,13 @@ class Pipeline:
     schedule: ScheduleName = "1f1b"
     virtual: int = 1
     """Stages per rank."""
+    layers: tuple[int, ...] = ()
+    """Of each stage; empty: as many in each."""
 
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
         """What a recipe asks for."""
-        return Pipeline(section.pp, section.schedule, section.stages_per_process)
+        return Pipeline(section.pp, section.schedule, section.stages_per_process, section.split)
 
     @property
     def is_v(self) -> bool:
@@ -67,14 +69,15 @@ class Pipeline:
         return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.pp
 
     def split(self, num_layers: int) -> list[range]:
-        """The layers of each stage: as many in each, and one more in the first ones where that does not come out even.
+        """The layers of each stage: as said, or as many in each, and one more in the first ones where that does not
+        come out even.
 
         Raises:
-            ConfigError: fewer layers than stages.
+            ConfigError: fewer layers than stages, or what is said is of other stages or layers.
 
         Example:
-            >>> Pipeline(pp=4).split(6)
-            [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+            >>> Pipeline(pp=4).split(6), Pipeline(pp=2, layers=(4, 2)).split(6)
+            ([range(0, 2), range(2, 4), range(4, 5), range(5, 6)], [range(0, 4), range(4, 6)])
         """
         if num_layers < self.num_stages:
             each = f", {self.virtual} per process" if self.virtual > 1 else ""
@@ -85,9 +88,34 @@ class Pipeline:
                 try_=self._fitting(num_layers),
                 where="parallel.pp",
             )
+        self._check_split(num_layers)
         least, more = divmod(num_layers, self.num_stages)
-        ends = [least * stage + min(stage, more) for stage in range(self.num_stages + 1)]
+        counts = self.layers or tuple(least + (stage < more) for stage in range(self.num_stages))
+        ends = (0, *itertools.accumulate(counts))
         return [range(*pair) for pair in itertools.pairwise(ends)]
+
+    def most_layers(self, num_layers: int) -> int:
+        """Of the rank that holds most.
+
+        Example:
+            >>> Pipeline(2, "zbv", 2).most_layers(9), Pipeline(2, "zbv", 2, layers=(1, 3, 3, 2)).most_layers(9)
+            (5, 6)
+        """
+        ranges = self.split(num_layers)
+        return max(sum(len(ranges[stage]) for stage in self.stages_of(rank)) for rank in range(self.pp))
+
+    def _check_split(self, num_layers: int) -> None:
+        found = self.layers
+        if not found or (len(found) == self.num_stages and min(found) > 0 and sum(found) == num_layers):
+            return
+        even = replace(self, layers=()).split(num_layers)
+        raise ConfigError(
+            "Split of layers over stages that is not one of this model",
+            got=f"parallel.split = {list(found)}: {len(found)} stages, {sum(found)} layers",
+            need=f"{self.num_stages} stages of at least one layer, {num_layers} layers in all",
+            try_=f"--parallel.split [{','.join(str(len(one)) for one in even)}], or [] for as many in each",
+            where="parallel.split",
+        )
 
     def _fitting(self, num_layers: int) -> str:
         if self.pp * 2 <= num_layers and not self.is_v:

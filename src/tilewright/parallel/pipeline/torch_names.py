@@ -131,9 +131,9 @@ class RaggedStage(PipelineStage):
         with self._watch("forward", self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._watch("backward", self.stage_index, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        with self._watch("backward" if full_backward else "backward of inputs", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None  # its gradient is on its way, and holds what it needs
 

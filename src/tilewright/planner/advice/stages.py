@@ -60,7 +60,7 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     """
     pipeline = Pipeline.of(recipe.parallel)
     whole = planner.shape(recipe).num_layers
-    layers = pipeline.virtual * -(-whole // pipeline.num_stages)
+    layers = pipeline.most_layers(whole)
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
     settings: dict[str, object] = {

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
 from tilewright.core.json_text import from_json
+from tilewright.parallel.pipeline.balance.measured import FILE as PIPELINE
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
 from tilewright.training.runlog import recorded, task_scores
@@ -54,6 +55,7 @@ class RunData:
     history: History | None = None
     exports: Row | None = None
     ranks: Row | None = None
+    pipeline: Row | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[RecordedSetting] = ()
     trouble: Sequence[str] = ()
@@ -112,6 +114,7 @@ def collect(run_dir: Path) -> RunData:
         history=_read_history(run_dir, trouble),
         exports=_as_dict(_read_json(run_dir / EXPORTS, trouble)),
         ranks=_as_dict(_read_json(run_dir / "ranks.json", trouble)),
+        pipeline=_as_dict(_read_json(run_dir / PIPELINE, trouble)),
         recipe=recipe,
         settings=recorded_settings(text),
         trouble=trouble,

@@ -24,13 +24,14 @@ from tilewright.data.batches.microbatches import (
     to_device,
 )
 from tilewright.parallel.agree import sum_over
+from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.pipeline.staged import Staged
 from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.base import ExecutorInputs
-from tilewright.training.executor.standard import StandardAttempt, StandardExecutor
+from tilewright.training.executor.standard import StandardAttempt, StandardExecutor, StepProgress
 
 _VIOLATION = "moe_max_violation"
 
@@ -52,6 +53,8 @@ class PipelineExecutor(StandardExecutor):
         super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
         self._steps = PipelineSteps(model, self.device, self._watch)
+        self.clock = PassClock(self.device)
+        """Of the passes of this rank's stages in the last step."""
         for queue in self._steps.queues if self.memory_tracker is not None else ():
             self.memory_tracker.count_beside(queue.owned_bytes)
 
@@ -61,6 +64,7 @@ class PipelineExecutor(StandardExecutor):
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
         factor, aux = scale / max(num_targets, 1), dict[str, Tensor]()
         targets = [count_targets([batch]) for batch in microbatches]
+        self.clock.begin()
         results = self._steps.run([to_device(batch, self.device) for batch in microbatches], factor)
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         for result, count in zip(results, targets, strict=True):
@@ -69,6 +73,7 @@ class PipelineExecutor(StandardExecutor):
             add_weighed(aux, result.aux or {}, count)
         told = [(result.each, batch) for result, batch in zip(results, microbatches, strict=True)]
         judged = self._judged(loss_sum, num_targets, scale)
+        self.clock.until_now("gradients")
         return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
 
     def _sum_over_ranks(self, loss_sum: Tensor) -> None:
@@ -83,10 +88,15 @@ class PipelineExecutor(StandardExecutor):
         sums = {_VIOLATION: attempt.aux.get(_VIOLATION, torch.zeros(())) * layers}
         return mean_over(self._world.everyone.handle, sums, attempt.targets * layers, "cpu")
 
+    def _apply(self, lr: float, progress: StepProgress) -> None:
+        with self.clock.measure("update"):
+            super()._apply(lr, progress)
+
     @contextmanager
     def _watch(self, action: str, stage: int, number: int) -> Iterator[None]:
         """A pass of a stage: a phase of memory, and of this rank's record by the stage's name."""
-        with self._phase(action):
+        phase = "backward" if action == "backward of inputs" else action
+        with self._phase(phase), self.clock.measure(action, stage, number):
             if self._world.heartbeat is not None:
                 self._world.heartbeat.phase(f"{action} of micro-batch {number + 1}, stage {stage + 1}")
             yield

@@ -66,7 +66,7 @@ class StandardAttempt:
 
 
 @dataclass
-class _Progress:
+class StepProgress:
     """How far a step has got."""
 
     gradients: int | None = None
@@ -157,7 +157,7 @@ class StandardExecutor:
                 are those of the last good step.
         """
         started = time.perf_counter()
-        progress = _Progress()
+        progress = StepProgress()
         with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, progress)) as before:
             self._check_alike(microbatches)
             num_targets, num_tokens = count_over(self._data, microbatches, self.device)
@@ -273,7 +273,7 @@ class StandardExecutor:
             return result.norm, "overflow" if self.scaler is not None else NOT_FINITE
         return result.norm, result.skip
 
-    def _apply(self, lr: float, progress: _Progress) -> None:
+    def _apply(self, lr: float, progress: StepProgress) -> None:
         """Update the weights, and what follows from them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -299,7 +299,7 @@ class StandardExecutor:
     def _num_gradients(self) -> int:
         return sum(param.grad is not None for param in self._params)
 
-    def _final(self, error: BaseException, progress: _Progress) -> PartialUpdateError | None:
+    def _final(self, error: BaseException, progress: StepProgress) -> PartialUpdateError | None:
         """The error of a step that got so far and cannot be taken back; None where it can."""
         if self._everyone is not None:
             return None if isinstance(error, OnAllRanksError) else others_wait(error)

@@ -171,6 +171,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         "train.global_batch_size": 2 * sizes.data * rows * sizes.pp,
         "train.micro_batch_size": rows,
         "train.compile": "off",
+        "parallel.split": (),
         "optim.warmup_steps": 0,
         "memory.plan": "",
         "memory.executor": "standard",

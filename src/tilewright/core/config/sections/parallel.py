@@ -19,7 +19,7 @@ class ParallelSection(Section):
     """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
 
     changes_numbers = (
-        *("pp", "schedule", "virtual_stages"),
+        *("pp", "schedule", "virtual_stages", "split", "balance"),
         *("dp_replicate", "dp_shard", "ep", "cpu_offload", "reduce_each"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
@@ -35,6 +35,14 @@ class ParallelSection(Section):
     first and the last one on the first process; `dualpipe_v` takes at least as many micro-batches as stages."""
     virtual_stages: Count = Field(default=2, ge=2)
     """Stages: how many `interleaved` and `interleaved_zero_bubble` give each process."""
+    split: tuple[Count, ...] = ()
+    """Stages: layers of each one, in the order of the layers, as in `[7, 5]`. Empty: as many in each, one more in the
+    first ones where that does not come out even."""
+    balance: Literal["off", "on"] = "off"
+    """Stages, with `data.rows = "documents"`: which documents share a micro-batch, on which process, in what order, and
+    in how many micro-batches. `off`: as few as it takes, in the order of the stream. `on`: such that all take as long,
+    by a cost model that is fitted to measured seconds. A step has the same documents either way. Sums are added in
+    another order, which depends on what was measured: the last digits of losses differ from run to run."""
     dp_replicate: Count = Field(default=1, ge=1)
     """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
     dp_shard: Count = Field(default=-1, ge=-1)

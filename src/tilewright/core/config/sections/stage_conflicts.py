@@ -82,3 +82,16 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             "at least one layer per stage",
             f"--model.num_layers {stages}, or a smaller parallel.pp",
         )
+        return
+    split = parallel.split
+    known = model.kind != "hf" and not model.path
+    if split and (len(split) != stages or min(split) < 1 or (known and sum(split) != model.num_layers)):
+        least, more = divmod(model.num_layers, stages)
+        even = ",".join(str(least + (stage < more)) for stage in range(stages))
+        yield Conflict(
+            ("parallel.split", "parallel.pp", "parallel.schedule", "parallel.virtual_stages", "model.num_layers"),
+            "Split of layers over stages that is not one of this model",
+            f"parallel.split = {list(split)}: {len(split)} stages, {sum(split)} layers",
+            f"{stages} stages of at least one layer" + (f", {model.num_layers} layers in all" if known else ""),
+            f"--parallel.split [{even}], or [] for as many in each" if known else "--parallel.split []",
+        )

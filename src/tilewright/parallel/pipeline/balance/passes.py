@@ -3,15 +3,25 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from tilewright.parallel.pipeline.balance.replay import Action, Pass
+from tilewright.parallel.pipeline.balance.replay import Action, Pass, StepPart
+
+
+@dataclass(frozen=True)
+class _Mark:
+    action: str
+    stage: int | None
+    microbatch: int
+    begin: Any
+    end: Any
 
 
 class PassClock:
-    """Notes the passes of a step.
+    """Notes the passes of a step, and what comes behind them.
 
     Args:
         device: that computes them.
@@ -21,36 +31,51 @@ class PassClock:
         >>> clock.begin()
         >>> with clock.measure("forward", stage=0, number=0):
         ...     pass
-        >>> [(one.action, one.stage, one.microbatch) for one in clock.taken()]
-        [('forward', 0, 0)]
+        >>> clock.until_now("gradients")
+        >>> passes, parts = clock.taken()
+        >>> [(one.action, one.stage, one.microbatch) for one in passes], [part.name for part in parts]
+        ([('forward', 0, 0)], ['gradients'])
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._read: Callable[[], float | torch.cuda.Event]
-        self._read = _recorded if device.type == "cuda" else time.perf_counter
-        self._marks: list[tuple[str, int, int, float | torch.cuda.Event, float | torch.cuda.Event]] = []
-        self._began: float | torch.cuda.Event = 0.0
+        self._read: Callable[[], Any] = time.perf_counter
+        if device.type == "cuda":
+            self._read = _recorded
+        self._marks: list[_Mark] = []
+        self._began: Any = 0.0
 
     def begin(self) -> None:
-        """A step begins; what was noted before is dropped."""
+        """A step begins; what was noted before is dropped. Ranks call it as they leave a collective: their clocks are
+        compared by it."""
         self._marks.clear()
         self._began = self._read()
 
     @contextmanager
-    def measure(self, action: str, stage: int, number: int) -> Iterator[None]:
-        """Around a pass."""
+    def measure(self, action: str, stage: int | None = None, number: int = 0) -> Iterator[None]:
+        """Around a pass of a stage; around another part of the step where there is no stage."""
         began = self._read()
         yield
-        self._marks.append((action, stage, number, began, self._read()))
+        self._marks.append(_Mark(action, stage, number, began, self._read()))
 
-    def taken(self) -> list[Pass]:
-        """Passes since `begin`, in their order. On CUDA it waits for the last of them."""
-        if self._marks and isinstance(self._marks[-1][-1], torch.cuda.Event):
-            self._marks[-1][-1].synchronize()
-        return [
-            Pass(cast(Action, action), stage, number, _between(self._began, begin), _between(begin, end))
-            for action, stage, number, begin, end in self._marks
-        ]
+    def until_now(self, part: str) -> None:
+        """What was done since the last pass is this part of the step."""
+        began = self._marks[-1].end if self._marks else self._began
+        self._marks.append(_Mark(part, None, 0, began, self._read()))
+
+    def taken(self) -> tuple[list[Pass], list[StepPart]]:
+        """Passes and other parts since `begin`, in their order, once. On CUDA it waits for the last of them."""
+        marks = self._marks[:]
+        self._marks.clear()
+        if marks and isinstance(marks[-1].end, torch.cuda.Event):
+            marks[-1].end.synchronize()
+        passes, parts = [], []
+        for mark in marks:
+            begin_s, seconds = _between(self._began, mark.begin), _between(mark.begin, mark.end)
+            if mark.stage is None:
+                parts.append(StepPart(mark.action, begin_s, seconds))
+            else:
+                passes.append(Pass(cast(Action, mark.action), mark.stage, mark.microbatch, begin_s, seconds))
+        return passes, parts
 
 
 def _recorded() -> torch.cuda.Event:
@@ -59,9 +84,5 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return begin.elapsed_time(end) / 1e3
-    assert isinstance(end, float)
-    return end - begin
+def _between(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin

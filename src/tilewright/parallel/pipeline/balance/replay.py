@@ -35,6 +35,16 @@ class Pass:
         return self.begin_s + self.seconds
 
 
+@dataclass(frozen=True)
+class StepPart:
+    """What a rank does in a step beside passes, as measured."""
+
+    name: str
+    begin_s: float
+    """Since the step's beginning on this rank."""
+    seconds: float
+
+
 Row = Sequence[Sequence[Pass]]
 """Passes of each rank in a row, in their order."""
 

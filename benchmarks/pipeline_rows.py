@@ -1,0 +1,34 @@
+"""Rows of docs/benchmarks.md on pipelines: idle time of stages that wait. See `benchmarks.claims`."""
+
+from collections.abc import Iterator
+
+from benchmarks.claim_rows import Row, read
+from benchmarks.common import RESULTS
+from benchmarks.verdict import turns
+
+_CASES = (
+    ("fixed count, 1f1b", None, "a fixed number of documents per micro-batch, 1F1B"),
+    ("fixed count, zbv", None, "the same with schedule `zbv`"),
+    ("balanced, 1f1b", None, "documents balanced by cost, 1F1B"),
+    ("balanced, zbv", 0.15, "documents balanced by cost, `zbv`"),
+    ("balanced, zbv, count chosen", 0.15, "the same, number of micro-batches chosen"),
+    ("one rank 20 % slower: fixed count, 1f1b", None, "one rank 20 % slower: a fixed number, 1F1B"),
+    ("one rank 20 % slower: balanced, zbv", None, "one rank 20 % slower: balanced, `zbv`"),
+    ("one rank 20 % slower: balanced, zbv, layers split again", 0.18, "the same, layers split again by measured cost"),
+)
+
+
+def rows() -> Iterator[Row]:
+    """All of them."""
+    if not (RESULTS / "pipeline_idle.json").exists():
+        return
+    result = read("pipeline_idle")
+    for name, target, text in _CASES:
+        verdict = turns(result.results[name]["idle"]["samples"], lambda share: f"{100 * share:.1f} %", at_most=target)
+        metric = f"idle time of 4 ranks whose stages wait their cost, log-normal documents: {text}"
+        wanted = f"at most {100 * target:g} %" if target else "-"
+        yield Row(f"pipeline_idle {name}", metric, wanted, verdict, result)
+    plan = result.results["plan"]
+    verdict = turns(plan["milliseconds"]["samples"], lambda number: f"{number:.1f} ms", at_most=20.0)
+    metric = f"processor time of placing {plan['documents']:,} documents on 8 data ranks"
+    yield Row("pipeline_idle plan", metric, "at most 20 ms", verdict, result)

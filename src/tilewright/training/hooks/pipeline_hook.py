@@ -1,0 +1,224 @@
+"""What rides along with the steps of a pipeline: its passes are measured, idle time is told by cause, a cost model
+follows, and the documents of the next steps are placed by it.
+
+Ranks bring together what they have measured; the first one fits and decides, and all have its decision. What the model
+says is acted on where places would move by more than `LEAST`: each such change is an event with its numbers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.core.units import format_share
+from tilewright.data.batches.stream import Stream
+from tilewright.data.batches.tensors import Batch
+from tilewright.ops.base.documents import STARTS, document_starts
+from tilewright.parallel.agree import gather
+from tilewright.parallel.launch import on_first
+from tilewright.parallel.pipeline.balance.assign import RowShape
+from tilewright.parallel.pipeline.balance.balancer import Balanced
+from tilewright.parallel.pipeline.balance.cost import CostModel, names_of
+from tilewright.parallel.pipeline.balance.fit import CostFit
+from tilewright.parallel.pipeline.balance.measured import (
+    FILE,
+    MeasuredStep,
+    MicroBatchSize,
+    RankStep,
+    StageKind,
+)
+from tilewright.parallel.pipeline.balance.replay import beside_s
+from tilewright.parallel.pipeline.stages import StagedDecoder
+from tilewright.parallel.world import World
+from tilewright.training.executor.base import StepResult
+from tilewright.training.executor.pipeline import PipelineExecutor
+from tilewright.training.hooks.base import Step, StepHook
+
+LEAST = 0.03
+"""Share of a step's cost that another place would have by what was measured, from which on places follow it."""
+OFTEN, EVERY = 20, 10
+"""Steps that are each measured; from then on every so many."""
+_HISTORY = 500
+
+
+class PipelineHook(StepHook):
+    """Measures a pipeline, and balances its documents.
+
+    Args:
+        model: this rank's part.
+        executor: of the run.
+        world: of the run.
+        stream: of the run.
+        balance: whether its documents are placed by cost.
+    """
+
+    name = "pipeline"
+    next_step = 1
+
+    def __init__(
+        self, model: StagedDecoder, executor: PipelineExecutor, world: World, stream: Stream, *, balance: bool
+    ) -> None:
+        self._executor, self._world, self._stream = executor, world, stream
+        self._pipeline, self._balance = model.pipeline, balance
+        self._stages = _agreed_stages(model, world)
+        prior = _prior(model, world)
+        self._fit = CostFit(prior, world.size)
+        layers = sum((Counter(stage.layers) for stage in self._stages.values()), Counter())
+        self._now = Balanced(
+            prior, tuple(sorted(layers.items())), (1.0,) * world.data.size, RowShape.of(model.pipeline)
+        )
+        self._history: list[dict[str, Any]] = []
+        self._first: dict[str, Any] | None = None
+        self._compiled = False
+        if balance:
+            stream.assign_with(self._now)
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Fit the cost model to the step, and assign the documents of later steps by it."""
+        passes, parts = self._executor.clock.taken()
+        self.next_step = step.number + (1 if step.number < OFTEN else EVERY)
+        mine = RankStep(
+            self._world.data.rank, self._world.row.rank, passes, parts, [size_of(batch) for batch in step.microbatches]
+        )
+        measured = MeasuredStep(gather(self._world.everyone.handle, mine))
+        compiles, self._compiled = not self._compiled, True
+        if compiles or not all(rank.passes for rank in measured.ranks):
+            return  # the first step of a process is no measure, nor one that is not computed
+
+        def decide() -> tuple[dict[str, Any], Balanced, float]:
+            self._fit.learn(measured.stage_seconds(self._stages))
+            return self._fit.state_dict(), *self._proposed(measured)
+
+        state, proposed, moved = on_first(self._world, decide)
+        self._fit.load_state_dict(state)
+        if moved and self._balance:
+            self._place(step, proposed, moved)
+        if self._world.is_first:
+            self._note(step, measured)
+
+    def _proposed(self, measured: MeasuredStep) -> tuple[Balanced, float]:
+        """Places by what is known now, and the share of a step's cost that they put elsewhere; 0: too little."""
+        documents = self._stream.documents if self._balance else None
+        if documents is None or not len(documents.lengths_N):
+            return self._now, 0.0
+        count = len(documents.assignment[0])
+        found = replace(
+            self._now,
+            model=self._fit.model,
+            speeds=self._data_speeds(measured),
+            each_s=beside_s(measured.rows),
+            count=count,
+        )
+        return found, found.differs(self._now, documents.lengths_N, LEAST)
+
+    def _data_speeds(self, measured: MeasuredStep) -> tuple[float, ...]:
+        """Of each data rank: of the slowest rank in its row, on a usual micro-batch."""
+        sizes = [size for rank in measured.ranks for size in rank.sizes]
+        usual = MicroBatchSize(*(sum(found) // len(sizes) for found in zip(*map(astuple, sizes), strict=True)))
+        slowest: dict[int, float] = {}
+        for number, rank in enumerate(measured.ranks):
+            stages = self._pipeline.stages_of(rank.row_rank)
+            seconds = sum(self._fit.model.seconds(self._stages[stage].work(usual)) for stage in stages)
+            slowest[rank.data_rank] = max(slowest.get(rank.data_rank, 0.0), seconds / self._fit.speeds[number])
+        fastest = min(slowest.values())
+        return tuple(fastest / slowest[row] for row in sorted(slowest))
+
+    def _place(self, step: Step, proposed: Balanced, moved: float) -> None:
+        before, self._now = self._now, proposed
+        self._stream.assign_with(proposed)
+        text = (
+            f"documents are placed by measured seconds from step {step.number + 1} on: {format_share(moved)} of a "
+            f"step's cost lies elsewhere (threshold {format_share(LEAST)}); data ranks' speeds "
+            f"{', '.join(f'{speed:.2f}' for speed in proposed.speeds)}"
+        )
+        step.recorder.event(
+            step.number, "balance", text, moved=moved, threshold=LEAST, speeds=list(proposed.speeds),
+            speeds_before=list(before.speeds), coefficients=dict(zip(names_of(proposed.model.kinds),
+            proposed.model.coefficients, strict=True)), each_s=proposed.each_s, error=_finite(self._fit.error),
+        )  # fmt: skip
+
+    def _note(self, step: Step, measured: MeasuredStep) -> None:
+        idle = measured.idle()
+        counts = {len(rank.sizes) for rank in measured.ranks}
+        row = {"step": step.number, "idle": idle.share, "causes": idle.causes, "microbatches": max(counts)}
+        self._history = [*self._history[-_HISTORY:], row | {"error": _finite(self._fit.error)}]
+        last = row | {"ranks": measured.to_json()}
+        self._first = self._first or last
+        if step.due or self._first is last:
+            model = dict(zip(names_of(self._fit.model.kinds), self._fit.model.coefficients, strict=True))
+            fitted = {"seconds": model, "speeds": self._fit.speeds, "error": _finite(self._fit.error)}
+            step.folder.write_json(
+                FILE, {"first": self._first, "last": last, "history": self._history, "model": fitted}
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cost model, and the places that follow from it."""
+        return {"fit": self._fit.state_dict(), "places": self._now.to_json(), "next_step": self.next_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self._fit.load_state_dict(state["fit"])
+        self._now = self._now.from_json(state["places"])
+        self.next_step = state["next_step"]
+        if self._balance:
+            self._stream.assign_with(self._now)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def size_of(batch: Batch) -> MicroBatchSize:
+    """What a micro-batch costs by; without `segments` each row is one document.
+
+    Example:
+        >>> ids = torch.zeros(1, 5, dtype=torch.int64)
+        >>> size_of({"input_ids": ids, "segments": torch.tensor([[0, 0, 1, 1, 1]])})
+        MicroBatchSize(tokens=5, pairs=13)
+    """
+    ids_BS = batch["input_ids"]
+    if STARTS not in batch and "segments" not in batch:
+        return MicroBatchSize(ids_BS.numel(), ids_BS.numel() * ids_BS.shape[-1])
+    starts_N1 = batch[STARTS] if STARTS in batch else document_starts(batch["segments"])
+    lengths_N = torch.diff(starts_N1).long()
+    return MicroBatchSize(ids_BS.numel(), int((lengths_N * lengths_N).sum()))
+
+
+def _kind(layer: nn.Module) -> str:
+    return "moe" if getattr(layer, "is_moe", False) else "dense"
+
+
+def _agreed_stages(model: StagedDecoder, world: World) -> dict[int, StageKind]:
+    """What is in each stage of the whole model; all ranks call it."""
+    mine = {
+        stage.index: StageKind(Counter(_kind(layer) for layer in stage.layers), stage.is_first, stage.is_last)
+        for stage in model.stages
+    }
+    found: dict[int, StageKind] = {}
+    for of_rank in gather(world.everyone.handle, mine):
+        found |= of_rank
+    return found
+
+
+def _prior(model: StagedDecoder, world: World) -> CostModel:
+    """In proportion to the operations of matmuls and of attention; all ranks call it."""
+    config = model.config
+    mine: dict[str, float] = {}
+    active = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
+    for stage in model.stages:
+        for layer in stage.layers:
+            mine[_kind(layer)] = sum(
+                param.numel() * (active if ".experts." in f".{name}" else 1.0)
+                for name, param in layer.named_parameters()
+                if param.dim() > 1
+            )
+    found: dict[str, float] = {}
+    for of_rank in gather(world.everyone.handle, mine):
+        found |= of_rank
+    kinds = tuple(sorted(found))
+    of_layers = [size for kind in kinds for size in (float(found[kind]), float(config.dim))]
+    return CostModel(kinds, (*of_layers, 0.0, float(config.vocab_size * config.dim), 0.0))

@@ -1,0 +1,31 @@
+"""The hook of a run with stages. torch's pipelining takes its time to be imported, so this is where it first is."""
+
+from tilewright.core.config.sections.parallel import ParallelSection
+from tilewright.data.batches.stream import Stream
+from tilewright.models.base.protocols import Model
+from tilewright.parallel.world import World
+from tilewright.training.executor.base import Executor
+from tilewright.training.hooks.base import StepHook
+
+
+def pipeline_hooks(
+    section: ParallelSection, model: Model, executor: Executor, world: World, stream: Stream
+) -> tuple[StepHook, ...]:
+    """What measures passes of stages, and balances documents over them; nothing where there are none.
+
+    Args:
+        section: `[parallel]`.
+        model: this rank's part.
+        executor: of the run.
+        world: of the run.
+        stream: of the run.
+    """
+    if section.pp == 1:
+        return ()
+    from tilewright.parallel.pipeline.stages import StagedDecoder
+    from tilewright.training.executor.pipeline import PipelineExecutor
+    from tilewright.training.hooks.pipeline_hook import PipelineHook
+
+    if not isinstance(executor, PipelineExecutor) or not isinstance(model, StagedDecoder):
+        return ()
+    return (PipelineHook(model, executor, world, stream, balance=section.balance == "on" and stream.takes_documents),)
