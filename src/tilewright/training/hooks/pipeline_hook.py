@@ -32,7 +32,7 @@ from tilewright.parallel.pipeline.balance.measured import (
     StageKind,
 )
 from tilewright.parallel.pipeline.balance.replay import beside_s
-from tilewright.parallel.pipeline.stages import StagedDecoder
+from tilewright.parallel.pipeline.staged import Staged
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.pipeline import PipelineExecutor
@@ -60,7 +60,7 @@ class PipelineHook(StepHook):
     next_step = 1
 
     def __init__(
-        self, model: StagedDecoder, executor: PipelineExecutor, world: World, stream: Stream, *, balance: bool
+        self, model: Staged, executor: PipelineExecutor, world: World, stream: Stream, *, balance: bool
     ) -> None:
         self._executor, self._world, self._stream = executor, world, stream
         self._pipeline, self._balance = model.pipeline, balance
@@ -189,10 +189,10 @@ def size_of(batch: Batch) -> MicroBatchSize:
 
 
 def _kind(layer: nn.Module) -> str:
-    return "moe" if getattr(layer, "is_moe", False) else "dense"
+    return "moe" if any(".experts." in f".{name}" for name, _ in layer.named_parameters()) else "dense"
 
 
-def _agreed_stages(model: StagedDecoder, world: World) -> dict[int, StageKind]:
+def _agreed_stages(model: Staged, world: World) -> dict[int, StageKind]:
     """What is in each stage of the whole model; all ranks call it."""
     mine = {
         stage.index: StageKind(Counter(_kind(layer) for layer in stage.layers), stage.is_first, stage.is_last)
@@ -204,21 +204,19 @@ def _agreed_stages(model: StagedDecoder, world: World) -> dict[int, StageKind]:
     return found
 
 
-def _prior(model: StagedDecoder, world: World) -> CostModel:
-    """In proportion to the operations of matmuls and of attention; all ranks call it."""
-    config = model.config
-    mine: dict[str, float] = {}
-    active = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
-    for stage in model.stages:
-        for layer in stage.layers:
-            mine[_kind(layer)] = sum(
-                param.numel() * (active if ".experts." in f".{name}" else 1.0)
-                for name, param in layer.named_parameters()
-                if param.dim() > 1
-            )
-    found: dict[str, float] = {}
-    for of_rank in gather(world.everyone.handle, mine):
+def _prior(model: Staged, world: World) -> CostModel:
+    """In proportion to the operations of matmuls, all experts counted, and of attention; all ranks call it."""
+    mine = {_kind(layer): _matrices(layer) for stage in model.stages for layer in stage.layers}
+    ends = sum(_matrices(stage.ends) for stage in model.stages if stage.is_last)
+    found: dict[str, int] = {}
+    head = 0
+    for of_rank, of_ends in gather(world.everyone.handle, (mine, ends)):
         found |= of_rank
+        head = max(head, of_ends)
     kinds = tuple(sorted(found))
-    of_layers = [size for kind in kinds for size in (float(found[kind]), float(config.dim))]
-    return CostModel(kinds, (*of_layers, 0.0, float(config.vocab_size * config.dim), 0.0))
+    of_layers = [float(size) for kind in kinds for size in (found[kind], model.width)]
+    return CostModel(kinds, (*of_layers, 0.0, float(head), 0.0))
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.dim() > 1)

@@ -22,10 +22,10 @@ def pipeline_hooks(
     """
     if section.pp == 1:
         return ()
-    from tilewright.parallel.pipeline.stages import StagedDecoder
+    from tilewright.parallel.pipeline.staged import Staged
     from tilewright.training.executor.pipeline import PipelineExecutor
     from tilewright.training.hooks.pipeline_hook import PipelineHook
 
-    if not isinstance(executor, PipelineExecutor) or not isinstance(model, StagedDecoder):
+    if not isinstance(executor, PipelineExecutor) or not isinstance(model, Staged):
         return ()
     return (PipelineHook(model, executor, world, stream, balance=section.balance == "on" and stream.takes_documents),)
