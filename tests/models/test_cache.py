@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cover import covering
 from tests.models.shapes import KERNELS, SHAPES, make_decoder
 from tests.models.test_hf_models import CAUSAL, make
 from tilewright.models.generate import generate
@@ -81,8 +82,10 @@ def assert_near(model, exact, num_tokens=64):
     assert (logits - whole).norm() <= (whole - all_logits(exact, ids)).norm()
 
 
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile", "fp8_hybrid", "pure_fp16", "hybrid"])
-@pytest.mark.parametrize("name", ["gqa", "mla", "llama"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    covering(("gqa", "mla", "llama"), ("bf16_mixed", "fp8_tile", "fp8_hybrid", "pure_fp16", "hybrid"), pairs=False),
+)
 def test_precision_modes(name, mode):
     make_one = hf_model if name == "llama" else make_decoder
     assert_near(convert(make_one(name), mode, kernels=KERNELS), make_one(name))

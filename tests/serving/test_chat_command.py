@@ -40,9 +40,9 @@ def test_one_message_one_answer(model, capsys):
 
 
 def test_a_pipe_is_a_conversation(model, capsys, monkeypatch):
-    lines = ["hello Paris, hello weather"] * 12 + ["", "/reset", "you?", "/quit", "never"]
+    lines = [" ".join(["hello Paris, hello weather"] * 6)] * 6 + ["", "/reset", "you?", "/quit", "never"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    assert run(["chat", str(model), "--device", "cpu", "--tokens", "40", "--seed", "1", "--system", "you are"]) == 0
+    assert run(["chat", str(model), "--device", "cpu", "--tokens", "4", "--seed", "1", "--system", "you are"]) == 0
     said = capsys.readouterr().err
     assert said.count("oldest turns are dropped") == 1
     assert said.count("starts from the beginning") == 1
