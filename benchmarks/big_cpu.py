@@ -78,7 +78,7 @@ def main() -> None:
         "machine_memory_bytes": setup.machine.host_memory_bytes,
         "tokens_per_step": tokens,
         "until_first_step_s": time.perf_counter() - started,
-        "planned_peak_bytes": setup.plan.peak_bytes,
+        "planned_peak_bytes": setup.plan.to_json()["peak_bytes"],
         "losses": [],
     }
     results["held_out_before"] = held_out(parts)

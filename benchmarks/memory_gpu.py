@@ -108,8 +108,8 @@ def limit_part(steps: int, tiny: bool, deadline: Deadline) -> None:
     while over - fits > 1:
         number = (fits + over) // 2
         plan = setup_of("slice_42b_h200", {"model.num_layers": str(number)}, tiny, keep=True).plan
-        fits, over = (number, over) if plan.fits else (fits, number)
-        print(f"{number} layers: {'fit' if plan.fits else 'do not fit'}", flush=True)
+        fits, over = (number, over) if plan.state == "fits" else (fits, number)
+        print(f"{number} layers: {'fit' if plan.state == 'fits' else 'do not fit'}", flush=True)
     train_layers("limit", {"model.num_layers": str(fits)}, min(steps, 2), tiny, deadline)
 
 
@@ -143,7 +143,7 @@ def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool, de
         "layers": parts.model.config.num_layers,
         "tokens_per_step": tokens,
         "floor": floor(parameters, tokens),
-        "planned": {"peak_bytes": setup.plan.peak_bytes, "step_s": setup.plan.step_s, "fits": setup.plan.fits},
+        "planned": {name: setup.plan.to_json()[name] for name in ("peak_bytes", "step_s", "fits")},
         "until_first_step_s": time.perf_counter() - started,
         "losses": [],
         "step_s": [],

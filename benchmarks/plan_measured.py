@@ -126,10 +126,10 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     parts = build(setup, fresh=True)
     events: list[str] = []
     replanner = replanner_for(setup, parts, Telling(events))
-    found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
-    found["before_steps_bytes"] = setup.plan.phase_bytes(setup.plan.step_phase) + setup.plan.reserve_bytes
+    found: dict[str, Any] = {"before_bytes": setup.plan.to_json()["peak_bytes"] + setup.plan.reserve_bytes}
+    found["before_steps_bytes"] = setup.plan.allocated_bytes + setup.plan.reserve_bytes
     found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "stolen": [], "regrouped": []}
-    found["planned"] = {name: dict(owners) for name, owners in setup.plan.phases.items()}
+    found["planned"] = {name: dict(owners) for name, owners in setup.plan.tracked.items()}
     began = memory_plan = parts.executor.memory_plan
     answer({})
     for number, line in enumerate(sys.stdin, 1):

@@ -16,7 +16,8 @@ from tilewright.planner.advice.changes import cheapest_changes
 from tilewright.planner.advice.describe import timeline, why
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import GlobalConfig, Links, choices
-from tilewright.planner.cost.layer_cost import layer_cost, layer_seconds
+from tilewright.planner.cost.layer_cost import layer_cost, layer_operations
+from tilewright.planner.cost.operations import by_part, total_s
 from tilewright.planner.cost.phases import FRAGMENTS, stages
 from tilewright.planner.cost.solve import solve
 from tilewright.planner.machine.gpu_specs import find_published
@@ -84,7 +85,7 @@ def test_more_memory_is_never_slower(plans):
 
 def test_seconds_by_part_add_up_to_what_was_minimised(deep, plans):
     for plan in plans:
-        head = sum(deep._head_seconds(plan.shape, plan.setting, plan.recipe, plan.budget.links).values())
+        head = total_s(plan.around)
         layers = sum(row.count * row.cost.seconds for row in plan.rows)
         assert plan.step_s == pytest.approx(head + layers, rel=1e-6)
 
@@ -139,7 +140,7 @@ def test_a_layer_by_hand():
     assert slow.host == states
     assert slow.held == 4 * found.num_parameters
     assert slow.kept == 4 * 2 * 1024 * 512 * 2
-    parts = layer_seconds(found, choice, setting, shape, planner.recipe, planner.rates, Links(1e15, None))
+    parts = by_part(layer_operations(found, choice, setting, shape, planner.recipe, planner.rates, Links(1e15, None)))
     tokens = 8 * 1024
     assert parts["matmuls"] == pytest.approx(6 * tokens * weights / 1e12)
     assert parts["attention"] == pytest.approx(3.5 * tokens * 4 * 512 * (1025 / 2) / 1e11)
@@ -168,8 +169,8 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(deep):
     budget = Budget(1.2 * GIB, 4.2 * GIB, LINKS)
     found = largest(*place(planner, budget), "fastest")
     assert found is not None
-    assert found.plan.shape.num_layers > 2
-    assert planner.with_layers(found.plan.shape.num_layers + 1).plan(budget) is None
+    assert found.shape.num_layers > 2
+    assert planner.with_layers(found.shape.num_layers + 1).plan(budget) is None
 
 
 def test_changes_are_faster_and_cheapest_first(deep, plans):

@@ -14,6 +14,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.cost.links import rank_speed
+from tilewright.planner.cost.operations import total_s
 from tilewright.planner.cost.traffic import RankSpeed, RankTraffic
 from tilewright.planner.machine import ceilings, rank_link
 from tilewright.training.assemble import build, set_up
@@ -85,7 +86,7 @@ def test_bytes_are_those_of_the_collectives_of_a_step(replicate, shards, names, 
 
 
 def test_seconds_are_bytes_over_speeds():
-    assert RankTraffic(8.0, 4.0, 2.0).seconds(RankSpeed(4.0, 1.0, 0.5)) == 10.0
+    assert total_s(RankTraffic(8.0, 4.0, 2.0).operations(RankSpeed(4.0, 1.0, 0.5))) == 10.0
     assert RankTraffic(8.0, 4.0, 2.0).total == 14.0
 
 

@@ -8,7 +8,8 @@ at last the optimizer's formats (what is learned). The first stage with a plan t
 plan.
 
 `fastest`: the fastest plan of all. What is typed, or set by a variable of the environment, is fixed; the optimizer's
-formats are narrowed only where they are written nowhere and nothing else fits.
+formats are narrowed only where they are written nowhere and nothing else fits. So is the disk used, of a place that
+does not give it.
 """
 
 import itertools
@@ -125,7 +126,9 @@ def decide(
     planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)
     planner = planner if num_layers is None else planner.with_layers(num_layers)
     if how == "fastest":
-        found = planner.plan(site.budget(recipe, disk=site.may_use_disk(recipe)))
+        found = planner.plan(budget := site.budget(recipe, disk=site.may_use_disk(recipe)))
+        if found is None and (with_disk := site.budget(recipe, disk=True)) != budget:
+            found = planner.plan(with_disk)
         if found is not None:
             return found
     stands = planner.as_it_stands(site.budget(recipe, disk=on_disk(recipe)))

@@ -15,6 +15,7 @@ from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, STEP_PHASES, LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.cost.choices import GlobalConfig, Links
+from tilewright.planner.cost.operations import Operation, by_part
 from tilewright.planner.cost.owners import reserve_of, tracked
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows
@@ -57,8 +58,8 @@ class Plan:
     """Device bytes by owner at each phase."""
     host: Mapping[str, float]
     """Host bytes by owner."""
-    seconds: Mapping[str, float]
-    """Of a step, by part."""
+    around: tuple[Operation, ...]
+    """Of a step, around the layers; those of a layer are in its row."""
     narrowed: Mapping[str, str] = field(default_factory=dict)
     """Formats that the plan had to change, by setting."""
     notes: tuple[str, ...] = ()
@@ -113,6 +114,15 @@ class Plan:
     def accepted(self) -> bool:
         """Whether a run executes it: what stands as the recipe says has to leave `plan.margin`, too."""
         return self.state == "fits" and (self.decided or self.keeps_margin)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Of a step, by part: the sums of `around` and of the rows' operations."""
+        found = by_part(self.around)
+        for row in self.rows:
+            for name, value in by_part(row.operations).items():
+                found[name] = found.get(name, 0.0) + row.count * value
+        return found
 
     @property
     def step_s(self) -> float:
@@ -201,8 +211,8 @@ class Plan:
         phases = {
             name: {owner: size * memory for owner, size in owners.items()} for name, owners in self.phases.items()
         }
-        seconds = {name: value * time for name, value in self.seconds.items()}
-        return replace(self, phases=phases, seconds=seconds)
+        rows = (replace(row, operations=tuple(one.scaled(time) for one in row.operations)) for row in self.rows)
+        return replace(self, phases=phases, rows=tuple(rows), around=tuple(one.scaled(time) for one in self.around))
 
     def settings(self) -> dict[str, object]:
         """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""

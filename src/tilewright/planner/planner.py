@@ -16,8 +16,9 @@ from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.core.mip import PATIENCE_S, OutOfTime
 from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
-from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_seconds
+from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes
+from tilewright.planner.cost.operations import Operation, computed, total_s
 from tilewright.planner.cost.owners import owners_at
 from tilewright.planner.cost.phases import (
     CHECKPOINT,
@@ -32,7 +33,7 @@ from tilewright.planner.cost.phases import (
 from tilewright.planner.cost.rows import PlanRow, on_host
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
-from tilewright.planner.cost.traffic import communication_s
+from tilewright.planner.cost.traffic import communication
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
@@ -172,7 +173,7 @@ class Planner:
                 table = self._table(recipe, narrowed, shape, setting, budget)
                 if not table.possible:
                     continue
-                head = sum(self._head_seconds(table).values())
+                head = total_s(self._around(table))
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
                     continue
                 try:
@@ -320,14 +321,15 @@ class Planner:
         on_disk = budget.links.disk is not None
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
-    def _head_seconds(self, table: _Table) -> dict[str, float]:
-        """Of what is around the layers; a layer-major step that clips by the exact norm runs it twice."""
+    def _around(self, table: _Table) -> tuple[Operation, ...]:
+        """What a step does around the layers; a layer-major one that clips by the exact norm runs it twice."""
         recipe, shape, setting, links = table.recipe, table.shape, table.setting, table.budget.links
-        found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
-        if shape.plain_head:
-            found |= head_parts_s(shape, setting, self.rates)
-        found |= teacher_s(shape, setting, recipe, self.rates, links)
-        return found | communication_s(shape, setting.shards, setting.num_micro, links.ranks)
+        head = head_parts_s(shape, setting, self.rates) if shape.plain_head else {}
+        return (
+            *layer_operations(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links),
+            *computed("head", head | teacher_s(shape, setting, recipe, self.rates, links)),
+            *communication(shape, setting.shards, setting.num_micro, links.ranks),
+        )
 
     def _decided(self, table: _Table, answer: Answer, better: str, late: Sequence[OutOfTime]) -> Plan:
         """The solver's answer. `better`: than it another one may be; `late`: settings without one."""
@@ -336,12 +338,9 @@ class Planner:
 
     def _assembled(self, table: _Table, rows: tuple[PlanRow, ...], more: tuple[str, ...] = ()) -> Plan:
         recipe, shape, setting, budget = table.recipe, table.shape, table.setting, table.budget
-        parts = dict(self._head_seconds(table))
-        for row in rows:
-            found = next(one for one in table.classes if one.name == row.name)
-            args = (found, row.choice, setting, shape, recipe, self.rates, budget.links)
-            for name, value in layer_seconds(*args).items():
-                parts[name] = parts.get(name, 0.0) + row.count * value
+        classes = {found.name: found for found in table.classes}
+        args = (setting, shape, recipe, self.rates, budget.links)
+        rows = tuple(replace(row, operations=layer_operations(classes[row.name], row.choice, *args)) for row in rows)
         cpu = self.machine.device == "cpu"
         by_phase = {phase.name: owners_at(phase, shape, setting, rows, cpu) for phase in table.problem.phases}
         for name in (EVALUATE, CHECKPOINT):  # the busiest of each
@@ -360,7 +359,7 @@ class Planner:
         more = (*filter(None, [self.rates.load_note]), *slow_mode_notes(recipe, self.rates, self.machine), *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
-            recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, table.narrowed,
+            recipe, shape, self.machine, budget, setting, rows, by_phase, host, self._around(table), table.narrowed,
             (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more))  # fmt: skip
 
 

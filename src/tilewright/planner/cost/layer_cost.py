@@ -1,10 +1,10 @@
-"""What a layer costs under a choice: bytes at every phase, seconds of a step.
+"""What a layer costs under a choice: bytes at every phase, operations of a step (`cost.operations`).
 
-Seconds of a layer are those of its computation, or of what crosses the link while it runs where that takes longer:
-with the next layer fetched ahead, the link works while the layer before computes. Rates come from `ceilings` (measured)
+With the next layer fetched ahead, the link works while the layer before computes. Rates come from `ceilings` (measured)
 or `gpu_specs` (guessed shares).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Literal
@@ -13,6 +13,7 @@ from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
 from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
+from tilewright.planner.cost.operations import Operation, computed, total_s
 from tilewright.planner.cost.shards import layer_backward, layer_forward
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
@@ -33,9 +34,6 @@ from tilewright.planner.model.weights import Weights
 
 BLOCKED_ATTENTION = 1.05
 """Attention by blocks of query rows takes this many times as long (guess)."""
-HIDDEN_SHARE = 0.02
-"""Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
-equally fast on paper, the one that moves less."""
 
 MUON_BYTES = {"fp32": 70, "bf16": 700, "8bit": 2000}
 """Read and written per weight of a matrix by what an update of Muon does beside Newton-Schulz: counted in FP32; where
@@ -90,6 +88,20 @@ def layer_cost(
     return _Layer(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
 
 
+def layer_operations(
+    found: LayerClass,
+    choice: LayerMemory,
+    setting: GlobalConfig,
+    shape: ModelShape,
+    recipe: Recipe,
+    rates: Ceilings,
+    links: Links,
+) -> tuple[Operation, ...]:
+    """What a step does with one layer under a choice; the seconds of `layer_cost` are those of its visits."""
+    matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
+    return tuple(_Layer(found, choice, setting, shape, recipe, rates, links, matmuls).operations())
+
+
 def forward_s(
     found: LayerClass,
     choice: LayerMemory,
@@ -120,6 +132,34 @@ class _Layer:
         if self.setting.can.one_micro_batch:
             return self._standard()
         return self._layer_major()
+
+    def operations(self) -> Iterator[Operation]:
+        """What a step does with it."""
+        if self.setting.can.one_micro_batch:
+            return self._at_once()
+        return self._in_visits()
+
+    def _at_once(self) -> Iterator[Operation]:
+        yield from computed("step", self.forward(), self.setting.num_micro)
+        yield from computed("step", self.backward(), self.setting.num_micro)
+        yield from computed("step", self.update())
+
+    def _in_visits(self) -> Iterator[Operation]:
+        """A visit forward; the visit that updates, and before it one that finds the norm where clipping needs it."""
+        choice, micro, inputs = self.choice, self.setting.num_micro, self.waiting
+        yield from computed("forward", self.forward(), micro)
+        yield self._fetched("forward", choice.parameters, self.parameters)
+        yield self._stored("forward", choice.inputs, inputs)
+        for visit in ("backward for the norm",) * (self.setting.passes - 1) + ("backward",):
+            yield from computed(visit, self.backward(), micro)
+            yield self._fetched(visit, choice.parameters, self.parameters)
+            yield self._fetched(visit, choice.inputs, inputs)
+        if choice.activations == "keep" and self.setting.passes > 1:  # what the first pass let go is rebuilt
+            yield Operation("forward again", "recompute", "compute", micro * self.forward_s())
+        yield from computed("backward", self.update())
+        yield self._fetched("backward", choice.states, self.states)
+        yield self._stored("backward", choice.states, self.states)
+        yield self._stored("backward", choice.parameters, self.parameters)
 
     @property
     def rows(self) -> int:
@@ -159,13 +199,12 @@ class _Layer:
         lines |= {"attention": found.kept_attention(self.rows)}
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
-        micro_batch_size = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         shards, held = self.setting.shards, self.parameters + self.states
         gradient = 4.0 * self.part.trained * (1 + self.shape.spread)
         away = shards.offload and self.links.host is not None  # parts, their gradients too; a CPU's host is its device
         work = counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight
         return Cost(
-            seconds=self.setting.num_micro * micro_batch_size + self.update_s(),
+            seconds=total_s(self.operations()),
             held=found.buffers + (0.0 if away else held),
             kept=lines[kind] * (1 + self.shape.gaps),
             gradient=0.0 if away else gradient,
@@ -178,7 +217,7 @@ class _Layer:
     def _layer_major(self) -> Cost:
         """Of one layer; what lives while it runs is of all layers of its group."""
         found, choice, micro, group = self.found, self.choice, self.setting.num_micro, self.group
-        inputs = micro * self.input * self.inputs_share
+        inputs = self.waiting
         waits = choice.inputs
         kept = micro * found.kept(self.rows) if choice.activations == "keep" else inputs
         copies = group * (1 + self.setting.prefetch)
@@ -196,7 +235,7 @@ class _Layer:
         if self.links.host is None:  # a CPU's host is its device
             at["device"] += at.pop("host")
         return Cost(
-            seconds=self._forward_visit(inputs) + self._backward_visits(inputs),
+            seconds=total_s(self.operations()),
             held=at["device"],
             kept=kept if waits == "device" else 0.0,
             host=at.get("host", 0.0),
@@ -215,10 +254,10 @@ class _Layer:
         return min(self.setting.group, self.shape.num_layers) if self.found.indices != (-1,) else 1
 
     @property
-    def inputs_share(self) -> float:
-        """Inputs that wait per layer: one for each group of layers."""
+    def waiting(self) -> float:
+        """Bytes of a layer's inputs that wait for backward: one for each group of layers."""
         layers = self.shape.num_layers
-        return -(-layers // self.group) / layers
+        return self.setting.num_micro * self.input * (-(-layers // self.group) / layers)
 
     def rebuilt(self) -> float:
         """Device bytes while a layer is recomputed and its backward runs, in tiles where asked for.
@@ -236,45 +275,46 @@ class _Layer:
         others = max(0.0, found.work(self.rows) - found.mlp_work(self.rows))
         return rest + max(mlp, others + self.input)
 
-    def _forward_visit(self, inputs: float) -> float:
-        down = self.store_s(self.choice.inputs, inputs)
-        fetched = self.fetch_s(self.choice.parameters, self.parameters)
-        return _overlapped(self.setting.num_micro * self.forward_s(), fetched, down)
-
-    def _backward_visits(self, inputs: float) -> float:
-        """The pass that updates, and before it one that finds the norm where clipping needs it."""
-        choice = self.choice
-        micro_batch_size = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
-        compute = self.setting.num_micro * micro_batch_size
-        fetched = self.fetch_s(choice.parameters, self.parameters)
-        fetched += self.fetch_s(choice.inputs, inputs)
-        first = _overlapped(compute, fetched) * (self.setting.passes - 1)
-        if choice.activations == "keep" and self.setting.passes > 1:
-            first += self.setting.num_micro * self.forward_s()  # what the first pass let go is rebuilt
-        up = fetched + self.fetch_s(choice.states, self.states)
-        down = self.store_s(choice.states, self.states) + self.store_s(choice.parameters, self.parameters)
-        return first + _overlapped(compute + self.update_s(), up, down)
-
-    def fetch_s(self, tier: Tier, size: float) -> float:
-        """Seconds to move bytes from a tier to the device."""
+    def _fetched(self, visit: str, tier: Tier, size: float) -> Operation:
+        """Bytes from a tier to the device."""
         speed = {"device": None, "host": self.links.host, "disk": self.links.disk}[tier]
-        return size / speed if speed else 0.0
+        return Operation(visit, "link", "fetch", size / speed if speed else 0.0, size if speed else 0.0)
 
-    def store_s(self, tier: Tier, size: float) -> float:
-        """Seconds to move bytes from the device to a tier."""
+    def _stored(self, visit: str, tier: Tier, size: float) -> Operation:
+        """Bytes from the device to a tier."""
+        found = self._fetched(visit, tier, size)._replace(stream="store")
         written = self.links.disk_write
-        return size / written if tier == "disk" and written else self.fetch_s(tier, size)
+        return found._replace(seconds=size / written) if tier == "disk" and written else found
+
+    def forward(self) -> dict[str, float]:
+        """Seconds of one micro-batch forward, by part."""
+        return {
+            "matmuls": self.matmul_s("fprop"),
+            "attention": self.attention_s(),
+            "elementwise": FORWARD_SHARE * self.elementwise_s(),
+            "quantize": self.quantize_s("forward"),
+            "calls": FORWARD_SHARE * self.calls_s(),
+        }
 
     def forward_s(self) -> float:
-        """One micro-batch forward."""
-        loops = FORWARD_SHARE * (self.elementwise_s() + self.calls_s())
-        return self.matmul_s("fprop") + self.attention_s() + loops + self.quantize_s("forward")
+        """The sum of these."""
+        return sum(self.forward().values())
 
-    def backward_s(self) -> float:
-        """One micro-batch backward, recomputation not counted."""
-        loops = (1 - FORWARD_SHARE) * (self.elementwise_s() + self.calls_s())
-        matmuls = self.matmul_s("dgrad") + self.matmul_s("wgrad")
-        return matmuls + 2.5 * self.attention_s() + loops + self.quantize_s("backward")
+    def backward(self) -> dict[str, float]:
+        """Seconds of one micro-batch backward, by part."""
+        return {
+            "matmuls": self.matmul_s("dgrad") + self.matmul_s("wgrad"),
+            "attention": 2.5 * self.attention_s(),
+            "elementwise": (1 - FORWARD_SHARE) * self.elementwise_s(),
+            "quantize": self.quantize_s("backward"),
+            "calls": (1 - FORWARD_SHARE) * self.calls_s(),
+            "recompute": self.again_s() + self.tiles_s(),
+            "weights": self.weights_s(),
+        }
+
+    def update(self) -> dict[str, float]:
+        """Seconds after backward, by part: codes that are made of weights once per step, and the optimizer's."""
+        return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
         """One micro-batch's recomputation."""
@@ -315,10 +355,6 @@ class _Layer:
         """To make 8-bit operands of one micro-batch, and to decode them."""
         return getattr(self.found.coding, which)(self.rows) / self.rates.bandwidth
 
-    def qdata_s(self) -> float:
-        """To make the codes of weights that are kept from step to step."""
-        return self.found.coding.step / self.rates.bandwidth
-
     def calls_s(self) -> float:
         """To enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch, forward and
         backward. Embedding and head are none."""
@@ -332,8 +368,8 @@ class _Layer:
         """Casts of weights and accumulation of their gradients in one micro-batch."""
         return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
 
-    def update_s(self) -> float:
-        """Norm, clipping and update, and the codes that are made of weights once per step."""
+    def optimizer_s(self) -> float:
+        """Norm, clipping and update."""
         trained, matrices = self.part.trained, self.part.matrices
         of_adam, of_muon = trained, 0.0
         if self.setting.optimizer == "muon" and matrices.elements:
@@ -342,49 +378,7 @@ class _Layer:
             of_muon = whole.newton_schulz_s(partial(self.rates.matmul_s, self.shape.direction_format))
             of_muon /= self.setting.shards.count
             of_muon += MUON_BYTES[self.setting.moments] * matrices.elements / self.rates.bandwidth
-        return (
-            of_adam / self.rates.adam[self.setting.moments]
-            + of_muon
-            + CLIP_BYTES * trained / self.rates.bandwidth
-            + self.qdata_s()
-        )
-
-
-def _overlapped(compute: float, *transfers: float) -> float:
-    """Seconds of computation while something crosses the link, each direction for itself."""
-    return max(compute, *transfers) + HIDDEN_SHARE * sum(min(compute, one) for one in transfers)
-
-
-def layer_seconds(
-    found: LayerClass,
-    choice: LayerMemory,
-    setting: GlobalConfig,
-    shape: ModelShape,
-    recipe: Recipe,
-    rates: Ceilings,
-    links: Links,
-) -> dict[str, float]:
-    """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
-    made = GemmCost(found, setting.micro_batch_size, shape, rates)
-    layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
-    micro, passes = setting.num_micro, 1 if setting.can.whole_gradient else setting.passes
-    matmuls = layer.matmul_s("fprop") + passes * (layer.matmul_s("dgrad") + layer.matmul_s("wgrad"))
-    loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
-    again = passes * (layer.again_s() + layer.tiles_s())
-    if choice.activations == "keep" and passes > 1:
-        again += layer.forward_s()
-    parts = {
-        "matmuls": micro * matmuls,
-        "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
-        "elementwise": micro * loops * layer.elementwise_s(),
-        "quantize": micro * (layer.quantize_s("forward") + passes * layer.quantize_s("backward")) + layer.qdata_s(),
-        "calls": micro * loops * layer.calls_s(),
-        "recompute": micro * again,
-        "weights": micro * passes * layer.weights_s(),
-        "optimizer": layer.update_s() - layer.qdata_s(),
-    }
-    parts["link"] = max(0.0, layer.cost().seconds - sum(parts.values()))
-    return parts
+        return of_adam / self.rates.adam[self.setting.moments] + of_muon + CLIP_BYTES * trained / self.rates.bandwidth
 
 
 def end_class(name: str, weights: Weights, shape: ModelShape) -> LayerClass:

@@ -6,6 +6,7 @@ from tilewright.core.config.recipe import Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import ranges
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes
+from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.shape import ModelShape
 from tilewright.planner.model.weights import Weights
@@ -19,6 +20,8 @@ class PlanRow:
     indices: tuple[int, ...]
     choice: LayerMemory
     cost: Cost
+    operations: tuple[Operation, ...] = ()
+    """Of one layer in a step."""
 
     @property
     def count(self) -> int:

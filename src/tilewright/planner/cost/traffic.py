@@ -9,8 +9,10 @@ Bytes are of the whole tensor that a collective makes or takes. Nothing overlaps
 the same cores. What is agreed on between steps is a few bytes, and not counted.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.shards import FP32, Shards
 from tilewright.planner.model.shape import ModelShape
 
@@ -58,13 +60,15 @@ class RankTraffic:
         """Bytes of all collectives."""
         return self.gather + self.scatter + self.reduce
 
-    def seconds(self, speed: RankSpeed) -> float:
-        """What a step waits for them."""
-        return self.gather / speed.gather + self.scatter / speed.scatter + self.reduce / speed.reduce
+    def operations(self, speed: RankSpeed) -> Iterator[Operation]:
+        """What a step waits for, by collective."""
+        for group in ("gather", "scatter", "reduce"):
+            size = getattr(self, group)
+            yield Operation("communication", "communication", "ranks", size / getattr(speed, group), size, group)
 
 
-def communication_s(shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None) -> dict[str, float]:
-    """Seconds of a step by part: empty for one process, and where no speed is known."""
+def communication(shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None) -> tuple[Operation, ...]:
+    """Operations of a step between ranks: none for one process, and where no speed is known."""
     if speed is None or shards.ranks == 1:
-        return {}
-    return {"communication": RankTraffic.of(shape, shards, num_micro).seconds(speed)}
+        return ()
+    return tuple(RankTraffic.of(shape, shards, num_micro).operations(speed))

@@ -56,7 +56,7 @@ def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_
         how, same_numbers: see `decide`.
     """
     recipe = on_machine(loaded, site.machine).recipe
-    budget = site.budget(recipe, disk=how == "least_change" or site.may_use_disk(recipe))
+    budget = site.budget(recipe, disk=True)
     replan = replanned(loaded, site, how, same_numbers=same_numbers)
     changes = [str(change) for change in cheapest_changes(recipe, budget, None, replan)]
     return no_plan(_widest(loaded, site, how), budget, changes)

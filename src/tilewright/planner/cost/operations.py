@@ -1,0 +1,66 @@
+"""Costs of a step as a list of operations: what runs on which stream, for how many seconds, and with how many bytes.
+
+Seconds of a plan, by part and in all, are sums of them. A visit is what runs together: all micro-batches forward
+through a layer, or backward. Inside a visit streams overlap; visits come one after the other.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Stream = Literal["compute", "fetch", "store", "ranks"]
+"""The device's arithmetic, its link in both directions, and the network between ranks, which nothing overlaps yet."""
+PARTS = ("matmuls", "attention", "elementwise", "quantize", "calls", "recompute", "weights", "optimizer", "link")
+"""Of a layer's seconds. `link`: what crosses the link and is not hidden."""
+HIDDEN_SHARE = 0.02
+"""Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
+equally fast on paper, the one that moves less."""
+
+
+class Operation(NamedTuple):
+    """One kind of work of a step, all micro-batches together."""
+
+    visit: str
+    part: str
+    stream: Stream
+    seconds: float
+    bytes: float = 0.0
+    """What crosses the link or the network."""
+    group: str = ""
+    """The collective between ranks: gather, scatter or reduce."""
+
+    def scaled(self, time: float) -> "Operation":
+        """The same in so many times the seconds."""
+        return self._replace(seconds=self.seconds * time)
+
+
+def computed(visit: str, parts: Mapping[str, float], times: int = 1) -> Iterator[Operation]:
+    """Computation of a visit, from the seconds of its parts in one of so many micro-batches."""
+    return (Operation(visit, part, "compute", times * seconds) for part, seconds in parts.items())
+
+
+def total_s(operations: Iterable[Operation]) -> float:
+    """Seconds of all visits; of a visit those of its computation, or of what crosses the link meanwhile where that
+    takes longer, each direction for itself."""
+    return sum(sum(one) for one in _visits(operations))
+
+
+def by_part(operations: Sequence[Operation]) -> dict[str, float]:
+    """The same seconds by part."""
+    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for one in operations:
+        if one.stream in ("compute", "ranks"):
+            found[one.part] = found.get(one.part, 0.0) + one.seconds
+    found["link"] = sum(link for _, link, _ in _visits(operations))
+    return found
+
+
+def _visits(operations: Iterable[Operation]) -> Iterator[tuple[float, float, float]]:
+    """Of each visit its computation, what of the link is not hidden behind that, and what waits for other ranks."""
+    visits: dict[str, dict[Stream, float]] = {}
+    for one in operations:
+        streams = visits.setdefault(one.visit, {"compute": 0.0, "fetch": 0.0, "store": 0.0, "ranks": 0.0})
+        streams[one.stream] += one.seconds
+    for streams in visits.values():
+        compute, links = streams["compute"], (streams["fetch"], streams["store"])
+        hidden = HIDDEN_SHARE * sum(min(compute, one) for one in links)
+        yield compute, max(0.0, *(one - compute for one in links)) + hidden, streams["ranks"]

@@ -1,0 +1,85 @@
+"""Operations of a step: seconds of a plan, in all and by part, are sums of them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
+from tilewright.core.memory_plan import STEP_PHASES
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.operations import HIDDEN_SHARE, Operation, by_part, total_s
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+
+STREAMS = ("compute", "fetch", "store", "ranks")
+
+
+def drawn():
+    visits, parts = ("forward", "backward", "norm"), ("matmuls", "attention", "communication")
+    return [
+        Operation(random.choice(visits), random.choice(parts), random.choice(STREAMS), random.random())
+        for _ in range(40)
+    ]
+
+
+def seconds_of(operations, visit, stream):
+    return sum(one.seconds for one in operations if (one.visit, one.stream) == (visit, stream))
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_streams_of_a_visit_overlap_and_visits_follow_each_other(number):
+    found = drawn()
+    expected = 0.0
+    for visit in {one.visit for one in found}:
+        compute, up, down, ranks = (seconds_of(found, visit, stream) for stream in STREAMS)
+        expected += max(compute, up, down) + HIDDEN_SHARE * (min(compute, up) + min(compute, down)) + ranks
+    assert total_s(found) == pytest.approx(expected, rel=1e-12)
+    assert sum(by_part(found).values()) == pytest.approx(expected, rel=1e-12)
+    random.shuffle(found)
+    assert total_s(found) == pytest.approx(expected, rel=1e-12)
+
+
+def sliced(**memory):
+    recipe = make_recipe(
+        memory={"executor": "layer_major", **memory}, train={"global_batch_size": 8, "micro_batch_size": 2}
+    )
+    planner = Planner(recipe, 512, make_machine(64 * GIB, "cuda"), make_rates())
+    return planner.as_it_stands(Budget(64 * GIB, 64 * GIB, Links(1e9, 1e8)))
+
+
+PLANS = {
+    "standard": lambda: make_plan(make_recipe(), 512, make_machine(), make_rates()),
+    "several micro-batches": lambda: make_plan(
+        make_recipe(train={"global_batch_size": 8, "micro_batch_size": 2}), 512, make_machine(), make_rates()
+    ),
+    "layer by layer": sliced,
+    "states on the host": lambda: sliced(offload_optimizer="cpu"),
+    "all on the disk": lambda: sliced(offload_optimizer="disk", offload_params="disk", offload_activations="disk"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_seconds_of_a_plan_are_sums_of_its_operations(name):
+    plan = PLANS[name]()
+    for row in plan.rows:
+        assert total_s(row.operations) == pytest.approx(row.cost.seconds, rel=1e-12)
+        moved = sum(one.bytes for one in row.operations if one.stream in ("fetch", "store"))
+        away = {row.choice.parameters, row.choice.states, row.choice.inputs} != {"device"}
+        assert (moved > 0) == away, row
+    whole = total_s(plan.around) + sum(row.count * total_s(row.operations) for row in plan.rows)
+    assert plan.step_s == pytest.approx(whole, rel=1e-12)
+    assert plan.seconds.keys() >= set(by_part(()))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_scaled_plan_takes_so_much_more_memory_and_time(name):
+    plan = PLANS[name]()
+    other = plan.scaled(1.25, 3.0)
+    assert other.step_s == pytest.approx(3 * plan.step_s, rel=1e-12)
+    assert other.step_bytes == pytest.approx(1.25 * plan.step_bytes, rel=1e-12)
+    assert other.step_bytes == pytest.approx(
+        max(sum(row.values()) for phase, row in other.phases.items() if phase.startswith(STEP_PHASES))
+    )
+    assert (other.memory_plan, other.settings()) == (plan.memory_plan, plan.settings())
+    assert replace(other, phases=plan.phases, rows=plan.rows, around=plan.around) == plan
