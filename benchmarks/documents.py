@@ -73,7 +73,7 @@ def attention_pair(tokens: int, pairs: int) -> str:
     operands = [torch.randn(1, 4, tokens, 64).requires_grad_() for _ in range(3)]
 
     def by_documents() -> None:
-        attention(*operands, documents, wide=False).sum().backward()
+        attention(*operands, documents).sum().backward()
 
     def by_mask() -> None:
         wide_ops.attention(*operands, segments_BS).sum().backward()

@@ -34,7 +34,7 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
 
 def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
     if isinstance(segments, Documents):
-        return _by_loop(q, k, v, segments, scale, wide=True)
+        return _by_loop(q, k, v, segments, scale)
     from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 
     return wide_ops.attention(q, k, v, segments, scale, block)
@@ -42,14 +42,14 @@ def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: flo
 
 def _native(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
     if isinstance(segments, Documents):
-        return _by_loop(q, k, v, segments, scale, wide=False)
+        return _by_loop(q, k, v, segments, scale)
     return native.attention(q, k, v, segments, scale, block)
 
 
-def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, *, wide: bool):
+def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None):
     from tilewright.ops.backends import document_attention  # it registers torch operators
 
-    return document_attention.attention(q, k, v, documents, scale, wide=wide)
+    return document_attention.attention(q, k, v, documents, scale)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):

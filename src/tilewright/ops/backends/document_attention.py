@@ -4,6 +4,10 @@ torch's flash kernel takes a mask of all pairs of positions or none. Here it tak
 own, causal, so that nothing is computed between documents, and no mask is made. One operator per pass, compiled or not:
 how many documents there are is no part of a graph.
 
+It multiplies in FP32, operands of 16 bits too: torch's kernel is the faster one there, backward above all, and oneDNN
+keeps code for each length of 16-bit operands that it has seen, of which documents have hundreds (docs/log.md,
+2026-11-26).
+
 Legend: B rows  H query heads  K key heads  S positions  D width  N documents  L tokens of a document.
 """
 
@@ -17,7 +21,7 @@ from tilewright.ops.base.documents import Documents
 
 
 def attention(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None, *, wide: bool
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None
 ) -> Tensor:
     """See `ops.attention`. Padding, of segment -1, gives zeros.
 
@@ -25,36 +29,33 @@ def attention(
         q_BHSD, k_BKSD, v_BKSD: on the CPU.
         documents: of the rows.
         scale: of the scores.
-        wide: multiply in FP32, whatever the operands are.
     """
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     v = padded_values(q_BHSD, v_BKSD)
-    out = _Attention.apply(q_BHSD, k_BKSD, v, documents.segments_BS, documents.starts_N1, scale, wide)
+    out = _Attention.apply(q_BHSD, k_BKSD, v, documents.segments_BS, documents.starts_N1, scale)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale, wide):
-        out_BHSD, lse_BHS = _forward(q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale, wide)
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale):
+        out_BHSD, lse_BHS = _forward(q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, scale)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, segments_BS, starts_N1, out_BHSD, lse_BHS)
-        ctx.options = scale, wide
+        ctx.scale = scale
         return out_BHSD
 
     @staticmethod
     def backward(ctx, dout_BHSD):
-        return *_backward(*ctx.saved_tensors, dout_BHSD, *ctx.options), None, None, None, None
+        return *_backward(*ctx.saved_tensors, dout_BHSD, ctx.scale), None, None, None
 
 
 @torch.library.custom_op("tilewright::document_attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, scale: float, wide: bool
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or FP64."""
     out, lse = _heads_inside(q).zero_(), q.new_zeros(q.shape[:3], dtype=_high(q))
     group = q.shape[1] // k.shape[1]
     for row, here in _documents(segments, starts):
-        queries, keys, values = (_taken(x, row, here, wide) for x in (q, k, v))
+        queries, keys, values = (_taken(x, row, here) for x in (q, k, v))
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, expand(keys, group), expand(values, group), 0.0, True, scale=scale
         )
@@ -63,19 +64,19 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, segments, starts, scale, wide):
+def _(q, k, v, segments, starts, scale):
     return _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
 
 
 @torch.library.custom_op("tilewright::document_attention_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    scale: float, wide: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (_heads_inside(x).zero_() for x in (q, k, v))
     heads = k.shape[1], q.shape[1] // k.shape[1]
     for row, here in _documents(segments, starts):
-        upstream, queries, keys, values, done = (_taken(x, row, here, wide) for x in (dout, q, k, v, out))
+        upstream, queries, keys, values, done = (_taken(x, row, here) for x in (dout, q, k, v, out))
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             upstream, queries, expand(keys, heads[1]), expand(values, heads[1]), done, lse[row : row + 1, :, here],
             0.0, True, scale=scale,
@@ -87,7 +88,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, segments, starts, out, lse, dout, scale, wide):
+def _(q, k, v, segments, starts, out, lse, dout, scale):
     return _heads_inside(q), _heads_inside(k), _heads_inside(v)
 
 
@@ -102,10 +103,10 @@ def _documents(segments_BS: Tensor, starts_N1: Tensor) -> Iterator[tuple[int, sl
             yield row, slice(start - row * length, end - row * length)
 
 
-def _taken(x_BHSD: Tensor, row: int, here: slice, wide: bool) -> Tensor:
+def _taken(x_BHSD: Tensor, row: int, here: slice) -> Tensor:
     """[1, H, L, D] of one document."""
     part = x_BHSD[row : row + 1, :, here]
-    return part.to(_high(part)) if wide else part
+    return part.to(_high(part))
 
 
 def _high(x: Tensor) -> torch.dtype:
