@@ -261,7 +261,6 @@ def _tile_of(size: int, width: int, like: Tensor) -> Tensor:
 
 
 ROW_SCALE = ScaleSpec(ROW_TILE)
-BLOCK_SCALE = ScaleSpec(BLOCK_TILE)
 MX_SCALE = ScaleSpec(Tile(1, 32), torch.float8_e8m0fnu, "floor")
 """Of all MX formats: E4M3, E5M2 (MXFP8) and E2M1 (MXFP4)."""
 NVFP4_SCALE = ScaleSpec(Tile(1, 16), torch.float8_e4m3fn, "exact", second=True)

@@ -136,13 +136,6 @@ def calibration(recipe: Recipe, data: Any) -> list[dict[str, Tensor]]:
         stream.close()
 
 
-def as_blocks(codes: IntegerTensor) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] int8 and scales [M, K / 32] of FP16 values in FP32."""
-    if codes.tile.cols != GROUP or codes.spec.bits != 4 or codes.zero_point is not None:
-        raise AssertionError(f"four bits in groups of {GROUP} without zero points, not {codes.spec} {codes.tile}")
-    return codes.codes, codes.scale
-
-
 def through(model: Any, codes: Mapping[str, IntegerTensor], make: Any) -> dict[str, IntegerTensor]:
     """Codes of the linear layers of a graph that is made of a model, whose layers may have been joined.
 

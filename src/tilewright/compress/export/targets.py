@@ -1,7 +1,5 @@
 """All export targets, in the order in which they are written and shown."""
 
-from collections.abc import Sequence
-
 from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, missing
@@ -57,8 +55,3 @@ def default_targets(source: ExportSource) -> list[Target]:
 def why_not(target: Target, source: ExportSource) -> str | None:
     """Why a target cannot be written here: a package is missing, or the format cannot hold the model."""
     return missing(target.packages, target.extra) or target.why_not(source)
-
-
-def check_targets(targets: Sequence[Target], source: ExportSource) -> dict[str, str]:
-    """Name -> reason of each target that cannot be written."""
-    return {target.name: reason for target in targets if (reason := why_not(target, source)) is not None}

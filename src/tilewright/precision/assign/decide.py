@@ -3,22 +3,24 @@
 Read `decide_all` first. `convert` carries a plan out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
+from tilewright.models.base.own_weights import held_weight
 from tilewright.models.base.routers import find_routers
 from tilewright.models.hf.keep_fp32 import kept_fp32
-from tilewright.precision.assign.integers import tied_alike, why_not_integers
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite, find_sites, is_own
 from tilewright.precision.assign.validate import without_effect
 from tilewright.precision.assign.work import Work, multiplies, work_of
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.mixed.autocast import FUNCTIONS
 from tilewright.precision.policy.policy import KIND_OPS, FormatDecision, Policy
 from tilewright.precision.policy.report import ConversionReport, ModuleRow, Table, worst
 
+_Decided = tuple[ModuleSite, FormatDecision]
 _EMULATED_KINDS = ("linear", "conv")
 _MATRIX_KINDS = ("linear", "conv", "head", "experts", "router", "attention", "other")
 
@@ -42,7 +44,7 @@ def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     routers = set(find_routers(model))
     sites = find_sites(model, policy.rules, routers=routers)
     kept = kept_fp32(model)
-    decided = tied_alike([(site, _decide(site, policy, kept)) for site in sites])
+    decided = _tied_alike([(site, _decide(site, policy, kept)) for site in sites])
     formats = {decision.operands for site, decision in decided if site.kind in _MATRIX_KINDS}
     cuda = policy.device_type == "cuda"
     round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
@@ -74,7 +76,7 @@ def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> 
 
 def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_tf32: bool) -> FormatDecision:
     """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
-    if decision.to_integers and (lost := why_not_integers(site, decision.compute)) is not None:
+    if decision.to_integers and (lost := _why_not_integers(site, decision.compute)) is not None:
         reason = f"{decision.matmul.upper()}, not {decision.compute}: {lost} ({decision.reason})"
         decision = replace(decision, compute=decision.matmul, matmul="", reason=reason, fallback=True)
     if isinstance(site.module, FrozenFloat8Linear):
@@ -108,6 +110,51 @@ def _frozen(module: FrozenFloat8Linear, decision: FormatDecision) -> FormatDecis
         module.check_gemms(decision.gemms)
     compute = "fp32" if decision.compute == "tf32" else decision.compute
     return replace(decision, compute=compute, reason=f"{decision.reason}; the weight is frozen, in FP8")
+
+
+# ---- rules that round weights to integers ----
+
+
+def _why_not_integers(site: ModuleSite, name: str) -> str | None:
+    """Why a part's weight cannot be rounded as a rule says; None where it can.
+
+    A row that is no whole number of groups would be exported in another way than it was trained.
+    """
+    if isinstance(site.module, FrozenFloat8Linear):
+        return "its weight is frozen in FP8 and is not trained"
+    if site.handling is not Handling.SWAP or not isinstance(site.module, nn.Linear | nn.Embedding):
+        return "it multiplies by code of its own"
+    if isinstance(site.module, nn.Embedding) and (site.module.max_norm is not None or site.module.sparse):
+        return "its rows are renormalised as they are read, or have sparse gradients"
+    group, width = COMPUTE_FORMATS[name].group, site.module.weight.shape[1]
+    if group and width % group:
+        return f"{width} inputs are no multiple of its group of {group}"
+    return None
+
+
+def _tied_alike(decided: Sequence[_Decided]) -> list[_Decided]:
+    """One decision for a weight that several parts share: that of the last rule which rounds it.
+
+    An embedding and a head of one matrix are stored once, so one grid must hold for both.
+    """
+    by_weight: dict[Tensor | None, list[_Decided]] = {}
+    for site, decision in decided:
+        if decision.to_integers and isinstance(site.module, nn.Linear | nn.Embedding):
+            by_weight.setdefault(held_weight(site.module), []).append((site, decision))
+    found = []
+    for site, decision in decided:
+        weight = held_weight(site.module) if isinstance(site.module, nn.Linear | nn.Embedding) else None
+        named = by_weight.get(weight, []) if isinstance(weight, nn.Parameter) else []
+        if named:
+            leader, leading = max(named, key=lambda each: each[1].rule or 0)
+            if leading.compute != decision.compute:
+                reason = f"one weight with {leader.fqn or 'the model'}, so one grid: {leading.reason}"
+                plain = decision.operands if decision.gemms is None else leading.matmul
+                decision = replace(
+                    decision, compute=leading.compute, reason=reason, rule=leading.rule, gemms=None, matmul=plain
+                )
+        found.append((site, decision))
+    return found
 
 
 # ---- the report ----

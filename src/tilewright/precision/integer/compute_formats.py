@@ -6,6 +6,11 @@ block of llama.cpp's Q4_0 and a group of XNNPACK's 8da4w take the codes as they 
 range: smallest and largest value are the same however a compiler orders sums, so the codes of an export are those of
 training; a scale by least error, as after training, would not be.
 
+Layers that are trained for them round in each pass, and let the gradient straight through: the weight that is optimized
+stays as it is, in the parameter's own dtype, and nothing gets faster. `convert` swaps their classes in place.
+
+See: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018.
+
 Legend: M rows  K columns.
 """
 
@@ -26,6 +31,7 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import Tile
+from tilewright.precision.mixed.cast import CastEmbedding, CastLinear
 from tilewright.precision.quantizers.integers import round_to_integers
 
 _TOKEN = Tile(1, 0)
@@ -95,3 +101,33 @@ COMPUTE_FORMATS = {
         IntegerCompute("int4_a8", INT4, group=32, rounds_inputs=True),
     )
 }
+
+
+class IntegerTrainedLinear(CastLinear):
+    """x W^T + b with W rounded to integers, and x too where the format says so."""
+
+    integers: IntegerCompute = COMPUTE_FORMATS["int8"]
+    """Set by `convert`."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight as they are multiplied; see `CastLinear.operands`."""
+        return self.integers.input(x), self.integers.weight(self.weight)
+
+    def extra_repr(self) -> str:
+        """CastLinear's own text and the format."""
+        return f"{super().extra_repr()}, rounded to {self.integers.name}"
+
+
+class IntegerTrainedEmbedding(CastEmbedding):
+    """Rows of the rounded table. Each row has its own scales, so only those that are looked up are rounded."""
+
+    integers: IntegerCompute = COMPUTE_FORMATS["int8"]
+    """Set by `convert`."""
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """See `CastEmbedding.rows`."""
+        return self.integers.weight(rows.flatten(0, -2)).view(rows.shape)
+
+    def extra_repr(self) -> str:
+        """The embedding's own text and the format."""
+        return f"{super().extra_repr()}, rounded to {self.integers.name}"
