@@ -4,11 +4,13 @@ here changes a file of the package, so nothing there names the formats that it c
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import tilewright
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
@@ -223,3 +225,11 @@ def test_a_whole_model_trains_in_it(form, num_experts, monkeypatch):
         assert "decoded" in ran[form.name].fallback
     planned = {str(matmul.gemms) for matmul in matmuls_of(model, policy)}
     assert any(form.name in name for name in planned)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_two_files_name_a_format_of_recipes(name):
+    """Where its parts are, and the setting: what else wants it reads it there."""
+    root = Path(tilewright.__file__).parent
+    named = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if f'"{name}"' in path.read_text()}
+    assert named == {"precision/policy/gemm_formats.py", "core/config/sections/precision.py"}

@@ -36,7 +36,7 @@ VARIABLES = (
     Variable(
         "DEEPSEEK_PRECISION_MODE",
         "precision.mode",
-        "hybrid, pure_fp16, bf16_mixed, fp32, tf32, fp8_tile, fp8_hybrid, fp8_tensorwise, mxfp8, mxfp4, nvfp4",
+        "those of `precision.mode`",
         "precision of the run",
     ),
     Variable(

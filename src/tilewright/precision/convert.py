@@ -51,8 +51,8 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
 
     Args:
         model: any module; its parameters stay the same objects.
-        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16, fp8_tile, fp8_hybrid,
-            fp8_tensorwise, mxfp8, mxfp4, nvfp4.
+        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16, fp8_tile or another of
+            `precision.policy.gemm_formats.FORMATS`.
         kernels: implementations of the operations; None takes torch's own linear, and for 8-bit matmuls the best
             for this machine.
 

@@ -85,8 +85,8 @@ class Policy:
     Args:
         mode: fp32 | tf32 (FP32 with TF32 matmuls) | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit
             matmuls; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
-            fp8_tile, fp8_hybrid, fp8_tensorwise, mxfp8, mxfp4, nvfp4 (bf16_mixed with the matmuls of linear layers in 8
-            or 4 bits, see `gemm_formats.FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
+            fp8_tile and the others of `gemm_formats.FORMATS` (bf16_mixed with the matmuls of linear layers in 8 or 4
+            bits; embedding, head, norms, router and softmax as in bf16_mixed).
             Sums are accumulated in FP32 and masters are FP32 in all of them.
         rules: exceptions by name and kind, later ones win.
         fp32_ops: operations kept in FP32: `layer_norm`, `softmax`, ... (all names: `FP32_OPS`).
