@@ -1,13 +1,14 @@
 """Runs on whole documents (`data.rows = "documents"`): one loss whatever executor, schedule and number of ranks, tokens
 and padding counted, stopped and resumed anywhere."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.contracts.observe import fixed_ceilings
+from tests.contracts.observe import fixed_ceilings, write_llama
 from tests.ranks import on_ranks
 from tests.training.tiny import WORDS, rows, tiny
 from tilewright.core.config.load import load_recipe
@@ -78,6 +79,40 @@ def ran(short, tmp_path_factory):
     launch(2, two | {"copies": MAJOR | {"parallel__dp_replicate": 2}})
     launch(4, {"piped_shards": ZBV | {"parallel__dp_shard": 2}})
     return folder, found
+
+
+HF = {"model__kind": "hf", "model__path": "llama", "model__tie_embeddings": "true"}
+TALKS = {"data__source": "talks.jsonl", "data__format": "chat", "data__chat_template": "chatml"}
+TALKS |= {"data__seq_len": 160}
+EXPERTS = {"model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 16}
+KINDS = {"hf": HF, "talks": TALKS, "experts": EXPERTS}
+LARGE = {"train__micro_batch_size": 7, "train__steps": 3}
+
+
+def write_talks(path: Path) -> None:
+    """Conversations of one question and an answer each."""
+    draw = np.random.default_rng(5)
+    with path.open("w") as file:
+        for number in range(120):
+            words = [WORDS[i] for i in draw.integers(0, len(WORDS), int(draw.integers(2, 14)))]
+            turns = [("user", f"{number} {words[0]}?"), ("assistant", " ".join(words))]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "talks", "experts"])
+def test_no_document_sees_its_neighbours(short, tmp_path, kind):
+    """Whatever stands beside a document in its micro-batch: the loss of a step is that of its documents. Relative 1e-5
+    after three steps, as above."""
+    write_llama(tmp_path / "llama")
+    write_talks(tmp_path / "talks.jsonl")
+    paths = ("model__path", "data__source")
+    of_kind = {name: tmp_path / value if name in paths else value for name, value in KINDS[kind].items()}
+    changes = {"small": LARGE | of_kind | {"train__micro_batch_size": 2}, "large": LARGE | of_kind}
+    (found,) = on_ranks(1, runs, str(short), str(tmp_path), changes)
+    assert not isinstance(found["small"], str), found["small"]
+    assert found["small"][0] == found["large"][0] == 3
+    assert found["small"][1] == pytest.approx(found["large"][1], rel=1e-5)
 
 
 MASKS = {"ops__attention": "ref"}  # attention with a mask, to compare with
