@@ -219,6 +219,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.schedule": _STAGES,
     "parallel.virtual_stages": _STAGES,
     "parallel.split": _STAGES,
+    "parallel.resplit": "tests/training/test_resplit.py::test_layers_leave_a_slow_rank_at_a_checkpoint",
     "parallel.balance": "tests/training/test_pipeline_balance.py::test_documents_go_where_they_cost_as_much",
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),

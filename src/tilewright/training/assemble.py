@@ -367,7 +367,7 @@ def build(
     hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
     # 8. The stream, which reads ahead from here on.
     stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)
-    hooks += pipeline_hooks(recipe.parallel, model, executor, world, stream)
+    hooks += pipeline_hooks(recipe.parallel, model, executor, world, stream, setup.memory_limit)
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )

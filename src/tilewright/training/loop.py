@@ -9,11 +9,13 @@ returns or raises.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import Pulse, say
 from tilewright.memory.tracking.malloc import trim_malloc
@@ -32,6 +34,7 @@ from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.executor.kinds import check_executor, executor_of
+from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
     LONG,
@@ -135,6 +138,8 @@ class TrainSession:
     """Of ranks that were gone at the end of the run before."""
     run_plan: PlanFile | None = None
     """Plan that the run in the folder began under."""
+    restarted: dict[str, Any] = field(default_factory=dict)
+    """Settings that a hook has asked for, by name."""
     left_out: set[int] = field(default_factory=set)
     """Steps, counted from 0, that could not be undone."""
 
@@ -162,20 +167,24 @@ class TrainSession:
         while True:
             try:
                 return self._train_from(found)
+            except RestartError as asked:
+                self.restarted |= asked.settings
+                self.on_setup = None  # it has been told
             except UnrecoverableStepError as lost:
                 self.left_out.add(lost.step)
                 self.on_setup = None  # it has been told
                 if len(self.left_out) >= MAX_BAD_STEPS:
                     raise
+                say(f"step {lost.step + 1} is left out")
             self.store.wait()
             found = self._newest()
-            say(f"step {max(self.left_out) + 1} is left out; the run continues from step {found.step}")
+            say(f"the run continues from step {found.step}")
 
     def _newest(self) -> ResumePoint:
         """The checkpoint to continue from; the recipe is the one with the steps and the plan of the folder's run."""
 
         def look() -> tuple[Loaded, PlanFile | None, ResumePoint]:
-            loaded, run_plan, resuming = self.loaded, None, bool(self.store.paths())
+            loaded, run_plan, resuming = _with(self.loaded, self.restarted), None, bool(self.store.paths())
             if resuming:
                 loaded, run_plan = load_run_plan(loaded, self.folder.path)
             loaded = with_known_steps(loaded, self.folder.path, resuming=resuming)
@@ -270,6 +279,12 @@ class TrainSession:
         finally:
             parts.close()
             recorder.close()
+
+
+def _with(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded:
+    """The recipe with settings that a hook has asked for."""
+    sources = loaded.sources | dict.fromkeys(settings, "measured while the run continued")
+    return replace(loaded, recipe=changed(loaded.recipe, settings), sources=sources) if settings else loaded
 
 
 @contextmanager

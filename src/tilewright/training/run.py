@@ -30,7 +30,7 @@ from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
 from tilewright.training.executor.transaction import PartialUpdateError, Stateful, run_with_retries
 from tilewright.training.hooks.agreement import Agreement
-from tilewright.training.hooks.base import Step, StepHook, by_name, calls
+from tilewright.training.hooks.base import Step, StepHook, by_name, calls, restart_if_asked
 from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.hooks.replan_setup import cheapest_fixes
 from tilewright.training.planning.oom_report import no_memory
@@ -253,6 +253,7 @@ class Run:
             self._check_folder()
             self._stall_s += self._save()
             self._saved_at = time.monotonic()
+            restart_if_asked(self.hooks, self.recipe.train.steps, self.step, self._ready_s, self.recorder)
         if self._saving:
             self._tell_saves()
 

@@ -126,7 +126,12 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("offload_dir",)),
     (lambda r: r.optim.clip == "two_pass", 'optim.clip = "two_pass"', "memory", ("rollback",)),
     (lambda r: not r.checkpoint.export_hf, "checkpoint.export_hf = false", "checkpoint", ("export_format",)),
-    (lambda r: r.parallel.pp == 1, "parallel.pp = 1", "parallel", ("schedule", "virtual_stages", "split", "balance")),
+    (
+        lambda r: r.parallel.pp == 1,
+        "parallel.pp = 1",
+        "parallel",
+        ("schedule", "virtual_stages", "split", "balance", "resplit"),
+    ),
     (lambda r: r.data.rows != "documents", 'data.rows is not "documents"', "parallel", ("balance",)),
     (
         lambda r: not r.parallel.schedule.startswith("interleaved"),

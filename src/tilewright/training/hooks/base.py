@@ -71,6 +71,16 @@ class StepHook(Protocol):
             result: over all ranks.
         """
 
+    def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
+        """Settings, `section.field`, with which the run is to begin again from the checkpoint that was just written;
+        empty: it goes on. Called after each save on the way, and the same on all ranks.
+
+        Args:
+            steps_left: of the run.
+            begin_s: seconds that the run took to begin.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What the next steps depend on, in JSON types: part of each checkpoint."""
         return {}
@@ -118,3 +128,37 @@ def calls(hooks: Sequence[StepHook], method: str) -> list[tuple[StepHook, Callab
     """Hooks with their method of this name, where they have one of their own."""
     found = [(hook, getattr(hook, method)) for hook in hooks]
     return [(hook, call) for hook, call in found if getattr(call, "__func__", call) is not getattr(StepHook, method)]
+
+
+class RestartError(Exception):
+    """The run is to begin again from its newest checkpoint, with other settings.
+
+    Args:
+        settings: by name, `section.field`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(", ".join(settings))
+        self.settings = settings
+
+
+def restart_if_asked(hooks: Sequence[StepHook], steps: int, step: int, begin_s: float, recorder: MetricsLogger) -> None:
+    """After a checkpoint on the way: begin again from it, where a hook asks for that.
+
+    Args:
+        hooks: of the run.
+        steps: of the whole run.
+        step: of the checkpoint.
+        begin_s: seconds that the run took to begin.
+        recorder: of the run.
+
+    Raises:
+        RestartError: a hook does.
+    """
+    for hook, restart in calls(hooks, "restart"):
+        if settings := restart(steps - step, begin_s):
+            text = ", ".join(f"{name} = {value}" for name, value in settings.items())
+            recorder.event(
+                step, "restart", f"the run begins again from here with {text} ({hook.name})", settings=settings
+            )
+            raise RestartError(settings)

@@ -22,7 +22,7 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.pipeline.balance.assign import RowShape
 from tilewright.parallel.pipeline.balance.balancer import Balanced
-from tilewright.parallel.pipeline.balance.cost import CostModel, names_of
+from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, names_of
 from tilewright.parallel.pipeline.balance.fit import CostFit
 from tilewright.parallel.pipeline.balance.measured import (
     FILE,
@@ -32,6 +32,7 @@ from tilewright.parallel.pipeline.balance.measured import (
     StageKind,
 )
 from tilewright.parallel.pipeline.balance.replay import beside_s
+from tilewright.parallel.pipeline.balance.resplit import SplitCosts, SplitMove, worth
 from tilewright.parallel.pipeline.staged import Staged
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult
@@ -43,6 +44,9 @@ LEAST = 0.03
 OFTEN, EVERY = 20, 10
 """Steps that are each measured; from then on every so many."""
 _HISTORY = 500
+_ENDS = (True, False), (False, True)
+SETTLED = 5
+"""Steps that the cost model has followed before layers move by it."""
 
 
 class PipelineHook(StepHook):
@@ -54,17 +58,29 @@ class PipelineHook(StepHook):
         world: of the run.
         stream: of the run.
         balance: whether its documents are placed by cost.
+        resplit: whether layers move over stages.
+        limit_bytes: that the run may use on this rank's device.
     """
 
     name = "pipeline"
     next_step = 1
 
     def __init__(
-        self, model: Staged, executor: PipelineExecutor, world: World, stream: Stream, *, balance: bool
+        self,
+        model: Staged,
+        executor: PipelineExecutor,
+        world: World,
+        stream: Stream,
+        *,
+        balance: bool,
+        resplit: bool,
+        limit_bytes: int,
     ) -> None:
         self._executor, self._world, self._stream = executor, world, stream
         self._pipeline, self._balance = model.pipeline, balance
-        self._stages = _agreed_stages(model, world)
+        self._stages, self._kinds = _agreed_stages(model, world), _agreed_kinds(model, world)
+        self._resplit, self._step_s, self._usual = resplit, 0.0, MicroBatchSize(0, 0)
+        self._limit_bytes = limit_bytes
         prior = _prior(model, world)
         self._fit = CostFit(prior, world.size)
         layers = sum((Counter(stage.layers) for stage in self._stages.values()), Counter())
@@ -88,6 +104,8 @@ class PipelineHook(StepHook):
         compiles, self._compiled = not self._compiled, True
         if compiles or not all(rank.passes for rank in measured.ranks):
             return  # the first step of a process is no measure, nor one that is not computed
+
+        self._step_s, self._usual = result.seconds, _usual(measured)
 
         def decide() -> tuple[dict[str, Any], Balanced, float]:
             self._fit.learn(measured.stage_seconds(self._stages))
@@ -117,8 +135,7 @@ class PipelineHook(StepHook):
 
     def _data_speeds(self, measured: MeasuredStep) -> tuple[float, ...]:
         """Of each data rank: of the slowest rank in its row, on a usual micro-batch."""
-        sizes = [size for rank in measured.ranks for size in rank.sizes]
-        usual = MicroBatchSize(*(sum(found) // len(sizes) for found in zip(*map(astuple, sizes), strict=True)))
+        usual = _usual(measured)
         slowest: dict[int, float] = {}
         for number, rank in enumerate(measured.ranks):
             stages = self._pipeline.stages_of(rank.row_rank)
@@ -126,6 +143,40 @@ class PipelineHook(StepHook):
             slowest[rank.data_rank] = max(slowest.get(rank.data_rank, 0.0), seconds / self._fit.speeds[number])
         fastest = min(slowest.values())
         return tuple(fastest / slowest[row] for row in sorted(slowest))
+
+    def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
+        """Another split of the layers, where measured seconds say that it is worth a new start."""
+        if not self._resplit or self._fit.steps < SETTLED:
+            return {}
+        ranks = gather(self._world.everyone.handle, (self._world.row.rank, self._held(), self._bytes()))
+        now = tuple(sum(stage.layers.values()) for _, stage in sorted(self._stages.items()))
+
+        def decide() -> SplitMove | None:
+            most = min((int(held * room) for _, held, room in ranks), default=0)
+            speeds = [1.0] * self._pipeline.pp
+            for (row_rank, _, _), speed in zip(ranks, self._fit.speeds, strict=True):
+                speeds[row_rank] = min(speed, speeds[row_rank])
+            model, size = self._fit.model, self._usual
+            seconds = [
+                model.seconds(StageWork({kind: 1}, size.tokens, size.pairs)) - model.each_s for kind in self._kinds
+            ]
+            ends = [model.seconds(StageWork({}, size.tokens, size.pairs, *which)) - model.each_s for which in _ENDS]
+            rank_of = [self._pipeline.rank_of(stage) for stage in range(self._pipeline.num_stages)]
+            costs = SplitCosts(seconds, rank_of, speeds, *ends, most=max(most, max(held for _, held, _ in ranks)))
+            return worth(costs, now, steps_left=steps_left, step_s=self._step_s, move_s=begin_s)
+
+        move = on_first(self._world, decide)
+        return {} if move is None else {"parallel.split": move.split}
+
+    def _held(self) -> int:
+        """Layers of this rank."""
+        return sum(sum(self._stages[i].layers.values()) for i in self._pipeline.stages_of(self._world.row.rank))
+
+    def _bytes(self) -> float:
+        """How many times what this rank uses there is."""
+        tracker = self._executor.memory_tracker
+        peak = tracker.peak_bytes if tracker is not None else 0
+        return self._limit_bytes / peak if peak else 1.0
 
     def _place(self, step: Step, proposed: Balanced, moved: float) -> None:
         before, self._now = self._now, proposed
@@ -186,6 +237,22 @@ def size_of(batch: Batch) -> MicroBatchSize:
     starts_N1 = batch[STARTS] if STARTS in batch else document_starts(batch["segments"])
     lengths_N = torch.diff(starts_N1).long()
     return MicroBatchSize(ids_BS.numel(), int((lengths_N * lengths_N).sum()))
+
+
+def _usual(measured: MeasuredStep) -> MicroBatchSize:
+    """The mean of a step's micro-batches."""
+    sizes = [size for rank in measured.ranks for size in rank.sizes]
+    tokens, pairs = (sum(found) // max(1, len(sizes)) for found in zip(*map(astuple, sizes), strict=True))
+    return MicroBatchSize(tokens, pairs)
+
+
+def _agreed_kinds(model: Staged, world: World) -> list[str]:
+    """The kind of each layer of the whole model, in their order; all ranks call it."""
+    mine = {stage.index: [_kind(layer) for layer in stage.layers] for stage in model.stages}
+    found: dict[int, list[str]] = {}
+    for of_rank in gather(world.everyone.handle, mine):
+        found |= of_rank
+    return [kind for _, kinds in sorted(found.items()) for kind in kinds]
 
 
 def _kind(layer: nn.Module) -> str:

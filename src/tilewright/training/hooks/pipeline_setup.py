@@ -9,7 +9,7 @@ from tilewright.training.hooks.base import StepHook
 
 
 def pipeline_hooks(
-    section: ParallelSection, model: Model, executor: Executor, world: World, stream: Stream
+    section: ParallelSection, model: Model, executor: Executor, world: World, stream: Stream, limit_bytes: int
 ) -> tuple[StepHook, ...]:
     """What measures passes of stages, and balances documents over them; nothing where there are none.
 
@@ -19,6 +19,7 @@ def pipeline_hooks(
         executor: of the run.
         world: of the run.
         stream: of the run.
+        limit_bytes: that it may use on this rank's device.
     """
     if section.pp == 1:
         return ()
@@ -28,4 +29,9 @@ def pipeline_hooks(
 
     if not isinstance(executor, PipelineExecutor) or not isinstance(model, Staged):
         return ()
-    return (PipelineHook(model, executor, world, stream, balance=section.balance == "on" and stream.takes_documents),)
+    balance = section.balance == "on" and stream.takes_documents
+    return (
+        PipelineHook(
+            model, executor, world, stream, balance=balance, resplit=section.resplit == "on", limit_bytes=limit_bytes
+        ),
+    )

@@ -19,7 +19,7 @@ class ParallelSection(Section):
     """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
 
     changes_numbers = (
-        *("pp", "schedule", "virtual_stages", "split", "balance"),
+        *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
         *("dp_replicate", "dp_shard", "ep", "cpu_offload", "reduce_each"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
@@ -43,6 +43,9 @@ class ParallelSection(Section):
     in how many micro-batches. `off`: as few as it takes, in the order of the stream. `on`: such that all take as long,
     by a cost model that is fitted to measured seconds. A step has the same documents either way. Sums are added in
     another order, which depends on what was measured: the last digits of losses differ from run to run."""
+    resplit: Literal["off", "on"] = "off"
+    """Stages: after a checkpoint on the way, move layers from slow processes to fast ones, where measured seconds say
+    that the steps that are left save more than twice what it takes to begin again with that split."""
     dp_replicate: Count = Field(default=1, ge=1)
     """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
     dp_shard: Count = Field(default=-1, ge=-1)

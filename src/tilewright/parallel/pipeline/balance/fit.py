@@ -16,7 +16,9 @@ from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork
 
 FADE = 0.9
 HUBER = 1.345
-_PULL = 1e-3
+_PULL, _PULL_OF_ENDS = 1e-3, 1.0
+"""To the prior, in units of what was measured. That of the ends is strong: a rank with an end that takes long is taken
+for a slow one, as where its layers should go is asked, and nothing measured tells the two apart."""
 _SPEED_STEP = 0.5
 
 
@@ -110,7 +112,9 @@ class CostFit:
         scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
         scaled = products / np.outer(scale, scale)
         seen = np.diag(products) > 0
-        pull = _PULL * np.where(seen, 1.0, 1.0 / _PULL)  # what no stage has stays as it was
+        pull = np.full(len(sums), _PULL)
+        pull[-3:-1] = _PULL_OF_ENDS
+        pull[~seen] = 1.0  # what no stage has stays as it was
         return _not_negative(scaled + np.diag(pull), sums / scale + pull * begin * scale) / scale
 
     def _follow_speeds(self, ratios: np.ndarray, rank: np.ndarray) -> None:
