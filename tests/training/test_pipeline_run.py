@@ -1,5 +1,6 @@
 """A run whose layers are on ranks in a row is the run of one process: losses, evaluations, samples, checkpoints."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.ranks import on_ranks
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine import ceilings
+from tilewright.training.hooks.base import StepHook
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -26,13 +28,26 @@ EXPORT = {"checkpoint__export_hf": "true"}
 HALF = {"optim__schedule": "constant", "checkpoint__interval": 0}
 
 
+class Told(StepHook):
+    """What the last step told of its rows."""
+
+    rows = None
+
+    def after_step(self, step, result):
+        self.rows = None if result.rows is None else [part.tolist() for part in result.rows]
+
+
 def runs(rank, data, folder, changes):
     """One rank of several runs, one after the other; what each returns, or the text of the user's error."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
     found = {}
     for name, of_run in changes.items():
         try:
-            result = train(tiny(Path(data), Path(folder), **RUN | {"run__name": name} | of_run))
+            told = Told()
+            result = train(
+                tiny(Path(data), Path(folder), **RUN | {"run__name": name} | of_run), hooks=[lambda *_, told=told: told]
+            )
+            found[f"{name} rows"] = told.rows
             found[name] = result.step, result.loss, {one: value.loss for one, value in result.evals.items()}
         except TilewrightError as error:
             found[name] = str(error)
@@ -116,6 +131,28 @@ def test_its_folder_is_that_of_one_process(ran):
 
 def rows_of_export(folder):
     return load_file(folder / "model.safetensors")
+
+
+def test_each_rank_knows_the_losses_of_its_rows(ran):
+    for name, world, other in (("1f1b", 2, "alone"), ("tied_shards", 4, "tied_alone")):
+        sums, counts = ran[1][f"{other} rows", 1, 0]
+        ranks = [ran[1][f"{name} rows", world, rank] for rank in range(world)]
+        assert ranks[: world // 2] == ranks[world // 2 :], "ranks in a row read the same rows"
+        rows = [row for of_rank in ranks[: world // 2] for row in zip(*of_rank, strict=True)]
+        assert len(rows) == len(sums)
+        assert sorted(count for _, count in rows) == sorted(counts)
+        assert sorted(each for each, _ in rows) == pytest.approx(sorted(sums), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "other"), [("fp8", "fp8_alone"), ("1f1b", "alone")])
+def test_the_audit_is_of_all_stages(ran, name, other):
+    ours, theirs = (json.loads((ran[0] / run / "audit.json").read_text())["rows"] for run in (name, other))
+    assert [(row["layer"], row["gemm"], row["format"]) for row in ours] == [
+        (row["layer"], row["gemm"], row["format"]) for row in theirs
+    ]
+    assert [row["calls"] for row in ours] == [row["calls"] for row in theirs]
+    counts = [last_state(ran[0] / run)[1]["parts"]["audit"] for run in (name, other)]
+    assert counts[0] == counts[1]
 
 
 def test_what_a_user_is_told(ran):

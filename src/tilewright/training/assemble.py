@@ -32,6 +32,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
+from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import check_equal, in_turn, on_first
 from tilewright.parallel.parallelize import counted_elsewhere, parallelize
 from tilewright.parallel.pipeline.split import Pipeline
@@ -196,8 +197,9 @@ class Components:
 
     @cached_property
     def audit(self) -> Audit:
-        """What the model's matmuls have executed."""
-        return Audit(self.model)
+        """What the model's matmuls have executed, on ranks with other layers too."""
+        world = self.setup.world
+        return Audit(self.model, partial(gather, world.waiting_group) if world.row.size > 1 else None)
 
     @cached_property
     def held_out(self) -> HeldOut:

@@ -5,7 +5,7 @@ operators themselves (`gemm_ops`); of a stack, one for each expert. Other layers
 what the conversion set, and that. The counts are in the checkpoint, so a resumed run continues counting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from tilewright.precision.policy.report import ModuleRow
 Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> matmul -> format -> calls."""
 
+Gather = Callable[[Any], Sequence[Any]]
+"""What all ranks say, by rank."""
+
 _PRODUCT_KINDS = ("linear", "head", "conv", "experts", "router", "attention")
 """Kinds of module that multiply matrices."""
 
@@ -41,6 +44,8 @@ class Audit:
 
     Args:
         model: converted.
+        others: gives what each of the ranks that hold other layers of the model says, with what this one says among it:
+            what is asked of the audit is of all of them then, and all of them ask. None: the model is whole here.
 
     Raises:
         ConfigError: the model is not converted.
@@ -54,32 +59,54 @@ class Audit:
         [('0', 'fprop', 'fp8_tile', 1), ('0', 'dgrad', 'fp8_tile', 0), ('0', 'wgrad', 'fp8_tile', 1)]
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Gather | None = None) -> None:
         if getattr(model, "precision_report", None) is None:
             raise ConfigError("Model is not converted", need='tilewright.convert(model, "fp8_tile") first')
-        self._model = model
+        self._model, self._others = model, others
         self._before: Counts = {}
 
     def rows(self) -> list[AuditRow]:
         """One row per layer, matmul and format that ran; the present format also where it has not run yet."""
+        names = {row.fqn: None for row in self._model.precision_report.rows}
+        found = self._own_rows()
+        for of_rank in [] if self._others is None else self._others(found):
+            names |= dict.fromkeys(of_rank)
+            for fqn, rows in of_rank.items():  # a tied end is held twice, and runs on one rank
+                if _calls(rows) > _calls(found.get(fqn, [])) or fqn not in found:
+                    found[fqn] = rows
+        return [row for fqn in names for row in found.get(fqn, [])]
+
+    def _own_rows(self) -> dict[str, list[AuditRow]]:
+        """Of this rank's modules, by their names."""
         modules = dict(self._model.named_modules())
         weights = tile_weights(self._model)
-        counts = self.counts()
-        rows: list[AuditRow] = []
+        counts = self._own_counts()
+        found: dict[str, list[AuditRow]] = {}
         for row in self._model.precision_report.rows:
             module, ran = modules.get(row.fqn), counts.get(row.fqn, {})
             if row.fqn in weights:
-                rows += _given_over(row, weights[row.fqn], ran)
+                found[row.fqn] = list(_given_over(row, weights[row.fqn], ran))
                 continue
-            rows += _counted(row.fqn, module, ran)
+            if module is None and self._others is not None:
+                continue
+            rows = list(_counted(row.fqn, module, ran))
             if isinstance(module, FrozenFloat8Linear):
                 rows += _frozen(row, module)
             elif not isinstance(module, Float8Linear) and (row.op in _PRODUCT_KINDS or row.fallback):
                 rows.append(_uncounted(row, module))
-        return rows
+            found[row.fqn] = rows
+        return found
 
     def counts(self) -> Counts:
         """Calls so far, those before a resume included; formats that never ran are left out."""
+        own = self._own_counts()
+        for of_rank in [] if self._others is None else self._others(own):
+            for fqn, ran in of_rank.items():
+                if fqn not in own or _total(ran) > _total(own[fqn]):
+                    own[fqn] = ran
+        return own
+
+    def _own_counts(self) -> Counts:
         found: Counts = {}
         for fqn, module in self._model.named_modules():
             if isinstance(module, nn.Linear) and "counts" in vars(module):
@@ -121,6 +148,14 @@ class Audit:
                 Float8Linear.reset_executed(module)
         for count in counters(self._model):
             count.zero_()
+
+
+def _calls(rows: list[AuditRow]) -> int:
+    return sum(row.calls or 0 for row in rows)
+
+
+def _total(ran: dict[str, dict[str, int]]) -> int:
+    return sum(calls for of_gemm in ran.values() for calls in of_gemm.values())
 
 
 def _added(before: dict[str, int], ran: dict[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from tilewright.data.batches.microbatches import (
     count_targets,
     mean_over,
     sum_dtype,
+    sums_by_row,
     sums_of_rows,
     to_device,
 )
@@ -31,7 +32,12 @@ from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.base import ExecutorInputs
-from tilewright.training.executor.standard import StandardAttempt, StandardExecutor, StepProgress
+from tilewright.training.executor.standard import (
+    StandardAttempt,
+    StandardExecutor,
+    StepProgress,
+    quantized_weights,
+)
 
 _VIOLATION = "moe_max_violation"
 
@@ -74,7 +80,18 @@ class PipelineExecutor(StandardExecutor):
         told = [(result.each, batch) for result, batch in zip(results, microbatches, strict=True)]
         judged = self._judged(loss_sum, num_targets, scale)
         self.clock.until_now("gradients")
-        return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
+        return StandardAttempt(*judged, aux, sum(targets), self._rows_of_all(sums_of_rows(told), microbatches))
+
+    def _rows_of_all(
+        self, rows: tuple[Tensor, Tensor] | None, microbatches: Sequence[Batch]
+    ) -> tuple[Tensor, Tensor] | None:
+        """What the last stage knows of each row, on all ranks in the row."""
+        sums = torch.zeros(1 + sum(len(batch["input_ids"]) for batch in microbatches), device=self.device)
+        if rows is not None:
+            sums[0], sums[1:] = 1.0, rows[0]
+        sum_over(self._world.row.handle, [sums])
+        counts = [sums_by_row(torch.zeros(batch["labels"].shape), batch)[1] for batch in microbatches]
+        return (sums[1:], torch.cat(counts)) if sums[0] else None
 
     def _sum_over_ranks(self, loss_sum: Tensor) -> None:
         super()._sum_over_ranks(loss_sum)
@@ -116,4 +133,5 @@ def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
         memory_tracker=inputs.memory_tracker,
         control=inputs.control,
         policy=ActivationPolicy(model, inputs.plan_of(len(model.layers))),
+        weights=quantized_weights(model, inputs.optimizer),
     )
