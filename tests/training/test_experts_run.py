@@ -24,9 +24,11 @@ class Launches:
     def __init__(self, data, folder):
         self.data, self.folder, self.found = data, folder, {}
 
-    def __call__(self, world, changes):
+    def __call__(self, world, changes, seconds=120):
         changes = {name: MIXED | ALONE | of_run for name, of_run in changes.items()}
-        for rank, of_rank in enumerate(on_ranks(world, runs, str(self.data), str(self.folder), changes)):
+        for rank, of_rank in enumerate(
+            on_ranks(world, runs, str(self.data), str(self.folder), changes, seconds=seconds)
+        ):
             self.found.update({(name, world, rank): value for name, value in of_rank.items()})
 
     def check(self, name, world, other, **bounds):
@@ -108,6 +110,7 @@ KINDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.support("adam", "experts_spread")
 @pytest.mark.support("muon", "experts_spread")
 @pytest.mark.support("bf16", "experts_spread")
@@ -117,7 +120,7 @@ KINDS = {
 def test_it_is_the_run_of_shards(data, tmp_path, kind):
     """Where the order of a sum decides what a number is rounded to, two steps on are others too."""
     launch = Launches(data, tmp_path)
-    launch(2, {"spread": SPREAD | KINDS[kind], "shards": KINDS[kind]})
+    launch(2, {"spread": SPREAD | KINDS[kind], "shards": KINDS[kind]}, seconds=280)
     assert not isinstance(launch.found["spread", 2, 0], str), launch.found["spread", 2, 0]
     check_same(tmp_path / "spread", tmp_path / "shards", bound=1e-3)
     told = [

@@ -49,10 +49,19 @@ def test_four_ranks_survive_a_kill_and_two_and_one_go_on(tmp_path):
 @pytest.mark.support("kill", "stages")
 def test_a_stage_that_is_killed_changes_no_weight(tmp_path):
     """The second of two stages, between checkpoints: all begin again, and end where an undisturbed run does."""
-    stages = SAVES | {"parallel.pp": "2", "model.tie_embeddings": "false", "train.steps": "24"}
-    whole = Job(tmp_path / "whole", 2, **stages)
+    _same_after_a_kill(tmp_path, {"parallel.pp": "2", "model.tie_embeddings": "false"})
+
+
+@pytest.mark.support("kill", "experts_spread")
+def test_a_rank_of_experts_that_is_killed_changes_no_weight(tmp_path):
+    _same_after_a_kill(tmp_path, {"parallel.ep": "2", "model.num_experts": "4", "model.expert_dim": "64"})
+
+
+def _same_after_a_kill(tmp_path, changes):
+    settings = SAVES | {"train.steps": "24"} | changes
+    whole = Job(tmp_path / "whole", 2, **settings)
     whole.finish()
-    job = Job(tmp_path / "killed", 2, restarts=1, **stages)
+    job = Job(tmp_path / "killed", 2, restarts=1, **settings)
     job.wait_for_step(8)
     row = kill_one(job, 1)
     job.finish()

@@ -1,0 +1,63 @@
+"""Rows that travel to experts: those of one process in its order, whatever the loads; nothing is lost on the way."""
+
+import pytest
+import torch
+
+from tests.parallel.experts.spread import Case, world_of
+from tests.ranks import on_ranks
+from tilewright.parallel.experts.exchange import ExpertExchange
+
+pytestmark = pytest.mark.dist
+EXPERTS, WIDTH = 6, 5
+LOADS = {
+    "mixed": lambda rank, draw: draw,
+    "a rank without rows": lambda rank, draw: draw * (rank != 1),
+    "no rows anywhere": lambda rank, draw: draw * 0,
+    "one expert": lambda rank, draw: draw * (torch.arange(EXPERTS) == 4),
+    "experts of one rank": lambda rank, draw: draw * (torch.arange(EXPERTS) < 2),
+    "from one rank to others": lambda rank, draw: draw * (rank == 2) * (torch.arange(EXPERTS) < 4),
+}
+
+
+def _counts(world_size, load, seed):
+    draws = torch.randint(0, 7, (world_size, EXPERTS), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([LOADS[load](rank, draw) for rank, draw in enumerate(draws)])
+
+
+def _rows(rank, counts_E, dtype):
+    """Of values that say where they are from: rank, expert, number."""
+    rows = [(rank, expert, number, 0, 1) for expert, count in enumerate(counts_E.tolist()) for number in range(count)]
+    return torch.tensor(rows, dtype=torch.float32).view(-1, WIDTH).to(dtype)
+
+
+def _exchanged(rank, dtype):
+    world, told = world_of(Case(3)), []
+    for seed, load in enumerate(LOADS):
+        counts = _counts(3, load, seed)
+        exchange = ExpertExchange(world.experts, EXPERTS)
+        rows_PD = _rows(rank, counts[rank], dtype).requires_grad_()
+        seen = []
+
+        def run(rows, seen=seen, exchange=exchange):
+            seen.append([x.detach().clone() for x in rows])
+            return [x * (expert + 1) for x, expert in zip(rows, exchange.held, strict=True)]
+
+        out_PD = exchange(rows_PD, counts[rank], run)
+        (got,) = seen
+        for x, expert in zip(got, exchange.held, strict=True):
+            all_rows = torch.cat([_rows(other, counts[other], dtype) for other in range(3)])
+            assert torch.equal(x, all_rows[all_rows[:, 1] == expert]), f"{load}: expert {expert} has other rows"
+        factor = rows_PD.detach()[:, 1:2] + 1
+        assert torch.equal(out_PD, rows_PD.detach() * factor), load
+        out_PD.backward(torch.ones_like(out_PD))
+        assert torch.equal(rows_PD.grad, torch.ones_like(rows_PD) * factor), load
+        elsewhere = int(counts[rank].sum() - counts[rank, exchange.held].sum())
+        here = int(counts[:, exchange.held].sum() - counts[rank, exchange.held].sum())
+        assert exchange.sent_bytes == 2 * (elsewhere + here) * WIDTH * rows_PD.element_size(), "there, back, twice"
+        told.append(load)
+    return told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_one_process(dtype):
+    assert on_ranks(3, _exchanged, dtype) == [list(LOADS)] * 3
