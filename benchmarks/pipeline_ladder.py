@@ -1,7 +1,8 @@
-"""The ladder of idle time on 32 simulated ranks, PP 8 x DP 4, log-normal documents: from documents balanced by tokens under
-1F1B to the best that levers bring, and the cases in which that is not enough.
+"""The ladder of idle time on 32 simulated ranks, PP 8 x DP 4, log-normal documents: from documents balanced by tokens
+under 1F1B to the best that levers bring, and the cases in which that is not enough.
 
-Simulated, not measured: the order of passes is torch's own, costs and links are given. Five steps of other documents each.
+Simulated, not measured: the order of passes is torch's own, costs and links are given. Five steps, each of other
+documents.
 
 python -m benchmarks.pipeline_ladder
 """
@@ -19,8 +20,8 @@ from tilewright.planner.simulate.lengths import DrawnLengths
 from tilewright.planner.simulate.torch_tables import torch_tables
 
 CLAIM = (
-    "simulated, PP 8 x DP 4, 32 micro-batches per row, log-normal documents: ranks idle for at least 23 % of a step with "
-    "documents balanced by tokens under 1F1B, for less than 7 % with the levers on; which other cases keep to that"
+    "simulated, PP 8 x DP 4, 32 micro-batches per row, log-normal documents: ranks idle for at least 23 % of a step "
+    "with documents balanced by tokens under 1F1B, for less than 7 % with the levers on; which other cases keep to that"
 )
 BEFORE, AFTER = 0.23, 0.07
 START = "balanced by tokens"
