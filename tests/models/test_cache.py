@@ -39,7 +39,7 @@ def hf_model(name, **changes):
 def all_logits(model, ids):
     """Logits [B, S, V] of whole rows in one pass: what an uncached run has at each of its tokens."""
     with torch.no_grad():
-        return (model.net(input_ids=ids, use_cache=False).logits if hasattr(model, "net") else model(ids)).float()
+        return (model.net(input_ids=ids, use_cache=False).logits if model.net is not model else model(ids)).float()
 
 
 def assert_same_tokens(model, num_tokens=LONG, rows=2):

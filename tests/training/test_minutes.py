@@ -114,7 +114,7 @@ def test_expected_steps_are_the_recipes_or_those_of_a_planned_rate():
 )
 def test_steps_are_passes_unless_steps_or_minutes_are_typed(typed, length):
     loaded = load_recipe("sft_lora", ["--model.path=x", "--train.global_batch_size=15", *typed], environ={})
-    train = with_passes(loaded, SimpleNamespace(num_rows={"a": 20, "b": 10}), 3).recipe.train
+    train = with_passes(loaded, SimpleNamespace(full_rows=30), 3).recipe.train
     assert (train.steps, train.minutes) == length
 
 

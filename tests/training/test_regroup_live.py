@@ -68,7 +68,7 @@ class Run:
         planner = PlayedPlanner(NUM_LAYERS, KINDS[which])
 
         def peaks():  # as expected
-            return {"backward": int(planner.predict(self.executor.memory_plan, self.length).peak_bytes)}
+            return {"backward": int(planner.predict(self.executor.memory_plan, self.length).step_bytes)}
 
         self.length = 512
         self.replanner = AdaptiveReplanner(

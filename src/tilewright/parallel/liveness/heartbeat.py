@@ -202,9 +202,14 @@ class Heartbeat:
 
 
 def records(folder: Path) -> dict[int, RankRecord]:
-    """The records in a run folder by rank; one that is being written just now is left out."""
+    """The records in a run folder by rank; one that is being written just now is left out. None where another rank
+    removes the folder just now."""
     found = {}
-    for path in sorted((folder / FOLDER).glob("*.json")):
+    try:
+        paths = sorted((folder / FOLDER).glob("*.json"))
+    except FileNotFoundError:
+        return found
+    for path in paths:
         with contextlib.suppress(ValueError, TypeError, OSError):
             record = RankRecord(**json.loads(path.read_text()))
             found[record.rank] = record

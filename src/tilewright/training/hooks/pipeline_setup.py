@@ -1,5 +1,7 @@
 """The hook of a run with stages. torch's pipelining takes its time to be imported, so this is where it first is."""
 
+from typing import cast
+
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.data.batches.stream import Stream
 from tilewright.models.base.protocols import Model
@@ -27,11 +29,11 @@ def pipeline_hooks(
     from tilewright.training.executor.pipeline import PipelineExecutor
     from tilewright.training.hooks.pipeline_hook import PipelineHook
 
-    if not isinstance(executor, PipelineExecutor) or not isinstance(model, Staged):
-        return ()
+    assert isinstance(model, Staged), "cut by `parallelize`"
+    runs = cast(PipelineExecutor, executor)  # the one that can run stages
     balance = section.balance == "on" and stream.takes_documents
     return (
         PipelineHook(
-            model, executor, world, stream, balance=balance, resplit=section.resplit == "on", limit_bytes=limit_bytes
+            model, runs, world, stream, balance=balance, resplit=section.resplit == "on", limit_bytes=limit_bytes
         ),
     )
