@@ -238,7 +238,9 @@ def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
 
 @functools.cache
 def _compiled_step() -> ChunkStep:
-    return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
+    """Compiled for each number of rows: torch 2.13's CPU code for any number of rows writes outside of its memory."""
+    row_loops = (row_lse, masked_softmax_)
+    return ChunkStep(*(torch.compile(loop, dynamic=False, options=compile_options()) for loop in row_loops))
 
 
 def compiled(
