@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from tilewright.core.config.load import load_recipe
+from tilewright.core.config.sections.expert_conflicts import REFUSED_WITH_EXPERTS
 from tilewright.core.errors import ConfigError
 
 SPREAD = {"parallel.ep": "2", "model.num_experts": "8", "optim.kind": "adamw"}
@@ -31,6 +32,10 @@ def accepted(try_, **settings):
 def test_spread_experts_alone_are_accepted():
     assert load(**{"precision.mode": "fp8_tile"}).parallel.ep == 2
     assert load(**{"parallel.dp_shard": "4", "optim.kind": "muon"}).parallel.ep == 2
+
+
+def test_each_row_of_the_table_has_a_case():
+    assert {field for _, field, *_ in REFUSED_WITH_EXPERTS} == set(REFUSED)
 
 
 @pytest.mark.support("hf", "experts_spread", refused=True)

@@ -6,6 +6,7 @@ import pytest
 
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.sections.parallel import ScheduleName
+from tilewright.core.config.sections.stage_conflicts import REFUSED_WITH_STAGES
 from tilewright.core.errors import ConfigError
 
 STAGES = {"parallel.pp": "2", "model.tie_embeddings": "false", "optim.kind": "adamw"}
@@ -35,6 +36,10 @@ def test_stages_alone_are_accepted():
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
 def test_both_ends_may_be_one_parameter(schedule):
     assert load(**{"model.tie_embeddings": "true", "parallel.schedule": schedule}).executor == "pipeline"
+
+
+def test_each_row_of_the_table_has_a_case():
+    assert {field for _, field, *_ in REFUSED_WITH_STAGES} == set(REFUSED) | {"model.task"}
 
 
 @pytest.mark.support("layer_major", "stages", refused=True)

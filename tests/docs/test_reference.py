@@ -64,6 +64,15 @@ def test_the_layers_are_those_of_the_contracts():
             assert re.search(rf"^(.*\| )?{package.name}( \|.*)?$", layers.layers(), re.MULTILINE), package.name
 
 
+@pytest.mark.parametrize("name", ["pipelines", "expert-parallelism"])
+def test_a_how_to_lists_what_is_refused(name):
+    layers = tool("write_layers")
+    committed = layers.how_to(name).read_text(encoding="utf-8")
+    assert committed == layers.with_refused(name, committed), "run `make reference`"
+    for _, field, *_ in layers.REFUSED[name][1]:
+        assert field in committed
+
+
 def test_the_support_matrix_is_up_to_date():
     support = tool("write_ranks_support")
     found = support.marks()

@@ -1,4 +1,5 @@
-"""Start and end of `torch.distributed` around a run, and what must be equal on all ranks before it begins.
+"""Start and end of `torch.distributed` around a run, what must be equal on all ranks before it begins, and the torch
+that it takes.
 
     with launched(MeshSizes(dp_shard=REST), device="auto", timeout_s=600, facts={"recipe": digest}) as world:
         prepared = in_turn(world, prepare)          # the first prepares, the others find it prepared
@@ -9,7 +10,7 @@ torchrun names the ranks in the environment. One process needs none of this: no 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -192,3 +193,46 @@ def check_equal(world: World, facts: Mapping[str, str]) -> None:
         return
     world.waits()
     raise_where_unequal(gather(world.waiting_group, dict(facts)))
+
+
+@dataclass(frozen=True)
+class TorchNeed:
+    """What needs a torch that is not older, why, and what does without.
+
+    Example:
+        >>> PIPELINES.check("2.13.0+cpu")
+        >>> EXPERTS.check("2.9.1")
+        Traceback (most recent call last):
+        tilewright.core.errors.HardwareError: Expert parallelism needs a newer torch...
+    """
+
+    who: str
+    why: str
+    instead: str
+    oldest: tuple[int, int] = (2, 13)
+
+    def check(self, version: str = torch.__version__) -> None:
+        """Raise below that torch.
+
+        Raises:
+            HardwareError: it is older.
+        """
+        major, minor = (int(part) for part in version.split(".")[:2])
+        if (major, minor) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            raise HardwareError(
+                f"{self.who} a newer torch",
+                got=f"torch {version}",
+                need=f"torch {oldest} or newer: {self.why}",
+                try_=f"pip install 'torch>={oldest}', or {self.instead}",
+            )
+
+
+PIPELINES = TorchNeed(
+    "Pipelines need", "older ones take the shapes of a step from its first micro-batch", "--parallel.pp 1"
+)
+EXPERTS = TorchNeed(
+    "Expert parallelism needs",
+    "in older ones a layer's parameters are all sharded over the same processes",
+    "--parallel.ep 1",
+)

@@ -16,7 +16,8 @@ from tilewright.models.base.routers import find_routers, num_experts
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.parts import part_of, sharded_like
 from tilewright.optim.gradients import gradient_values, total_norm
-from tilewright.parallel.experts.hold import check_torch, hold_experts
+from tilewright.parallel.experts.hold import hold_experts
+from tilewright.parallel.launch import EXPERTS
 from tilewright.precision.convert import evaluating, set_mode
 
 
@@ -134,6 +135,6 @@ def test_what_cannot_be_spread():
 
 def test_an_older_torch_is_named():
     with pytest.raises(HardwareError, match=r"torch 2\.11") as caught:
-        check_torch("2.11.0+cpu")
+        EXPERTS.check("2.11.0+cpu")
     assert "--parallel.ep 1" in str(caught.value)
-    check_torch("2.13.1")
+    EXPERTS.check("2.13.1")

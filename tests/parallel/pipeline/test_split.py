@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.parallel.launch import PIPELINES
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.torch_names import check_torch
 
 SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
                              ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipe_v", 2)])  # fmt: skip
@@ -68,10 +68,10 @@ def test_a_count_that_is_refused_comes_with_one_that_is_not(schedule, pp, count)
 @pytest.mark.parametrize("version", ["2.12.1", "1.13.0+cu118", "2.9.0"])
 def test_an_older_torch_is_refused_by_name(version):
     with pytest.raises(HardwareError, match="newer torch") as caught:
-        check_torch(version)
+        PIPELINES.check(version)
     assert version in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.0.dev20261101", "3.0"])
 def test_a_newer_one_is_taken(version):
-    check_torch(version)
+    PIPELINES.check(version)

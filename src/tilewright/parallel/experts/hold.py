@@ -9,19 +9,17 @@ Router, shared experts and everything else stay as they are. Ranks of `ep` read 
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewright.core.config.sections.expert_conflicts import uneven_experts
-from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
 from tilewright.parallel.experts.exchange import ExpertExchange
+from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.stages import HeldLayers
 from tilewright.parallel.world import World
-
-OLDEST = (2, 13)
 
 
 class HeldExperts(HeldLayers):
@@ -47,9 +45,9 @@ def hold_experts(model: nn.Module, world: World) -> None:
 
     Raises:
         ConfigError: it has no experts, or so many that they do not come out even; see `check_experts`.
-        HardwareError: see `check_torch`.
+        HardwareError: this torch is too old for it.
     """
-    check_torch()
+    EXPERTS.check()
     if not isinstance(model, Decoder):
         raise ConfigError(
             "Model whose experts cannot be spread yet",
@@ -94,19 +92,3 @@ def check_experts(num_experts: int, ep: int) -> None:
     """
     for found in uneven_experts(num_experts, ep):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.ep")
-
-
-def check_torch(version: str = torch.__version__) -> None:
-    """Raise below the torch whose FSDP2 takes parameters of two meshes in one module.
-
-    Raises:
-        HardwareError: it is older.
-    """
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < OLDEST:
-        raise HardwareError(
-            "Expert parallelism needs a newer torch",
-            got=f"torch {version}",
-            need="torch 2.13 or newer: in older ones a layer's parameters are all sharded over the same processes",
-            try_="pip install 'torch>=2.13', or --parallel.ep 1",
-        )

@@ -13,8 +13,9 @@ from torch import Tensor
 from tilewright.models.base.protocols import LayerContext
 from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.parts import local
+from tilewright.parallel.launch import PIPELINES
 from tilewright.parallel.pipeline.staged import MicroBatch, Staged
-from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules, check_torch
+from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules
 from tilewright.parallel.shard import keep_fp32_sums
 from tilewright.precision.mixed.deferred import attach
 
@@ -48,7 +49,7 @@ class PipelineSteps:
     """
 
     def __init__(self, model: Staged, device: torch.device, watch: PassWatch = unwatched) -> None:
-        check_torch()
+        PIPELINES.check()
         self._model, self._device = model, device
         pipeline, self._width = model.pipeline, model.width
         self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]

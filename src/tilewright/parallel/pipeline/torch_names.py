@@ -26,7 +26,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from tilewright.core.config.sections.parallel import ScheduleName
-from tilewright.core.errors import HardwareError
 from tilewright.ops.base.deferred import WeightGradientQueue
 
 SCHEDULES: dict[ScheduleName, Any] = {
@@ -37,7 +36,6 @@ SCHEDULES: dict[ScheduleName, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipe_v": ScheduleDualPipeV,
 }
-OLDEST = (2, 13)
 PRIVATE_OF_STAGE = ("args_recv_info", "grad_recv_info", "chunks", "_runtime_validate")
 PRIVATE_OF_SCHEDULE = ("_step_microbatches", "_has_backward", "_internal_losses")
 
@@ -46,22 +44,6 @@ class PassWatch(Protocol):
     """Told what a stage does next; what it returns is open while the stage does it."""
 
     def __call__(self, action: str, stage: int, number: int) -> AbstractContextManager[None]: ...
-
-
-def check_torch(version: str = torch.__version__) -> None:
-    """Raise below the torch whose pipelines are driven here.
-
-    Raises:
-        HardwareError: it is older.
-    """
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < OLDEST:
-        raise HardwareError(
-            "Pipelines need a newer torch",
-            got=f"torch {version}",
-            need="torch 2.13 or newer: older ones take the shapes of a step from its first micro-batch",
-            try_="pip install 'torch>=2.13', or --parallel.pp 1",
-        )
 
 
 class RaggedStage(PipelineStage):

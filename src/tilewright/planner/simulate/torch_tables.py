@@ -41,9 +41,9 @@ def _tables_here(wanted: Sequence[tuple[int, Any, int, int]]) -> list[list[str]]
     import torch.distributed as dist  # here: a module of the planner is imported where nothing is distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from tilewright.parallel.pipeline.torch_names import check_torch
+    from tilewright.parallel.launch import PIPELINES  # torch is imported where it is needed
 
-    check_torch()
+    PIPELINES.check()
     found = []
     for pp, schedule, virtual, count in wanted:
         dist.init_process_group("fake", rank=0, world_size=pp, store=FakeStore())

@@ -17,7 +17,7 @@ from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.schema import flat
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.launch import on_first
+from tilewright.parallel.launch import PIPELINES, on_first
 from tilewright.parallel.liveness.failure import (
     Blame,
     RankEnd,
@@ -240,9 +240,7 @@ def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
         ConfigError: see `check_world`.
         HardwareError: see `check_world`.
     """
-    from tilewright.parallel.pipeline.torch_names import check_torch  # half a second that other runs do not need
-
-    check_torch()
+    PIPELINES.check()
     if not can.stages:
         raise ConfigError(
             "Executor without stages",

@@ -1,13 +1,12 @@
 """What experts that are spread over processes (`parallel.ep`) cannot be together with, each by name."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.refused import Refused, refused
 
-# (is it so here?, field, what it is called, what is asked for instead, what would do)
-_REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
+REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
     (
         lambda r: r.model.kind == "hf",
         "model.kind", "Hugging Face models", "tilewright's own decoder", "--parallel.ep 1: shards take any model",
@@ -42,16 +41,7 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     parallel, model = recipe.parallel, recipe.model
     if parallel.ep == 1:
         return
-    for found, field, what, need, try_ in _REFUSED:
-        if found(recipe):
-            value = functools.reduce(getattr, field.split("."), recipe)
-            yield Conflict(
-                ("parallel.ep", field),
-                f"{what} cannot be with experts on several processes yet",
-                f"parallel.ep = {parallel.ep}, {field} = {value}",
-                need,
-                try_ if "parallel.ep" in try_ else f"{try_}, or --parallel.ep 1",
-            )
+    yield from refused(recipe, "parallel.ep", REFUSED_WITH_EXPERTS, "cannot be with experts on several processes yet")
     if parallel.dp_shard > 0 and parallel.dp_shard % parallel.ep:
         yield Conflict(
             ("parallel.ep", "parallel.dp_shard"),

@@ -1,14 +1,13 @@
 """What stages of a pipeline (`parallel.pp`) cannot be together with, each by name."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import DEFERRING
+from tilewright.core.config.sections.refused import Refused, refused
 
-# (is it so here?, field, what it is called, what it is said to be, what would do)
-_REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
+REFUSED_WITH_STAGES: tuple[Refused, ...] = (
     (
         lambda r: r.model.kind == "hf" and r.model.task == "image_classification",
         "model.task", "Image classifiers", "a language model", '--model.task causal_lm',
@@ -63,16 +62,7 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     parallel, model = recipe.parallel, recipe.model
     if parallel.pp == 1:
         return
-    for found, field, what, need, try_ in _REFUSED:
-        if found(recipe):
-            value = functools.reduce(getattr, field.split("."), recipe)
-            yield Conflict(
-                ("parallel.pp", field),
-                f"{what} cannot be cut into stages yet",
-                f"parallel.pp = {parallel.pp}, {field} = {value}",
-                need,
-                f"{try_}, or --parallel.pp 1",
-            )
+    yield from refused(recipe, "parallel.pp", REFUSED_WITH_STAGES, "cannot be cut into stages yet")
     stages = parallel.pp * parallel.stages_per_process
     if model.kind != "hf" and not model.path and model.num_layers < stages:
         yield Conflict(
