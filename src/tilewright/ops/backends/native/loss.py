@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.backends.compiled_rows import in_blocks
 from tilewright.ops.backends.native import wide
-from tilewright.ops.base.compile import compile_options
 from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.base.derivatives import without_second
 from tilewright.ops.base.labels import IGNORED, TokenLosses, check_labels, summed_and_each
@@ -238,9 +238,7 @@ def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
 
 @functools.cache
 def _compiled_step() -> ChunkStep:
-    """Compiled for each number of rows: torch 2.13's CPU code for any number of rows writes outside of its memory."""
-    row_loops = (row_lse, masked_softmax_)
-    return ChunkStep(*(torch.compile(loop, dynamic=False, options=compile_options()) for loop in row_loops))
+    return ChunkStep(in_blocks(row_lse), in_blocks(masked_softmax_))
 
 
 def compiled(
