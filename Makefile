@@ -7,6 +7,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Arguments for train and mutants, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
+# One thread a test process: two processes share the cores without fighting over them. What is compiled of tests, and of
+# our modules for the processes that they start, is kept: an environment that forbids it pays for it again each time.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help train test test-fast lint types unit again fuzz mutants hooks docs bench reference support constraints clean
 
@@ -16,13 +19,15 @@ help: ## list the targets
 train: $(READY) ## train a recipe and print where its report is (ARGS="fp32 --train.steps 100")
 	@$(BIN)/tilewright train $(ARGS)
 
-test: lint types unit ## lint, import layers, types and all tests
+# Pyright has a processor for itself for as long as the test processes import.
+test: lint ## lint, import layers, types and all tests
+	@$(MAKE) --no-print-directory --keep-going -j2 types unit
 
 # The inner loop: the folders that take seconds, without tests of several processes. `make test` runs everything.
 FAST := core formats optim memory report cli contracts
 FAST_NOT := tests/contracts/test_settings.py tests/contracts/test_wheel.py
 test-fast: lint ## lint and the quick tests, in under 90 s
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q --durations=5 \
+	@$(PYTEST) -n 2 --dist loadfile -q --durations=5 \
 	  -m "not slow and not gpu and not dist" $(FAST:%=tests/%) $(FAST_NOT:%=--ignore=%)
 
 lint: $(READY) ## ruff and the import layers
@@ -33,19 +38,18 @@ lint: $(READY) ## ruff and the import layers
 types: $(READY) ## pyright
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-# One thread a test process: two processes share the cores without fighting over them.
 unit: $(READY) ## all tests but the slow ones and those for a GPU
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
+	@$(PYTEST) -n 2 --dist loadfile -q
 
 # A test that passes alone and not beside others has a race. More than five failures are no such tests.
 again: $(READY) ## run the tests that failed last once more, one at a time
 	@$(BIN)/python tools/failed_last.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v
+	@$(PYTEST) --last-failed --last-failed-no-failures none -v
 
 # TEST_SEED=17 repeats the numbers of a failure.
 fuzz: $(READY) ## all tests on random numbers, and property-based ones on cases, that were never drawn before
 	@seed=$${TEST_SEED:-$$RANDOM}; echo "TEST_SEED=$$seed"; \
-	  TEST_SEED=$$seed HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
+	  TEST_SEED=$$seed HYPOTHESIS_PROFILE=fuzz $(PYTEST) -n 2 --dist loadfile -q
 
 # The tool is an extra of its own: the tests do not need it.
 mutants: $(READY) ## change code at random and print which changes no test finds (ARGS="--count 60 --seed 7")
@@ -74,10 +78,10 @@ reference: $(READY) ## rewrite the pages of docs/reference that are made from th
 	@$(BIN)/python -m benchmarks.pages
 
 support: $(READY) ## run every check of every model family and rewrite the page of it (long)
-	@ZOO_RECORD=tests/zoo/outcomes.json OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/zoo \
+	@ZOO_RECORD=tests/zoo/outcomes.json $(PYTEST) -q -m "slow or not slow" tests/zoo \
 	  --deselect tests/zoo/test_table.py || true
 	@$(BIN)/python tools/write_support.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/zoo/test_table.py
+	@$(PYTEST) -q tests/zoo/test_table.py
 
 constraints: $(READY) ## write the installed versions to constraints.txt
 	@$(BIN)/python tools/write_constraints.py

@@ -1,6 +1,7 @@
 """`make help` has a line for every target, and what the Makefile names is there."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,3 +53,33 @@ def test_few_failures_run_again(failed, status, tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "failed_last.py")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.count("failed beside others")) == (status, failed)
+
+
+TOOLS = ("ruff", "lint-imports", "pyright", "python")
+"""What `make test` starts; the last one runs the tests."""
+
+
+@pytest.mark.parametrize("fails", [None, *TOOLS])
+def test_make_test_fails_where_one_of_its_parts_does(fails, tmp_path):
+    """Types are checked beside the tests: whichever fails, the other one runs to its end, and the whole fails."""
+    said, ready = tmp_path / "said", tmp_path / "ready"
+    ready.touch()  # an environment newer than its dependencies
+    for name in TOOLS:
+        tool = tmp_path / name
+        says = f'echo {name} "$@" "[$PYTHONDONTWRITEBYTECODE]" >> {said}'
+        tool.write_text(f"#!/bin/sh\n{says}\nexit {int(name == fails)}\n")
+        tool.chmod(0o755)
+    command = ["make", "test", f"BIN={tmp_path}", f"READY={ready}"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    environ |= {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == (fails is not None), done.stderr
+    ran = said.read_text().splitlines()
+    started = {line.split()[0] for line in ran}
+    if fails in (None, "pyright", "python"):
+        assert started == set(TOOLS)
+        (tests,) = [line for line in ran if line.startswith("python ")]
+        assert "-m pytest" in tests
+        assert tests.endswith("[]"), "what is compiled of tests and modules is kept"
+    else:
+        assert not started & {"pyright", "python"}, "lint fails within seconds, and nothing else begins"

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -129,13 +130,15 @@ def test_trained_vocabularies_on_odd_texts(pattern, kind):
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.text(st.one_of(st.sampled_from(ODD + "sStTlLdDmMrReEvV'''' \n\t"), st.characters(exclude_categories=["Cs"]))))
 def test_pieces_of_any_text(text):
-    for pattern, (ranked, backend) in BY_PATTERN.items():
+    for pattern, (ranked, backend) in by_pattern().items():
         (mine,) = ranked.encode([text])
         assert mine is None or mine == backend.encode(text, add_special_tokens=False).ids, pattern
         assert mine is not None or any(c >= "\U00040000" for c in text)
 
 
-def _by_pattern():
+@cache
+def by_pattern():
+    """The encoder and the backend that it stands for, of each pattern."""
     model = json.loads(train_tokenizer([ODD, write_text(0, 100)], 400).backend.to_str())["model"]
     found = {}
     for pattern in sorted(_PATTERNS):
@@ -144,14 +147,11 @@ def _by_pattern():
     return found
 
 
-BY_PATTERN = _by_pattern()
-
-
 def test_every_character_after_an_apostrophe():
     """Both engines fold case alike there, of all characters."""
     text = "".join(f"'{chr(c)}" for c in range(0x11000) if not 0xD800 <= c < 0xE000)
     for pattern in (SPLIT_PATTERN, min(_PATTERNS, key=len)):
-        ranked, backend = BY_PATTERN[pattern]
+        ranked, backend = by_pattern()[pattern]
         assert classes_agree(pattern)
         assert ranked.encode([text]) == [backend.encode(text, add_special_tokens=False).ids]
 
@@ -160,16 +160,16 @@ def test_every_character_after_an_apostrophe():
     "text", ["a" * 300_000, "." * 210_000, "1" * 50_000, " x" * 60_000 + " " * 99_000, "漢" * 70_000]
 )
 def test_long_words(text):
-    for ranked, backend in BY_PATTERN.values():
+    for ranked, backend in by_pattern().values():
         assert ranked.encode([text]) == [backend.encode(text, add_special_tokens=False).ids]
 
 
 def test_white_space_that_the_engine_cannot_go_back_through_is_left_out():
-    assert BY_PATTERN[SPLIT_PATTERN][0].encode([" " * 1_500_000 + "x"]) == [None]
+    assert by_pattern()[SPLIT_PATTERN][0].encode([" " * 1_500_000 + "x"]) == [None]
 
 
 def test_gpt2s_own_pre_tokenizer():
-    _, backend = BY_PATTERN[SPLIT_PATTERN]
+    _, backend = by_pattern()[SPLIT_PATTERN]
     backend = Tokenizer.from_str(backend.to_str())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     assert not assert_same(backend, [ODD, write_text(4, 100)])
@@ -177,7 +177,7 @@ def test_gpt2s_own_pre_tokenizer():
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 def test_normalizers(form):
-    backend = Tokenizer.from_str(BY_PATTERN[SPLIT_PATTERN][1].to_str())
+    backend = Tokenizer.from_str(by_pattern()[SPLIT_PATTERN][1].to_str())
     backend.normalizer = getattr(normalizers, form)()
     assert not assert_same(backend, [ODD, "e\u0301 Å ﬁ ＡＢ", "plain text"])
 
@@ -186,7 +186,7 @@ def test_normalizers(form):
 @pytest.mark.parametrize("special", [False, True])
 def test_texts_with_tokens_of_the_users_are_left_out(special, normalized):
     """Names of special tokens are text; names of others are tokens, which tiktoken does not know."""
-    backend = Tokenizer.from_str(BY_PATTERN[SPLIT_PATTERN][1].to_str())
+    backend = Tokenizer.from_str(by_pattern()[SPLIT_PATTERN][1].to_str())
     backend.normalizer = normalizers.NFC()
     token = AddedToken("<é>", special=special, normalized=normalized)
     (backend.add_special_tokens if special else backend.add_tokens)([token])
@@ -196,7 +196,7 @@ def test_texts_with_tokens_of_the_users_are_left_out(special, normalized):
 
 
 def test_what_is_left_to_tokenizers():
-    _, backend = BY_PATTERN[SPLIT_PATTERN]
+    _, backend = by_pattern()[SPLIT_PATTERN]
 
     def reason(change):
         state = json.loads(backend.to_str())
