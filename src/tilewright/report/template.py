@@ -2,7 +2,7 @@
 
 from importlib import resources
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 
@@ -18,5 +18,7 @@ def fill(name: str, **context: object) -> str:
         name: file of this package.
         context: what the template names, besides `css` and `svg` (a function that marks a finished chart as HTML).
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(read(name)).render(css=Markup(read("page.css")), svg=Markup, **context)
+    environment = Environment(
+        loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name).render(css=Markup(read("page.css")), svg=Markup, **context)
