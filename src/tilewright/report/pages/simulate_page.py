@@ -20,7 +20,7 @@ from tilewright.planner.simulate.step import CAUSES, SimulatedStep
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
 from tilewright.report.svg.charts import Series, line_chart
-from tilewright.report.svg.dense_gantt import GanttRow, dense_gantt
+from tilewright.report.svg.gantt import GanttRow, dense_gantt
 from tilewright.report.template import fill
 
 _COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}

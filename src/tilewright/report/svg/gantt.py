@@ -1,11 +1,27 @@
-"""Bars over time as inline SVG, a line of them for each rank. What a bar is shows under the pointer."""
+"""Bars over time as inline SVG, a line of them for each rank. What is empty is idle time.
 
-from collections.abc import Sequence
+`gantt_chart` draws a few ranks, with a bar for each pass that has its name inside and its text under the pointer.
+`dense_gantt` draws many: one path for each rank and colour, so that 256 ranks are one picture.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_CHAR, _RIGHT, _BASE = 6.3, 14.0, 30.0
-_HEIGHT, _GAP = 18.0, 4.0
+from tilewright.core.units import format_seconds
+from tilewright.report.svg.axes import Scale
+
+Span = tuple[float, float]
+"""Begin and end, in seconds."""
+
+_CHAR, _RIGHT, _BASE, _TOP = 6.3, 14.0, 34.0, 6.0
+_HIGHEST, _LOWEST, _HEIGHT = 18.0, 3.0, 760.0
+"""Pixels of a line of many: as much as goes into the height, within these."""
+_GAP = 4.0
+"""Pixels between two lines of a few."""
+_TEXT = 11.0
+"""Pixels between two names, at least."""
 _LEAST = 0.25
 """Pixels of the thinnest bar."""
 
@@ -22,8 +38,70 @@ class TimedBar:
     text: str
 
 
+@dataclass(frozen=True)
+class GanttRow:
+    """The bars of a rank.
+
+    Example:
+        >>> GanttRow("rank 0", {0: [(0.0, 1.0)], 1: [(1.0, 3.0)]}).busy_s
+        3.0
+    """
+
+    name: str
+    bars: Mapping[int, Sequence[Span]]
+    """By colour (see `page.css`), rising."""
+    text: str = ""
+    """Shown under the pointer behind the name."""
+
+    @property
+    def busy_s(self) -> float:
+        """Of all bars."""
+        return math.fsum(end - begin for spans in self.bars.values() for begin, end in spans)
+
+
+class _Lines:
+    """Lines of bars with their names, over one axis of time that begins at 0.
+
+    Args:
+        names: of the lines, from the top.
+        end_s: of the axis.
+        width: of the picture, in pixels.
+        high: pixels from one line to the next.
+    """
+
+    def __init__(self, names: Sequence[str], end_s: float, width: int, high: float) -> None:
+        self._names, self._width, self.high = names, width, high
+        self._left = max(map(len, names), default=0) * _CHAR + 12
+        self.x = Scale(0.0, max(end_s, 1e-12), self._left, width - _RIGHT)
+
+    def top(self, number: int) -> float:
+        """Of a line."""
+        return _TOP + number * self.high
+
+    def svg(self, bars: Sequence[str], label: str) -> str:
+        """The picture: axis, names where lines are high enough, and what is drawn on them."""
+        base, every = self.top(len(self._names)), max(1, math.ceil(_TEXT / self.high))
+        parts = []
+        for tick in self.x.ticks(8):
+            at = f"{self.x(tick):.1f}"
+            parts.append(
+                f'<line class="grid" x1="{at}" x2="{at}" y1="{_TOP}" y2="{base:.1f}"/>'
+                f'<text class="tick" x="{at}" y="{base + 15:.1f}" text-anchor="middle">'
+                f"{escape(format_seconds(tick))}</text>"
+            )
+        for number in range(0, len(self._names), every):
+            middle = self.top(number) + min(self.high, _TEXT) / 2 + 4
+            parts.append(
+                f'<text class="rowname" x="{self._left - 8:.0f}" y="{middle:.1f}" text-anchor="end">'
+                f"{escape(self._names[number])}</text>"
+            )
+        height = base + _BASE
+        head = f'<svg viewBox="0 0 {self._width} {height:.0f}" role="img" aria-label="{escape(label, quote=True)}">'
+        return "".join([head, *parts, *bars, "</svg>"])
+
+
 def gantt_chart(rows: Sequence[tuple[str, Sequence[TimedBar]]], *, label: str, end_s: float, width: int = 1080) -> str:
-    """Rows of bars over one axis of milliseconds.
+    """A chart of a few ranks, a bar for each pass.
 
     Args:
         rows: a name, and its bars.
@@ -31,37 +109,58 @@ def gantt_chart(rows: Sequence[tuple[str, Sequence[TimedBar]]], *, label: str, e
         end_s: of the axis, which begins at 0.
         width: of the picture, in pixels.
     """
-    left = max((len(name) for name, _ in rows), default=0) * _CHAR + 12
-    scale = (width - left - _RIGHT) / max(end_s, 1e-9)
+    lines = _Lines([name for name, _ in rows], end_s, width, _HIGHEST + _GAP)
     parts = []
-    for number, (name, bars) in enumerate(rows):
-        top = 4 + number * (_HEIGHT + _GAP)
-        middle = top + _HEIGHT / 2 + 4
-        parts.append(
-            f'<text class="rowname" x="{left - 8:.0f}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
-            f'<line class="grid" x1="{left:.1f}" x2="{width - _RIGHT:.1f}" y1="{top + _HEIGHT:.1f}" '
-            f'y2="{top + _HEIGHT:.1f}"/>'
-        )
+    for number, (row, bars) in enumerate(rows):
+        top = lines.top(number)
         for bar in bars:
-            x, wide = left + bar.begin_s * scale, max(bar.seconds * scale - 0.3, _LEAST)
-            inside = ""
+            x = lines.x(bar.begin_s)
+            wide, inside = max(lines.x(bar.begin_s + bar.seconds) - x - 0.3, _LEAST), ""
             if wide > len(bar.name) * _CHAR + 2:
                 inside = (
-                    f'<text class="tick" x="{x + wide / 2:.1f}" y="{middle:.1f}" text-anchor="middle">'
-                    f"{escape(bar.name)}</text>"
+                    f'<text class="tick" x="{x + wide / 2:.1f}" y="{top + _HIGHEST / 2 + 4:.1f}" '
+                    f'text-anchor="middle">{escape(bar.name)}</text>'
                 )
             parts.append(
-                f'<g class="bar"><title>{escape(f"{name}: {bar.text}")}</title><rect class="c{bar.colour}" '
+                f'<g class="bar"><title>{escape(f"{row}: {bar.text}")}</title><rect class="c{bar.colour}" '
                 f'style="fill-opacity:0.75" x="{x:.2f}" y="{top:.1f}" width="{wide:.2f}" '
-                f'height="{_HEIGHT:.1f}"/>{inside}</g>'
+                f'height="{_HIGHEST:.1f}"/>{inside}</g>'
             )
-    base = 4 + len(rows) * (_HEIGHT + _GAP)
-    for i in range(6):
-        at = left + end_s * scale * i / 5
-        parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{base + 14:.1f}" text-anchor="middle">{1e3 * end_s * i / 5:.4g}</text>'
+    return lines.svg(parts, label)
+
+
+def dense_gantt(
+    rows: Sequence[GanttRow], *, label: str, end_s: float, path: Sequence[tuple[int, Span]] = (), width: int = 1080
+) -> str:
+    """A chart of many ranks.
+
+    Args:
+        rows: of ranks, from the top.
+        label: what the chart shows.
+        end_s: of the time axis, which begins at 0.
+        path: (number of a row, span) of bars that are marked by a line through them and between them.
+        width: in pixels.
+    """
+    high = min(_HIGHEST, max(_LOWEST, _HEIGHT / max(len(rows), 1)))
+    lines = _Lines([row.name for row in rows], end_s, width, high)
+    parts = []
+    for number, row in enumerate(rows):
+        bars = "".join(
+            f'<path class="c{colour}" d="{_bars(spans, lines.x, lines.top(number), high * 0.86)}"/>'
+            for colour, spans in row.bars.items()
         )
-    height = base + _BASE
-    parts.append(f'<text class="unit" x="{width - _RIGHT}" y="{height - 2:.1f}" text-anchor="end">milliseconds</text>')
-    head = f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label, quote=True)}">'
-    return head + "".join(parts) + "</svg>"
+        parts.append(f'<g class="lane"><title>{escape(f"{row.name}: {row.text}")}</title>{bars}</g>')
+    if path:
+        points = [(lines.x(at), lines.top(number) + 0.43 * high) for number, span in path for at in span]
+        parts.append(f'<path class="rule c3" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
+    return lines.svg(parts, label)
+
+
+def _bars(spans: Sequence[Span], x: Scale, top: float, high: float) -> str:
+    """Rectangles as one path. Bars that touch are told apart by a gap where they are wide enough for one."""
+    found = []
+    for begin, end in spans:
+        wide = x(end) - x(begin)
+        wide = wide - 0.4 if wide > 1.6 else wide
+        found.append(f"M{x(begin):.1f} {top:.1f}h{wide:.2f}v{high:.1f}h-{wide:.2f}z")
+    return "".join(found)

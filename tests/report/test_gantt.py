@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tilewright.report.svg.dense_gantt import GanttRow, dense_gantt
+from tilewright.report.svg.gantt import GanttRow, TimedBar, dense_gantt, gantt_chart
 
 
 def chart(ranks, bars=40):
@@ -40,3 +40,20 @@ def test_bars_are_where_their_times_are():
 def test_a_chart_without_rows_or_time_is_one():
     ElementTree.fromstring(dense_gantt([], label="nothing", end_s=0.0))
     ElementTree.fromstring(dense_gantt([GanttRow("r", {})], label="nothing", end_s=0.0))
+
+
+def test_a_bar_for_each_pass_is_where_its_time_is_and_has_its_text():
+    bars = [
+        TimedBar(1, 0.0, 1.0, "F0", "forward < 1"),
+        TimedBar(2, 3.0, 1.0, "B0", "backward"),
+        TimedBar(3, 4, 0, "", ""),
+    ]
+    root = ElementTree.fromstring(gantt_chart([("rank 0", bars)], label="a & b", end_s=4.0, width=1000))
+    first, second, empty = [rect.attrib for rect in root.iter("rect")]
+    begin, end = float(first["x"]), 1000 - 14
+    assert float(second["x"]) == pytest.approx(begin + 0.75 * (end - begin), abs=0.02)
+    assert float(first["width"]) == pytest.approx((end - begin) / 4, abs=0.4)
+    assert float(empty["width"]) > 0
+    assert [title.text for title in root.iter("title")][:2] == ["rank 0: forward < 1", "rank 0: backward"]
+    assert {"F0", "B0", "rank 0"} <= {text.text for text in root.iter("text")}
+    ElementTree.fromstring(gantt_chart([], label="nothing", end_s=0.0))
