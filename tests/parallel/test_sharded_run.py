@@ -23,9 +23,9 @@ from tilewright.parallel.shard import Sharding, is_sharded, shard, takes_unused
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.training.executor.bad_steps import all_finite
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.executor.standard import StandardExecutor, quantized_weights
+from tilewright.training.executor.transaction import all_finite
 from tilewright.training.planning.ranks import check_world
 
 

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 from tests.models.shapes import KERNELS
 from tilewright.core.errors import ConfigError
 from tilewright.precision.convert import convert
-from tilewright.precision.lora.before import shared_weights
 from tilewright.precision.lora.lora import adapted_layers, add_lora, merge_lora
+from tilewright.precision.lora.saved import shared_weights
 
 WIDTH, WORDS = 16, 40
 IDS = torch.arange(12).view(2, 6)

@@ -18,9 +18,9 @@ from tilewright.optim.delayed_clip import SURGE
 from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.executor.transaction import UnrecoverableStepError
 
 SIZES = (3, 1, 2, 1)
 """Rows of the micro-batches of one step."""

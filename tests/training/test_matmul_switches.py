@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewright.training.components.matmul_switches import add_in_fp32, switches
+from tilewright.training.components.lifecycle import add_in_fp32, switches
 
 
 @pytest.fixture

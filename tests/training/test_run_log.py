@@ -17,9 +17,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import JsonLines, RunLog
 from tilewright.training.runlog.progress import step_line
-from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.recorder import MetricsLogger, open_sinks, scalars_of
 from tilewright.training.runlog.run_folder import RunFolder, move_away
-from tilewright.training.runlog.sinks import open_sinks, scalars_of
 
 
 def _rows(path):

@@ -14,8 +14,8 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.bad_steps import all_finite
 from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.executor.transaction import all_finite
 
 
 class Toy(nn.Module):

@@ -334,9 +334,9 @@ def test_a_checkpoint_without_an_index_is_refused_in_words(folder):
     """As versions before this one wrote them: with the pickle of DCP alone."""
     (folder / INDEX).unlink()
     reseal(folder)
-    assert "index.json is missing: the checkpoint is of an earlier version of tilewright" in assert_refused(folder)
+    assert "index.json is missing: the checkpoint was not written by tilewright" in assert_refused(folder)
     (found,) = CheckpointStore(folder.parent).newest_sound()[1]
-    assert "index.json is missing: the checkpoint is of an earlier version" in found.reason
+    assert "index.json is missing: the checkpoint was not written by tilewright" in found.reason
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright.compress.export.publish import artefact_bytes, artefact_hash, publish
-from tilewright.compress.export.quiet import quiet_converters
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
@@ -299,3 +300,37 @@ def _save(run: Path, record: Row) -> None:
             try_="free space; the artefacts that were listed are whole",
             where=str(run),
         ) from error
+
+
+_LOGGERS = ("torch", "torchao", "executorch", "onnxscript", "onnxruntime", "openvino")
+"""torch's exporter warns of each absent library that it could translate, torchao of kernels for other machines."""
+
+
+@contextmanager
+def quiet_converters(*, show: bool = False) -> Iterator[None]:
+    """Inside, libraries that convert models log errors only, and warn of nothing; afterwards all is as it was.
+
+    Args:
+        show: change nothing.
+
+    Example:
+        >>> with quiet_converters():
+        ...     logging.getLogger("torchao").isEnabledFor(logging.WARNING)
+        False
+        >>> logging.getLogger("torchao").isEnabledFor(logging.WARNING)
+        True
+    """
+    if show:
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

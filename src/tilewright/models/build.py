@@ -4,19 +4,20 @@ The one place that knows which architectures there are: `ARCHITECTURES`. What is
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_share
-from tilewright.models.base.meta import shapes_only
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Block, Decoder
@@ -344,3 +345,25 @@ def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
     has the name, which no other process knows; `model.kind` may be its import path instead."""
     recipe = loaded.recipe
     return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))
+
+
+_INITIALISERS = {value for name, value in vars(nn.init).items() if name.endswith("_") and callable(value)}
+
+
+class _NoInit(TorchFunctionMode):
+    """Leaves the functions of `torch.nn.init` out."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _INITIALISERS:
+            given = dict(kwargs or {})
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """New tensors inside have a shape and a dtype, and no bytes."""
+    with torch.device("meta"), _NoInit():
+        yield

@@ -79,8 +79,7 @@ class GradClip:
         norm = total_norm(counted, self._row, self._experts) * inv_scale
         if self.elements and math.isfinite(norm):  # an overflow must stay one
             for grads in lists:
-                torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
-                torch._foreach_clamp_max_(grads, self.elements / inv_scale)
+                self.clamp(grads, inv_scale)
             norm = total_norm(counted, self._row, self._experts) * inv_scale
         result = self.decide(norm)
         factor = inv_scale * result.factor
@@ -88,6 +87,12 @@ class GradClip:
             for grads in lists:
                 torch._foreach_mul_(grads, factor)
         return result
+
+    def clamp(self, grads: list[Tensor], inv_scale: float = 1.0) -> None:
+        """Bring each element of the true gradient within `elements`, in place; nothing where there is no bound."""
+        if self.elements and grads:
+            torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
+            torch._foreach_clamp_max_(grads, self.elements / inv_scale)
 
     def decide(self, norm: float) -> ClipResult:
         """What becomes of a gradient of this norm, which is remembered for the adaptive bound unless it is skipped."""

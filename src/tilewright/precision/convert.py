@@ -21,10 +21,15 @@ from tilewright.formats.spec import SPECS
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.assign.decide import ConversionPlan, decide_all, fp32_functions
+from tilewright.precision.assign.decide import (
+    ConversionPlan,
+    check_no_fallbacks,
+    check_rules_kept,
+    decide_all,
+    fp32_functions,
+)
 from tilewright.precision.assign.gathered import settle
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
-from tilewright.precision.assign.validate import check_no_fallbacks, check_rules_kept
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over, tile_weights
 from tilewright.precision.float8.wiring import group_experts, share_inputs

@@ -11,8 +11,8 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
-from tilewright.report.figures.bits_figure import bits_figure
 from tilewright.report.figures.pipeline_figure import pipeline_view
+from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.exports_table import Exports

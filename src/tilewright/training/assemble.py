@@ -52,11 +52,9 @@ from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import held_out, in_parts, other_data, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lifecycle import num_parameters
-from tilewright.training.components.matmul_switches import add_in_fp32
-from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant
+from tilewright.training.components.lifecycle import add_in_fp32, num_parameters
+from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant, pinned
 from tilewright.training.components.optimizer import make_optimizer, rounding_numbers
-from tilewright.training.components.pinned import pinned
 from tilewright.training.components.samples import stream_of
 from tilewright.training.components.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers

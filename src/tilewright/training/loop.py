@@ -27,13 +27,13 @@ from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
-from tilewright.training.components.matmul_switches import switches
-from tilewright.training.components.pinned import pinned
+from tilewright.training.components.lifecycle import switches
+from tilewright.training.components.model import pinned
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
-from tilewright.training.executor.bad_steps import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.executor.kinds import check_executor, executor_of
+from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
@@ -53,10 +53,9 @@ from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
 from tilewright.training.runlog.progress import TrainProgress, open_progress, open_pulse
-from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.recorder import MetricsLogger, open_sinks
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest
-from tilewright.training.runlog.sinks import open_sinks
 
 
 def train(

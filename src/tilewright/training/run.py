@@ -25,10 +25,14 @@ from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.lifecycle import RunResult, check_files
 from tilewright.training.components.samples import longest_document, step_line
-from tilewright.training.executor.bad_steps import UnrecoverableStepError
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
-from tilewright.training.executor.transaction import PartialUpdateError, Stateful, run_with_retries
+from tilewright.training.executor.transaction import (
+    PartialUpdateError,
+    Stateful,
+    UnrecoverableStepError,
+    run_with_retries,
+)
 from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook, by_name, calls, restart_if_asked
 from tilewright.training.hooks.replan import AdaptiveReplanner

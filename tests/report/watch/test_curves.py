@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tilewright.report.run_data.collect import collect
 from tilewright.report.run_data.measured import held_out_losses
-from tilewright.report.watch.compact import compact_json
 from tilewright.report.watch.curves import Metrics, downsample, stretch_for
+from tilewright.report.watch.server import compact_json
 
 VALUES = st.none() | st.floats() | st.integers(-(10**400), 10**400) | st.booleans() | st.text(max_size=3)
 STEPS = st.integers(-2, 12) | st.sampled_from([True, 2**60, "3", None, 1.5])

@@ -5,19 +5,23 @@ Inputs are ids [1, S] int64 and, of each layer, what is kept of earlier tokens (
 logits [1, S, V] and what is kept now.
 """
 
+import contextlib
 import functools
+import io
 from pathlib import Path
+
+from torch.export import ExportedProgram
 
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting, graph_of, input_names, output_names, trace, why_no_graph
 from tilewright.compress.onnx.count import count_matmuls
-from tilewright.compress.onnx.file import MAX_BYTES, to_onnx
 from tilewright.compress.onnx.held import differing_matrices
 from tilewright.compress.onnx.int8 import quantize_int8, routers
 from tilewright.compress.onnx.qdq import quantize_qdq, violations
 from tilewright.compress.stored import in_int8
+from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 
 _ONNXRUNTIME = Consumer(
@@ -118,3 +122,41 @@ ONNX_QDQ = Target(
     packages=("onnx", "onnxscript", "onnxruntime"),
     extra="onnx",
 )
+
+
+OPSET = 20
+"""The newest that onnxruntime 1.22 and OpenVINO 2026.1 both compute without conversion."""
+MAX_BYTES = 2**31 - 1
+"""Of one file: protobuf takes no more."""
+
+
+def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]):
+    """The ModelProto of a traced graph, in FP32.
+
+    Args:
+        program: of `graph.trace.trace`.
+        inputs: names, in order.
+        outputs: names, in order.
+
+    Raises:
+        CheckpointError: the exporter does not know an operation of the model.
+    """
+    import torch
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints each of its stages
+            found = torch.onnx.export(
+                program, dynamo=True, input_names=inputs, output_names=outputs, opset_version=OPSET, verbose=False
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise CheckpointError(
+            "Model cannot be written as ONNX",
+            got=str(error).strip().splitlines()[0][:300],
+            need="operations that torch's ONNX exporter knows",
+            try_="--to gguf-q8_0, or --to aoti",
+        ) from error
+    model = found.model_proto
+    for node in model.graph.node:  # stack traces, of half a megabyte
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    return model

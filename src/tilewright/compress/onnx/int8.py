@@ -22,7 +22,7 @@ def quantize_int8(model):
     """An FP32 ModelProto -> one in INT8. The given one is used up.
 
     Args:
-        model: of `file.to_onnx`.
+        model: of `export.onnx.to_onnx`.
 
     Returns:
         The new ModelProto.

@@ -24,7 +24,7 @@ def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tu
     """An FP32 ModelProto -> one with pairs of QuantizeLinear and DequantizeLinear. The given one is used up.
 
     Args:
-        model: of `file.to_onnx`.
+        model: of `export.onnx.to_onnx`.
         rows: ids [S] to calibrate on.
         kept: name, heads and width of each input that holds earlier tokens.
     """

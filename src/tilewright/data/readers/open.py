@@ -3,8 +3,9 @@
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tilewright.core.errors import is_of_machine
 from tilewright.data.readers.entry import Entry, Span, need_package
@@ -15,12 +16,34 @@ from tilewright.data.readers.media.captions import described_file
 from tilewright.data.readers.media.images import read_image
 from tilewright.data.readers.scratch import temporary_error
 from tilewright.data.readers.text.documents import read_book, read_html, read_notebook, read_pdf, read_word
-from tilewright.data.readers.text.languages import find_language
 from tilewright.data.readers.text.plain import read_markdown, read_text
 from tilewright.data.readers.text.rows import read_rows
 from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
 from tilewright.data.readers.web_archive import unpack_warc
 from tilewright.data.records import Record, Rejected
+
+_MAX_CHARS = 4096
+"""From more than this nothing is learned about a text in one language."""
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    """Loading the model takes half a second."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def find_language(text: str) -> tuple[str, float]:
+    """The language of `text` as ISO 639-1 code, and its probability. Needs the package py3langid.
+
+    Example:
+        >>> find_language("Alle Menschen sind frei und gleich an Würde und Rechten geboren.")[0]
+        'de'
+    """
+    language, probability = _identifier().classify(text[:_MAX_CHARS])
+    return str(language), float(probability)
+
 
 _READERS = {
     **{"text": read_text, "markdown": read_markdown, "html": read_html, "pdf": read_pdf},

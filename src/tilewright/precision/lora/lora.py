@@ -38,9 +38,17 @@ from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import owned
 from tilewright.precision.float8.wiring import share_inputs
-from tilewright.precision.lora.before import freeze, listed, owns_its_weight, shared_weights, unfreeze
 from tilewright.precision.lora.reach import never_called
-from tilewright.precision.lora.saved import find_saved, forget_saved, train_saved
+from tilewright.precision.lora.saved import (
+    find_saved,
+    forget_saved,
+    freeze,
+    listed,
+    owns_its_weight,
+    shared_weights,
+    train_saved,
+    unfreeze,
+)
 from tilewright.precision.mixed.cast import CastLinear
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ class ModuleRow:
     fallback: bool = False
     """The part does not do what the policy asked for; `reason` says why."""
     work: float = 0.0
-    """FLOPs per token of one of its matmuls, see `work`."""
+    """FLOPs per token of one of its matmuls, see `work_of` in `assign.module_kinds`."""
     matmul: str = ""
     """Where `compute` rounds to integers: the format that the rounded values are multiplied in."""
 
@@ -81,7 +81,7 @@ class ConversionReport:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the matmul work of a training step in each format, the largest first; see `work`."""
+        """Share of the matmul work of a training step in each format, the largest first; see `work_of`."""
         return shares((row.formats, row.work) for row in self.rows)
 
     @property

@@ -27,7 +27,7 @@ def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:
 
 
 def recorded_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The shares of a run by the rows of its precision.json; empty for one that was written without the work.
+    """The shares of a run by the rows of its precision.json.
 
     Example:
         >>> recorded_shares([{"compute": "bf16", "gemms": None, "work": 8.0}, {"compute": "fp32", "gemms": None}])

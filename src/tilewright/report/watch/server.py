@@ -9,9 +9,11 @@ one that a page of another site makes.
 """
 
 import errno
+import json
+import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -23,11 +25,36 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.log import get_logger
 from tilewright.core.web_origin import own_names, why_not
 from tilewright.report.template import read
-from tilewright.report.watch.compact import compact_json
 from tilewright.report.watch.export import ExportError, export_report
 from tilewright.report.watch.run_set import RunSet
 from tilewright.report.watch.system_load import SystemLoad
 from tilewright.report.watch.view import BadQuery, ViewQuery, view
+
+
+def compact_json(value: Any) -> str:
+    """JSON text without blanks; floats with six figures (integers up to 2**53 with all of theirs).
+
+    Raises:
+        TypeError: JSON does not have such an object.
+
+    Example:
+        >>> compact_json({"y": [1.0, 0.1234567, float("nan")], "name": "a"})
+        '{"y":[1,0.123457,null],"name":"a"}'
+    """
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(str(key))}:{compact_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join([_float(item) if type(item) is float else compact_json(item) for item in value]) + "]"
+    return json.dumps(value)
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return "null"
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
+
 
 ADDRESS = "127.0.0.1"
 TRIED_PORTS = 20

@@ -6,12 +6,57 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tilewright.core.units import format_seconds
 from tilewright.report.run_data.clean import Row, clean, number
 from tilewright.report.run_data.collect import RecordedSetting, recorded_settings
 from tilewright.report.watch.curves import Metrics
-from tilewright.report.watch.status import run_status
 from tilewright.report.watch.tail import JsonTail, NewRows
+
+FRESH_S = 30.0
+"""A run whose metrics were written within this time is running, whatever the lock file says."""
+_SLACK_S = 2.0
+_LARGEST_PID = 2**31 - 1
+_ENDINGS = {"done": "finished", "stop": "stopped early"}
+
+
+def run_status(folder: Path, last_kind: str, has_data: bool) -> str:
+    """The state of a run in words.
+
+    Args:
+        folder: of the run.
+        last_kind: kind of its newest event that tells of the process (start, resume, stop, done); empty without one.
+        has_data: there is a row of metrics.
+    """
+    if not (folder / "run.toml").exists():
+        return "deleted"
+    if last_kind in _ENDINGS:
+        return _ENDINGS[last_kind]
+    if not (process_lives(folder / ".lock") or _age_s(folder / "metrics.jsonl") < FRESH_S):
+        return "killed" if has_data or last_kind else "no data yet"
+    return "running" if has_data else "no data yet"
+
+
+def process_lives(lock: Path) -> bool:
+    """Whether the process that wrote its number into the lock file is alive, not a later one of that number."""
+    try:
+        number = int(lock.read_text(encoding="utf-8").strip())
+        if not 0 < number <= _LARGEST_PID:
+            return False
+        written_s = lock.stat().st_mtime
+        process = psutil.Process(number)
+        return process.create_time() <= written_s + _SLACK_S and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
 
 NUM_EVENTS, NUM_SAMPLES = 60, 5
 """Newest events and samples that are kept."""

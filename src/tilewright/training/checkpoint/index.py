@@ -154,8 +154,7 @@ def read_index(folder: Path) -> Metadata:
         OSError: it cannot be read.
     """
     if not (folder / INDEX).is_file():
-        missing = f"{INDEX} is missing: the checkpoint is of an earlier version of tilewright, or was not written by it"
-        raise IndexFormatError(missing)
+        raise IndexFormatError(f"{INDEX} is missing: the checkpoint was not written by tilewright")
     return parse_index((folder / INDEX).read_bytes())
 
 

@@ -36,11 +36,11 @@ from tilewright.training.checkpoint.failures import (
     short_reason,
 )
 from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, read_index
-from tilewright.training.checkpoint.staging import Staging
 from tilewright.training.checkpoint.writing import (
     Content,
     Live,
     ReplicasDifferError,
+    Staging,
     partial_of,
     quiet_dcp,
     write_folder,

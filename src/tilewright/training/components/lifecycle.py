@@ -1,4 +1,8 @@
-"""How a run began and ended, that it recovered, what was saved, and what its time went into."""
+"""How a run began and ended, that it recovered, what was saved, and what its time went into.
+
+How a GPU's 16-bit GEMMs add partial sums is set and recorded. By default cuBLAS may cut the summed dimension into
+pieces whose sums are rounded to 16 bits before they are added; that is what happens to weight gradients.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -7,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
@@ -172,3 +177,22 @@ def _in_words(trained: int, total: int) -> str:
     if trained == total:
         return f"{format_count(total)} parameters"
     return f"{format_count(trained)} of {format_count(total)} parameters trained"
+
+
+_SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
+def add_in_fp32(device: str) -> None:
+    """Partial sums of GEMMs on this device stay in FP32. Nothing to do on a CPU.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    if device == "cuda":
+        for name in _SWITCHES:
+            setattr(torch.backends.cuda.matmul, name, False)
+
+
+def switches() -> dict[str, bool]:
+    """What is set now, by torch's names."""
+    return {name: getattr(torch.backends.cuda.matmul, name) for name in _SWITCHES}

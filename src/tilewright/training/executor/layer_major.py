@@ -51,14 +51,16 @@ from tilewright.optim.delayed_clip import DelayedClip
 from tilewright.parallel.agree import any_of, sum_of
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.executor.bad_steps import NOT_FINITE, BadSteps, UnrecoverableStepError
 from tilewright.training.executor.base import StepResult, keep_fp32_gradients
 from tilewright.training.executor.standard import after_step
 from tilewright.training.executor.summon import TensorAccess
 from tilewright.training.executor.transaction import (
+    NOT_FINITE,
+    BadSteps,
     PartialUpdateError,
     Stateful,
     StepTransaction,
+    UnrecoverableStepError,
     others_wait,
     partial_update,
 )
@@ -243,7 +245,7 @@ class LayerMajorExecutor:
     def _apply(self, part: LayerGroup, factor: float, attempt: _Attempt) -> None:
         params, grads = self._gradients(part)
         with self._phase("update"), torch.no_grad():
-            self._clamp(grads)
+            self.clip.clamp(grads)
             if factor != 1.0 and grads:
                 torch._foreach_mul_(grads, factor)
             attempt.updated.append(part)
@@ -367,15 +369,10 @@ class LayerMajorExecutor:
             return torch.zeros(0, device=self.device)
         norms = torch.stack(torch._foreach_norm(grads))
         if self.clip.elements and bool(norms.isfinite().all()):  # an overflow must stay one
-            self._clamp(grads)
+            self.clip.clamp(grads)
             norms = torch.stack(torch._foreach_norm(grads))
         attempt.norms |= dict(zip(params, norms.unbind(), strict=True))
         return norms
-
-    def _clamp(self, grads: list[Tensor]) -> None:
-        if self.clip.elements and grads:
-            torch._foreach_clamp_min_(grads, -self.clip.elements)
-            torch._foreach_clamp_max_(grads, self.clip.elements)
 
     def _update(self, part: LayerGroup, params: list[Tensor], grads: list[Tensor]) -> None:
         """Update a layer group whose gradients are in `.grad`."""

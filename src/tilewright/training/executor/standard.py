@@ -40,9 +40,10 @@ from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
-from tilewright.training.executor.bad_steps import NOT_FINITE, BadSteps
 from tilewright.training.executor.base import ExecutorInputs, StepResult, TensorAccess, keep_fp32_gradients
 from tilewright.training.executor.transaction import (
+    NOT_FINITE,
+    BadSteps,
     PartialUpdateError,
     Stateful,
     StepTransaction,

@@ -25,7 +25,7 @@ from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE
 from tilewright.planner.plan import Plan
 from tilewright.planner.site import Site, on_disk
 from tilewright.training.components.dataset import check_rows, tokenizer_path
-from tilewright.training.components.pinned import pinned
+from tilewright.training.components.model import pinned
 from tilewright.training.planning.ranks import check_shared
 from tilewright.training.planning.refused import nothing_fits
 from tilewright.training.planning.resolve import plan_run

@@ -1,18 +1,104 @@
 """One place that reports: events, progress lines and evaluations, to the run's files, the screen and the sinks.
 
-`files` writes the row of every step; `progress` and `sinks` know how to show one.
+`files` writes the row of every step; `progress` and the sinks know how to show one.
+
+Sinks (TensorBoard, trackio, wandb) get scalars and nothing else; metrics.jsonl stays the source of truth. Their
+packages are imported when a run starts, so that a missing one stops it at once and not at its first log line.
 """
 
+import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, pooled
 from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.runlog.progress import TrainProgress, step_line
 from tilewright.training.runlog.sample import TextSample
-from tilewright.training.runlog.sinks import Sink, scalars_of
+
+_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+
+
+class TensorBoardSink:
+    """Event files in the run folder, under `tensorboard/`."""
+
+    def __init__(self, module: ModuleType, run_dir: Path) -> None:
+        self._writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """wandb, and trackio, whose interface is the same."""
+
+    def __init__(self, module: ModuleType, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._module = module
+        module.init(project="tilewright", name=run_dir.name, config=dict(config))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._module.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+Sink = TensorBoardSink | WandbSink
+"""Receives the scalars of a metrics row."""
+
+
+def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks a recipe asks for, ready.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    modules = [(name, _import(name)) for name in names]
+    return [
+        TensorBoardSink(module, run_dir) if name == "tensorboard" else WandbSink(module, run_dir, config)
+        for name, module in modules
+    ]
+
+
+def scalars_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers of a metrics row, nested ones under `outer/inner`; `step` left out.
+
+    Example:
+        >>> scalars_of({"step": 3, "loss": 2.5, "skipped": None, "eval": {"code": {"ppl": 9.0}}})
+        {'loss': 2.5, 'eval/code/ppl': 9.0}
+    """
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= scalars_of(value, f"{prefix}{name}/")
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or f"{prefix}{name}" == "step":
+            continue
+        elif math.isfinite(value):
+            flat[prefix + name] = float(value)
+    return flat
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(_PACKAGES[name])
+    except ImportError as error:
+        raise ConfigError(
+            f"Metrics sink {name} is not installed",
+            got=str(error),
+            need=f"the package {name}",
+            try_=f'pip install "tilewright[{"track" if name == "trackio" else name}]"',
+            where="log.sinks",
+        ) from error
+
 
 OVERDUE_S = 20.0
 """Seconds after a progress line from which on a step has one, whatever the log interval."""

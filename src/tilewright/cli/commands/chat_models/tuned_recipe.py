@@ -19,7 +19,7 @@ from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.prepared import PreparedData
 from tilewright.models.build import kind_of
 from tilewright.models.folder.resolve import local_folder, split_name
-from tilewright.training.components.pinned import pinned
+from tilewright.training.components.model import pinned
 
 HOWS = ("lora", "lora_fp8", "full")
 _FEWEST_STEPS = 10

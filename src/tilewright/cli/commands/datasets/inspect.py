@@ -78,8 +78,7 @@ def _overview(folder: Path, summary: dict[str, Any]) -> None:
             of_text = [format_bytes(text["bytes"]), *_numbers(text, "tokens", "holdout_docs")]
         rows.append((name or NO_DOMAIN, *_numbers(records, *MODALITIES), *of_text, f"{records['dropped']:,}"))
     show_table(("domain", "texts", "images", "sounds", "text", "tokens", "held out", "dropped"), rows)
-    if "encoder" in summary:  # builds of older versions do not say it
-        echo(f"encoded by {summary['encoder']}")
+    echo(f"encoded by {summary['encoder']}")
     for note in summary["notes"]:
         echo(note)
     reasons: dict[tuple[str, str], int] = {}
