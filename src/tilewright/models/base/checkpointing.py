@@ -50,13 +50,14 @@ def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., Chec
     return policy
 
 
-_POLICIES = {
+POLICIES = {
     "selective": _policy(_ATTENTION_OPS + _PRODUCT_OPS, _OWN_ATTENTION + _OWN_PRODUCTS),
     "matmuls": _policy(_PRODUCT_OPS, _OWN_PRODUCTS),
     "attention": _policy(_ATTENTION_OPS, _OWN_ATTENTION),
 }
-CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}
-"""`context_fn` of torch.utils.checkpoint, by the modes that keep some results and not others. One object each, so that
+"""What is kept, by the modes that keep some results and not others."""
+CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in POLICIES.items()}
+"""`context_fn` of torch.utils.checkpoint, by the same modes. One object each, so that
 compiled layers share their graph."""
 
 

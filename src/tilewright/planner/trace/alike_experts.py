@@ -1,7 +1,8 @@
 """Experts of a stack in a trace: one stands for all of its neighbours that have as many rows.
 
-What it makes, and what its backward pass makes, counts for each of them (`byte_counter.begin_repeated`). The operations
-around the loop (split, unbind, cat and their gradients) are those of the loop over all experts.
+What it makes, and what its backward pass makes, counts for each of them (`byte_counter.begin_repeated`). What is around
+the loop (split, unbind, cat and their gradients) counts as it does around the loop over all experts, and runs with a
+part for each group: fake tensors for 128 experts take longer than all else in a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.planner.trace.byte_counter import begin_repeated, end_repeated
+from tilewright.planner.trace.byte_counter import begin_repeated, count_walk, end_repeated, uncounted
 from tilewright.precision.float8.weight import ExpertLoop
 
 T = TypeVar("T")
@@ -72,8 +73,11 @@ class _Parts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, loop: AlikeExperts) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.loop, ctx.dtype = loop, x.grad_dtype if x.is_leaf else None
-        parts = x.unbind() if ctx.stacked else x.split(loop.counts)
-        return tuple(parts[group.first] for group in loop.groups)
+        sizes = [1 if ctx.stacked else group.rows for group in loop.groups]
+        rests = [size * (group.number - 1) for size, group in zip(sizes, loop.groups, strict=True)]
+        parts = x.split([size for pair in zip(sizes, rests, strict=True) for size in pair])[::2]
+        with uncounted():
+            return tuple(part.squeeze(0) for part in parts) if ctx.stacked else parts
 
     @staticmethod
     @once_differentiable
@@ -95,8 +99,16 @@ def _put_together(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
             grad = grad.expand(one.shape) if ctx.stacked else grad
             end_repeated()
         firsts.append(grad)
-    every = ctx.loop._for_all(firsts)
-    return torch.stack(every) if ctx.stacked else torch.cat(every)
+    if ctx.stacked:
+        return _whole(firsts, ctx.loop.groups, (len(ctx.loop.counts), *one.shape))
+    return _whole(firsts, ctx.loop.groups, (sum(ctx.loop.counts), *one.shape[1:]))
+
+
+def _whole(firsts: Sequence[Tensor], groups: Sequence[_Alike], shape: Sequence[int]) -> Tensor:
+    """One tensor of what all experts have, from what the first of each group has."""
+    found = firsts[0].new_empty(shape)
+    count_walk([(one, group.number) for one, group in zip(firsts, groups, strict=True)], found)
+    return found
 
 
 class _Split(_Parts):
@@ -119,7 +131,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: AlikeExperts, *firsts: Tensor) -> Tensor:
         ctx.groups = [group for group in loop.groups if group.rows]
-        return torch.cat([one for one, group in zip(firsts, ctx.groups, strict=True) for _ in range(group.number)])
+        rows = sum(len(one) * group.number for one, group in zip(firsts, ctx.groups, strict=True))
+        return _whole(firsts, ctx.groups, (rows, *firsts[0].shape[1:]))
 
     @staticmethod
     @once_differentiable

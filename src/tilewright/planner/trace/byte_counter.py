@@ -6,7 +6,7 @@ Both know operations that torch's own counter does not.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -162,6 +162,9 @@ class MatmulCounter(TorchDispatchMode):
         self.end_repeated()
         self.times = times
 
+    def walk(self, moved: int, fresh: int) -> None:
+        """Count bytes that an operation would move, and of these those in a new storage."""
+
     def end_repeated(self) -> None:
         """See the function of this name."""
         self.times = 1
@@ -237,8 +240,12 @@ class LiveBytes(MatmulCounter):
         if _moves(func):
             self.fresh += 0 if in_place else self.times * made
             walked = (*written, *written) if func.overloadpacket in _GATHERS else (*read, *written)
-            self.moved += self.times * sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
+            self.moved += self.times * sum(map(_walked, walked))
         return out
+
+    def walk(self, moved: int, fresh: int) -> None:
+        self.moved += self.times * moved
+        self.fresh += self.times * fresh
 
     def begin_repeated(self, times: int) -> None:
         super().begin_repeated(times)
@@ -307,6 +314,29 @@ def end_repeated() -> None:
     """End what `begin_repeated` began, if it is not ended."""
     for counter in _counters():
         counter.end_repeated()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside, views are no operations."""
+    begin_repeated(0)
+    try:
+        yield
+    finally:
+        end_repeated()
+
+
+def count_walk(read: Iterable[tuple[Tensor, int]], written: Tensor) -> None:
+    """Count a walk over tensors, each so many times, into a new one that was made without it."""
+    size = written.nbytes
+    moved = size + sum(times * _walked(tensor) for tensor, times in read)
+    for counter in _counters():
+        counter.walk(moved, size)
+
+
+def _walked(tensor: Tensor) -> int:
+    """Bytes of a walk over a tensor; what is expanded is there once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _counters() -> list[MatmulCounter]:

@@ -8,18 +8,18 @@ Legend: B rows  S positions.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 
-from tilewright.models.base.checkpointing import CONTEXTS
+from tilewright.models.base.checkpointing import CONTEXTS, POLICIES
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, MatmulCounter, flops_of
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
@@ -142,30 +142,28 @@ class _LayerProbe:
             self.traffic = TracedTraffic(live.moved, live.fresh, live.operations)
         if not measures & (Measures.MEMORY | Measures.FLOPS):
             return
-        mlp, call = _mlp_call(layer, args, kwargs)
-        whole, part = _run(layer, args, kwargs), None if mlp is None else _run(mlp, *call)
+        whole, part, selected = _run(layer, args, kwargs), _MlpCall(layer), _Selected()
+        with part.watched():
+            some = _run(_Checkpointed(layer, CONTEXTS["selective"]), args, kwargs, backward=False, live=selected)
+        mlp = None if part.call is None else _run(part.mlp, *part.call)
         if Measures.MEMORY in measures:
-            selective, matmuls, attention = (
-                _run(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False).kept
-                for mode in ("selective", "matmuls", "attention")
-            )
             self.memory = TracedMemory(
                 kept=whole.kept,
-                kept_selective=selective,
-                kept_matmuls=matmuls,
-                kept_attention=attention,
+                kept_selective=some.kept,
+                kept_matmuls=some.kept - selected.only("attention", some.out),
+                kept_attention=some.kept - selected.only("matmuls", some.out),
                 input=_first((args, kwargs)).nbytes,
                 work=whole.work,
                 # What leaves the part is the layer's, and what it reads the norm's before it.
-                mlp_kept=0 if part is None else max(0, part.kept - _first(call[0]).nbytes),
-                mlp_work=0 if part is None else part.work,
+                mlp_kept=0 if mlp is None else max(0, mlp.kept - _first(part.call).nbytes),
+                mlp_work=0 if mlp is None else mlp.work,
             )
         if Measures.FLOPS in measures:
             again = _flops_with_recomputation(layer, args, kwargs) - whole.live.flops
             self.flops = TracedFlops(
                 gemms=whole.gemms,
                 last_matmuls=max(0.0, flops_of(whole.gemms) + whole.attention - again),
-                mlp_matmuls=0.0 if part is None else flops_of(part.gemms),
+                mlp_matmuls=0.0 if mlp is None else flops_of(mlp.gemms),
                 attention=whole.attention,
             )
 
@@ -181,16 +179,74 @@ class _Checkpointed:
         return checkpoint(self.layer, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
 
 
-def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | None, tuple[Any, Any]]:
-    """The token-wise part of a layer, and what it is called with."""
-    mlp = next((child for name, child in layer.named_children() if MLP_NAME.search(name)), None)
-    calls: list[tuple[Any, Any]] = []
-    if mlp is None:
-        return None, ((), {})
-    handle = mlp.register_forward_pre_hook(lambda _, a, k: calls.append((a, k)), with_kwargs=True)
-    layer(*args, **kwargs)
-    handle.remove()
-    return (mlp, calls[0]) if calls else (None, ((), {}))
+class _MlpCall:
+    """The token-wise part of a layer, and arguments like those that it is called with; None where it is not."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.mlp = next((child for name, child in layer.named_children() if MLP_NAME.search(name)), nn.Module())
+        self.call: tuple[Any, Any] | None = None
+        self._seen: Any = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the layer runs. Of what it gives the part only the form is noted, so that no byte lives longer."""
+        handle = self.mlp.register_forward_pre_hook(self._see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if self._seen is not None:
+            made: dict[_Form, Tensor] = {}
+            self.call = tree_map(lambda leaf: leaf.tensor(made) if isinstance(leaf, _Form) else leaf, self._seen)
+
+    def _see(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._seen is None:
+            self._seen = tree_map(lambda leaf: _Form.of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor without its bytes. `key`: the same of one tensor."""
+
+    key: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Form":
+        """The form of a tensor."""
+        return cls(id(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def tensor(self, made: dict["_Form", Tensor]) -> Tensor:
+        """A tensor of this form, one for each key."""
+        if self not in made:
+            made[self] = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made[self]
+
+
+class _Selected(LiveBytes):
+    """Counts a pass that keeps results of matmuls and of attention, and which of them are whose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[str, dict[int, int]] = {"matmuls": {}, "attention": {}}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for mode, kept in self._kept.items():
+            if POLICIES[mode](None, func) is CheckpointPolicy.MUST_SAVE:
+                for tensor in tree_leaves(out):
+                    storage = tensor.untyped_storage()
+                    if storage._cdata in self._times_of:
+                        kept[storage._cdata] = self.times * storage.nbytes()
+        return out
+
+    def only(self, mode: str, out: int) -> int:
+        """Bytes that are kept for one of the two modes alone. `out`: of the storage that is there whatever is kept."""
+        others = {key for name, kept in self._kept.items() for key in kept if name != mode} | {out}
+        return sum(size for key, size in self._kept[mode].items() if key not in others)
 
 
 @dataclass(frozen=True)
@@ -202,6 +258,8 @@ class _Pass:
     gemms: Mapping[GemmKind, tuple[int, float]]
     attention: float
     live: LiveBytes
+    out: int
+    """Of its storage."""
 
     @property
     def work(self) -> int:
@@ -217,18 +275,19 @@ def _run(
     *,
     backward: bool = True,
     parameters: Sequence[nn.Parameter] = (),
+    live: LiveBytes | None = None,
 ) -> _Pass:
     """Run a layer, or a part of one.
 
-    `parameters`: whose gradients backward makes in addition to that of the input.
+    `parameters`: whose gradients backward makes in addition to that of the input. `live`: what counts.
     """
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
-    live = LiveBytes()
+    live = live or LiveBytes()
     with live.watching(run) if isinstance(run, nn.Module) else nullcontext(), live:
         out = _first(run(*args, **kwargs))
-        found = _Pass(live.live, dict(live.gemms), live.attention, live)
+        found = _Pass(live.live, dict(live.gemms), live.attention, live, out.untyped_storage()._cdata)
         live.peak, live.in_backward = live.live, True
         if backward:
             with torch.autocast(out.device.type, enabled=False):  # as it is where the model calls its layers

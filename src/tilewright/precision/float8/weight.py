@@ -174,8 +174,8 @@ class Float8Weight:
             return [None] * len(counts)
         width, rows = self.operand_formats.input.tile.cols, loop.split(x_PK)
         parts = loop.each(lambda e: F.pad(rows[e], (0, 0, 0, -counts[e] % width)))
-        starts = [0, *accumulate(len(part) for part in parts)]
-        both = self._copies(torch.cat(parts), wants_dw)
+        starts = [0, *accumulate(count + -count % width for count in counts)]
+        both = self._copies(loop.join(parts), wants_dw)
 
         def copies(expert: int) -> InputCopies:
             start, end = starts[expert], starts[expert] + counts[expert]
