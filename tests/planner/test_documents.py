@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from tests.zoo.families import TRAINED, VOCAB
 from tilewright.models.hf.probe import REFUSALS, probe_language_model
 from tilewright.planner.trace.fake_model import document_styles, quiet, text_inputs, to_fake
-from tilewright.planner.trace.fake_operations import GroupedGemms
+from tilewright.planner.trace.fake_operations import TraceMode
 
 transformers = pytest.importorskip("transformers")
 TEXT = [family for family in TRAINED if family.batch == "text" and family.kind != "encoder-decoder"]
@@ -16,7 +15,7 @@ TEXT = [family for family in TRAINED if family.batch == "text" and family.kind !
 def planned(model) -> str:
     """The first style that the model takes, as in a trace."""
     device = torch.device("cpu")
-    with FakeTensorMode(), quiet(), GroupedGemms():
+    with TraceMode(), quiet():
         to_fake(model, device)
         for style in document_styles(model):
             ids, arguments = text_inputs(model, 2, 16, device, style)

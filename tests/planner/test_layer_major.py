@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
-from tests.planner.test_cost import MACHINE, fixes_of, make_batch, plan_of, real_model
+from tests.planner.test_cost import MACHINE, changes_to_fit, make_batch, plan_of, real_model
 from tilewright.core.config.load import load_recipe
 from tilewright.core.memory_plan import OFFLOADS
 from tilewright.memory.layer_major.passes import LayerMajor
@@ -91,6 +91,6 @@ def test_what_would_make_it_fit_keeps_the_executor_and_offers_the_disk():
     plan = plan_of(layer_major_recipe())
     tight = layer_major_recipe(plan={"device_memory": int(plan.peak_bytes) - 2**20, "margin": 0})
     assert plan_of(tight).state != "fits"
-    settings = {name for fix in fixes_of(tight) for name in fix.settings}
+    settings = {name for fix in changes_to_fit(tight) for name in fix.settings}
     assert "train.activation_checkpoint" not in settings
     assert any(name.startswith("memory.") for name in settings)

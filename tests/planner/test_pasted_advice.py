@@ -27,7 +27,7 @@ from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
 from tilewright.planner.site import Site
-from tilewright.training.planning.refused import fixes_of, replanned
+from tilewright.training.planning.refused import changes_to_fit, replanned
 from tilewright.training.planning.resolve import plan_run
 
 SAME = 1 + 1e-3
@@ -128,10 +128,10 @@ def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, 
         typed = pasted(str(change))
         assert bool(typed) == bool(change.settings)
         other = load(COMMANDS[command], *typed)
-        again = decide(other, site_of(other, where, given=change.budget), how)
+        again = decide(other, site_of(other, where, given=change.plan.budget), how)
         assert again.accepted, str(change)
-        assert again.step_s <= SAME * change.step_s, str(change)
-        assert again.peak_bytes <= change.budget.device
+        assert again.step_s <= SAME * change.plan.step_s, str(change)
+        assert again.peak_bytes <= change.plan.budget.device
         if plan is not None:
             assert again.tokens_per_s > plan.tokens_per_s
 
@@ -174,17 +174,17 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
     plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
     assert plan.state != "fits"
     loaded = load(COMMANDS[command], device_budget=budget)
-    for fix in fixes_of(on_machine(loaded, MACHINES[where][0]).recipe, site_of(loaded, where, tmp_path)):
+    for fix in changes_to_fit(on_machine(loaded, MACHINES[where][0]).recipe, site_of(loaded, where, tmp_path)):
         typed = pasted(str(fix))
         assert typed
         loaded = load(COMMANDS[command], *typed, device_budget=budget)
         again = plain_plan(loaded, where)
-        assert int(again.peak_bytes) <= fix.peak_bytes
-        assert again.step_s <= SAME * fix.step_s
+        assert int(again.peak_bytes) <= int(fix.plan.peak_bytes)
+        assert again.step_s <= SAME * fix.plan.step_s
         if fix.fits:
             _, run = plan_run(loaded, site_of(loaded, where, tmp_path))
             assert not run.decided
-            assert run.step_s <= SAME * fix.step_s
+            assert run.step_s <= SAME * fix.plan.step_s
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_reduced_gradients_are_offered_where_they_make_shards_fit(where, more, t
     assert pasted(str(change)) == ["--parallel.reduce_each", "True"]
     again = planner_for(load(command, *pasted(str(change))), where).plan(budget)
     assert again is not None
-    assert again.step_s <= SAME * change.step_s
+    assert again.step_s <= SAME * change.plan.step_s
 
     stands = load(command, "--memory.plan", "", device_budget=budget.device)
-    fixes = fixes_of(stands.recipe, site_of(stands, where, tmp_path))
+    fixes = changes_to_fit(stands.recipe, site_of(stands, where, tmp_path))
     assert all("parallel.reduce_each" in fix.settings for fix in fixes if fix.fits and fix.keeps_result)
 
 

@@ -177,7 +177,7 @@ def test_changes_are_faster_and_cheapest_first(deep, plans):
     tight = plans[1]
     changes = cheapest_changes(deep.recipe, tight.budget, tight, replanned(*place(deep, tight.budget), "fastest"))
     assert 1 <= len(changes) <= 3
-    rates = [change.tokens_per_s for change in changes]
+    rates = [change.plan.tokens_per_s for change in changes]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > tight.tokens_per_s
 

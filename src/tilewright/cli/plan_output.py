@@ -165,7 +165,7 @@ def to_json(
         "communication_bytes": int(plan.traffic.total),
         "changes": [
             {"what": str(change), "settings": dict(change.settings), "keeps_result": change.keeps_result}
-            | {"step_s": change.step_s}
+            | {"step_s": change.plan.step_s}
             for change in told.changes
         ],
         "faster": None

@@ -250,6 +250,11 @@ class Plan:
     # ---- in words ----
 
     @property
+    def speed(self) -> str:
+        """Of a step, and tokens."""
+        return f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
+
+    @property
     def verdict(self) -> str:
         """Whether it fits, how fast, and what memory is scarce, in a sentence."""
         peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
@@ -262,18 +267,17 @@ class Plan:
                 f"The run does not fit: it takes more than {peak} of {budget}{each}, and how much is not known "
                 f"({unknown})."
             )
-        speed = f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
         host = f" and {format_bytes(self.host_bytes)} of {format_bytes(self.budget.host)} host memory"
         owners = self.phases[self.peak_phase]
         largest = max(owners, key=lambda owner: owners[owner])
         taken = f"{peak} of {budget} on the device{each} (at {self.peak_phase}, mostly {largest})"
         taken += host if self.host else ""
         if self.state == "does not fit":
-            return f"The run does not fit: it takes {taken}; {speed}."
+            return f"The run does not fit: it takes {taken}; {self.speed}."
         narrowed = f" with {self.formats}, which changes what is learned" if self.narrowed else ""
         most = max(self.seconds, key=lambda name: self.seconds[name])
         scarce = f"{' and '.join(self.scarce) or 'no memory'} {'are' if len(self.scarce) > 1 else 'is'} scarce"
-        return f"The run fits{narrowed}: {taken}; {speed}; {scarce}, most time goes to {most}."
+        return f"The run fits{narrowed}: {taken}; {self.speed}; {scarce}, most time goes to {most}."
 
     @property
     def formats(self) -> str:

@@ -22,7 +22,6 @@ from tilewright.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
     from tilewright.planner.advice.changes import Change
-    from tilewright.planner.advice.fixes import Fix
     from tilewright.planner.plan import Plan
     from tilewright.planner.site import Site
     from tilewright.training.planning.request import PlanRequest
@@ -162,7 +161,7 @@ def _why(loaded: "Loaded", site: "Site", found: "Plan", text: str) -> list[str]:
 
 
 def _write_files(
-    plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change | Fix"], out: str, html: str, *, quiet: bool
+    plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change"], out: str, html: str, *, quiet: bool
 ) -> None:
     from tilewright.core.atomic_io import write_whole
     from tilewright.planner.plan_file import to_toml

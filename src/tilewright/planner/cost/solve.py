@@ -170,12 +170,26 @@ def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) ->
 
 
 def _plainly_too_large(problem: PlanProblem) -> bool:
-    """Whether what must be somewhere is more than all places together, told without the solver."""
+    """Whether what must be somewhere is more than all places together, or the least that a phase has is more than the
+    device, told without the solver."""
     least = sum(
         group.count * min(cost.held + cost.host + cost.disk for cost in group.costs) for group in problem.groups
     )
     base = min((phase.base for phase in problem.phases), default=0.0)
-    return least + base + problem.host_base > problem.device_budget + problem.host_budget + problem.disk_budget
+    if least + base + problem.host_base > problem.device_budget + problem.host_budget + problem.disk_budget:
+        return True
+    return any(_least_bytes(problem, phase) > problem.device_budget for phase in problem.phases)
+
+
+def _least_bytes(problem: PlanProblem, phase: Phase) -> float:
+    """Device bytes that a phase has at least, whatever each group takes."""
+    found, running = phase.base, 0.0
+    for group in problem.groups:
+        kept, gradients = group.name in phase.kept, group.name in phase.gradients
+        sizes = [cost.held + kept * cost.kept + gradients * cost.gradient for cost in group.costs]
+        found += group.count * min(sizes)
+        running = max(running, min(cost.for_phase(phase.transient) for cost in group.costs))
+    return found + running
 
 
 def _undominated(costs: Sequence[Cost]) -> list[int]:

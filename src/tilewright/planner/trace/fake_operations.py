@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class GroupedGemms(TorchDispatchMode):
-    """Grouped GEMMs (experts in one tensor) in any format. torch's shape function knows BF16 alone, and the CPU and
-    CUDA kernels run FP32 and FP16 operands too. Stands inside of `FakeTensorMode` and outside of what counts.
+class TraceMode(FakeTensorMode):
+    """Fake tensors, and grouped GEMMs (experts in one tensor) in any format: torch's shape function knows BF16 alone,
+    and the CPU and CUDA kernels run FP32 and FP16 operands too. One mode for both: each costs every operation time.
 
     Legend: M rows  K depth  N width  E groups.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
-            return _grouped(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            with self:
+                return _grouped(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _grouped(

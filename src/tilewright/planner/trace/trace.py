@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +26,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.trace.alike_experts import AlikeExperts
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
 from tilewright.planner.trace.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
-from tilewright.planner.trace.fake_operations import GroupedGemms, fuse_attention
+from tilewright.planner.trace.fake_operations import TraceMode, fuse_attention
 from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.third_party import tile_weights
@@ -132,7 +131,7 @@ class Tracer:
     ) -> None:
         self.recipe = recipe
         self.model = copy.deepcopy(model)
-        self._fake = FakeTensorMode()
+        self._fake = TraceMode()
         self._layers = [self.model.get_submodule(name) for name in layers]
         self.calls = calls or ModelCalls()
         on_cpu = replace(policy, device_type="cpu")  # the trace's device, whatever the run's
@@ -168,7 +167,7 @@ class Tracer:
 
     @contextmanager
     def _faked(self) -> Iterator[None]:
-        with self._fake, quiet(), GroupedGemms():
+        with self._fake, quiet():
             yield
 
     def _traced(self, rows: int, measures: Measures) -> Trace:

@@ -14,7 +14,7 @@ from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.hooks.agreement import Agreement, planner_on_first
 from tilewright.training.hooks.replan import AdaptiveReplanner
-from tilewright.training.planning.refused import fixes_of
+from tilewright.training.planning.refused import changes_to_fit
 from tilewright.training.planning.resolve import fixed_by_user
 from tilewright.training.runlog.recorder import MetricsLogger
 
@@ -80,7 +80,7 @@ def cheapest_fixes(setup: RunContext) -> list[str]:
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:
-        return [str(fix) for fix in fixes_of(recipe, setup.site)]
+        return [str(fix) for fix in changes_to_fit(recipe, setup.site)]
     except TilewrightError:  # what is in the error then are settings without numbers
         return []
 

@@ -1,19 +1,17 @@
 """What may be done about a plan: the faster way beside it, changes that gain time, why memory is idle."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.config.edit import on_machine, value_of
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.advice.changes import WORTH, Change, cheapest_changes, idle_memory
-from tilewright.planner.advice.fixes import Fix, words
 from tilewright.planner.decide import decide, free_planner
 from tilewright.planner.plan import OF_A_LAYER, Plan
 from tilewright.planner.site import Site
-from tilewright.training.planning.refused import fixes_of, replanned
+from tilewright.training.planning.refused import changes_to_fit, replanned
 from tilewright.training.planning.request import PlanRequest
 
 SAME = 1 + 1e-3
@@ -21,33 +19,19 @@ SAME = 1 + 1e-3
 
 
 @dataclass(frozen=True)
-class Faster:
-    """The fastest plan, where it is faster than what `train` does."""
-
-    plan: Plan
-    settings: Mapping[str, Any]
-    """With which `train` runs it; none where layers differ in what settings say of all of them."""
-
-    def __str__(self) -> str:
-        plan = self.plan
-        text = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s, "
-        text += f"{format_bytes(plan.peak_bytes)} on the device, "
-        if self.settings:
-            return f"{text}with {words(self.settings)}"
-        return f"{text}with the plan that --fastest --out plan.toml writes and --memory.plan plan.toml executes"
-
-
-@dataclass(frozen=True)
 class Advice:
     """What is told of a plan beside its numbers."""
 
-    faster: Faster | None = None
-    changes: Sequence[Change | Fix] = ()
+    faster: Change | None = None
+    """The fastest plan, where it is faster than what `train` does, with the settings with which `train` runs it; none
+    where layers differ in what settings say of all of them: then there is a plan file."""
+    changes: Sequence[Change] = ()
     idle: str = ""
     """Why memory stays idle; empty where it does not."""
 
 
 NOTHING = Advice()
+IN_A_FILE = "the plan that --fastest --out plan.toml writes and --memory.plan plan.toml executes"
 
 
 def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Advice:
@@ -55,14 +39,14 @@ def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Adv
     if request.largest or found.state == "not known":
         return NOTHING
     if found.state == "does not fit":
-        return Advice(changes=fixes_of(loaded.recipe, site))
+        return Advice(changes=changes_to_fit(loaded.recipe, site))
     replan = replanned(loaded, site, request.how)
     changes = cheapest_changes(found.recipe, found.budget, found, replan)
     faster = None if request.fastest else find_faster(loaded, site, found)
     return Advice(faster, changes, "" if faster else idle_memory(free_planner(loaded, site), found))
 
 
-def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
+def find_faster(loaded: Loaded, site: Site, found: Plan) -> Change | None:
     """The fastest plan beside what `train` does; None where it gains too little."""
     best = decide(loaded, site, "fastest")
     if not best.accepted or best.tokens_per_s <= WORTH * found.tokens_per_s:
@@ -72,8 +56,13 @@ def find_faster(loaded: Loaded, site: Site, found: Plan) -> Faster | None:
     for each in as_settings(best, recipe):
         typed = replan(each, best.budget) if each else None
         if typed is not None and typed.step_s <= SAME * best.step_s:
-            return Faster(best, each)
-    return Faster(best, {})
+            return Change(each, not best.narrowed, best)
+    return Change(
+        {},
+        not best.narrowed,
+        best,
+        "the plan that --fastest --out plan.toml writes and --memory.plan plan.toml executes",
+    )
 
 
 def as_settings(plan: Plan, recipe: Recipe) -> Iterator[dict[str, Any]]:

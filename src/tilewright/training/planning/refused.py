@@ -1,6 +1,6 @@
 """Errors of runs that do not fit, or of which it is not known, each with changes that the same command accepts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +9,18 @@ from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
-from tilewright.planner.advice.changes import Replan, cheapest_changes
+from tilewright.planner.advice.changes import Change, cheapest_changes, to_fit
 from tilewright.planner.advice.describe import no_plan
-from tilewright.planner.advice.fixes import Fix, find_fixes
 from tilewright.planner.decide import How, decide, free_planner, typed, typed_too, user_settings
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import FORMAT_FIELDS, Planner
 from tilewright.planner.site import Site
 
 
-def fixes_of(recipe: Recipe, site: Site) -> tuple[Fix, ...]:
+def changes_to_fit(recipe: Recipe, site: Site) -> tuple[Change, ...]:
     """The cheapest changes with which a recipe fits as it stands then; none of a model of which nothing is known."""
     planner = site.planner(recipe)
-    return () if planner.shape(recipe).unknown else find_fixes(planner, site.budget(recipe, disk=True))
+    return () if planner.shape(recipe).unknown else to_fit(planner, site.budget(recipe, disk=True))
 
 
 def refused(plan: Plan, changes: Sequence[object]) -> FitError | UnknownFitError:
@@ -62,7 +61,9 @@ def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_
     return no_plan(_widest(loaded, site, how), budget, changes)
 
 
-def replanned(loaded: Loaded, site: Site, how: How, *, same_numbers: bool = False) -> Replan:
+def replanned(
+    loaded: Loaded, site: Site, how: How, *, same_numbers: bool = False
+) -> Callable[[Mapping[str, Any], Budget], Plan | None]:
     """The plan of the same command with more settings, in another budget; None where nothing fits.
 
     Args:

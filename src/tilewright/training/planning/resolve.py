@@ -30,7 +30,7 @@ from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
 from tilewright.training.planning.describe import words
-from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
+from tilewright.training.planning.refused import changes_to_fit, nothing_fits, refused
 
 NONE = ""
 
@@ -193,7 +193,7 @@ def _as_decided(loaded: Loaded, site: Site, plan: Plan, resuming: bool) -> tuple
         return loaded, _saying(plan, f"{plan.verdict} It runs as the recipe says.", least_bytes=int(plan.peak_bytes))
     if plan.state != "fits" and recipe.plan.enforce:
         if recipe.memory.plan == NONE or plan.stands_because:
-            raise refused(plan, fixes_of(recipe, site))
+            raise refused(plan, changes_to_fit(recipe, site))
         raise nothing_fits(loaded, site, same_numbers=resuming)
     if plan.stands_because:
         return loaded, _saying(plan, f"the recipe runs as it stands: {plan.stands_because}")

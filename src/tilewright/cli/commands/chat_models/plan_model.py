@@ -110,7 +110,7 @@ def _show(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> None:
         click.echo(lines[1 + number] if under else f"\n{row[0]}")
         for line in _below(way):
             echo(f"  {line}", hang=4)
-        command = way.command or (way.remedy.command if way.remedy is not None else "")
+        command = way.command or way.remedy_command
         if command:
             click.echo(f"  {command}")  # never wrapped, so that it can be copied
     recipe = found[0].loaded.recipe
@@ -189,7 +189,7 @@ def _way_to_json(way: "Way") -> dict[str, Any]:
     remedy = None
     if way.remedy is not None:
         with_it = to_json(way.remedy.plan)
-        remedy = {"settings": dict(way.remedy.settings), "command": way.remedy.command, "plan": with_it}
+        remedy = {"settings": dict(way.remedy.settings), "command": way.remedy_command, "plan": with_it}
     chosen = {"chosen": dict(way.chosen), "plain": None if way.plain is None else to_json(way.plain)}
     said = {"how": way.how, "state": way.state, "command": way.command, "changes": dict(way.changes)}
     return (
@@ -219,7 +219,7 @@ def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
 
 def _remedies(found: "Sequence[Way]") -> str:
     """Settings that make ways fit, as they are typed."""
-    from tilewright.planner.advice.fixes import words
+    from tilewright.planner.advice.changes import words
 
     typed = dict.fromkeys(words(way.remedy.settings) for way in found if way.remedy is not None)
     return ", or ".join(typed)

@@ -19,8 +19,7 @@ from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
-from tilewright.planner.advice.changes import WORTH
-from tilewright.planner.advice.fixes import of_shards
+from tilewright.planner.advice.changes import WORTH, Change, of_shards
 from tilewright.planner.cost.shards import Shards
 from tilewright.planner.decide import decide, departures, typed_too, variants
 from tilewright.planner.model.classes import ShapeFinder
@@ -36,16 +35,6 @@ from tilewright.training.planning.resolve import plan_run
 
 _LONGEST = 200
 """Characters of a reason; transformers' own are paragraphs."""
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Settings with which a way fits that does not fit without."""
-
-    settings: Mapping[str, Any]
-    plan: Plan
-    """With them."""
-    command: str
 
 
 @dataclass(frozen=True)
@@ -68,8 +57,10 @@ class Way:
     """Why it is not known whether it fits."""
     need: str = ""
     """The smallest budgets in which it fits, where it does not."""
-    remedy: Remedy | None = None
+    remedy: Change | None = None
     """What makes it fit, of what the plan may not decide by itself."""
+    remedy_command: str = ""
+    """The command with that."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Settings in the command because they are faster."""
     plain: Plan | None = None
@@ -122,7 +113,7 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
                 more = [*more, "--plan.enforce=false"]  # a budget is kept: a run of which nothing is known is refused
             way = replace(way, command=command_of(way.loaded, shown, how, [*more, *_as_typed(way.chosen)]))
         elif way.need:
-            way = replace(way, remedy=_remedy(loaded, model, shown, how, more, planning))
+            way = _remedied(way, model, shown, more, planning)
         yield way
 
 
@@ -169,18 +160,17 @@ def _as_typed(settings: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={str(value).lower()}" for name, value in settings.items()]
 
 
-def _remedy(
-    loaded: Loaded, model: str, shown: str, how: str, typed: Sequence[str], planning: "_Planning"
-) -> Remedy | None:
-    """What makes a way of several ranks fit by more communication, planned as if it were typed; None where nothing does
-    or there is one rank."""
-    for settings, _ in of_shards(loaded.recipe, 1):
+def _remedied(way: Way, model: str, shown: str, typed: Sequence[str], planning: "_Planning") -> Way:
+    """A way of several ranks with what makes it fit by more communication, planned as if it were typed, if anything
+    does."""
+    for settings, keeps in of_shards(way.loaded.recipe, 1):
         more = [*typed, *_as_typed(settings)]
-        other, _ = tuned_recipe(model, [], how, more, weights=False)
-        plan = planning.way(other, how).plan
+        other, _ = tuned_recipe(model, [], way.how, more, weights=False)
+        plan = planning.way(other, way.how).plan
         if plan is not None and plan.state == "fits":
-            return Remedy(settings, plan, command_of(other, shown, how, more))
-    return None
+            command = command_of(other, shown, way.how, more)
+            return replace(way, remedy=Change(settings, keeps, plan), remedy_command=command)
+    return way
 
 
 class _Planning:
