@@ -1,0 +1,64 @@
+"""One pass through a layer tells what three passes keep, and what its token-wise part is called with."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.planner.families import FAMILIES
+from tests.planner.rates import make_machine
+from tests.planner.test_trace import recipe_of
+from tilewright.models.base.checkpointing import CONTEXTS
+from tilewright.planner.model.skeleton import skeleton_of
+from tilewright.planner.trace.fake_model import text_inputs
+from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _Checkpointed, _run
+from tilewright.planner.trace.trace import Tracer
+from tilewright.precision.policy.policy import Policy
+
+pytest.importorskip("transformers")
+CASES = [
+    ("llama", "fp8_tile"),
+    ("deepseek_v3", "bf16_mixed"),
+    pytest.param("gpt2", "bf16_mixed", marks=pytest.mark.slow),
+    pytest.param("mixtral", "fp8_tile", marks=pytest.mark.slow),
+    pytest.param("gemma3_text", "fp8_tile", marks=pytest.mark.slow),
+    pytest.param("granitemoe", "pure_fp16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
+    recipe = recipe_of(FAMILIES[name], tmp_path, precision={"mode": mode}, data={"seq_len": 24})
+    skeleton = skeleton_of(recipe, 2)
+    policy = Policy.from_section(recipe.precision, "cpu")
+    tracer = Tracer(skeleton.model, skeleton.names, recipe, policy, make_machine())
+    found = tracer.trace(1, Measures.MEMORY).layers.memory
+    apart, busy = [], []
+
+    def measure(layer, args, kwargs):
+        if busy:
+            return
+        busy.append(layer)
+        kept = [
+            _run(_Checkpointed(layer, CONTEXTS[name]), args, kwargs, backward=False).kept
+            for name in ("selective", "matmuls", "attention")
+        ]
+        part = next(child for name, child in layer.named_children() if MLP_NAME.search(name))
+        calls = []
+        handle = part.register_forward_pre_hook(lambda _, a, k: calls.append((a, k)), with_kwargs=True)
+        layer(*args, **kwargs)
+        handle.remove()
+        alone = _run(part, *calls[0])
+        size = next(value for value in calls[0][0] if isinstance(value, Tensor)).nbytes
+        apart.append([*kept, alone.kept - size, alone.work])
+        busy.clear()
+
+    with tracer._faked():
+        for layer in tracer._layers:
+            layer.register_forward_pre_hook(measure, with_kwargs=True)
+        ids, arguments = text_inputs(tracer.model, 1, 24, torch.device("cpu"), tracer.calls.styles[0])
+        with torch.no_grad():
+            tracer.model.net(input_ids=ids, **arguments)
+    assert apart == [
+        [one.kept_selective, one.kept_matmuls, one.kept_attention, one.mlp_kept, one.mlp_work] for one in found
+    ]
+    assert all(one.kept_matmuls < one.kept_selective for one in found)
