@@ -1,10 +1,12 @@
 """The table of published ceilings: complete, dense, and in order of what is known of these GPUs."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planner.rates import make_machine
 from tilewright.core.errors import ConfigError
-from tilewright.planner.machine.gpu_specs import TABLE, find_published
+from tilewright.planner.machine.gpu_specs import TABLE, board_watts, find_published
 
 
 def test_every_row_has_its_source_and_plausible_numbers():
@@ -16,7 +18,15 @@ def test_every_row_has_its_source_and_plausible_numbers():
         assert 20e9 < row.memory < 200e9
         assert 5e11 < row.bandwidth < 1e13
         assert row.link in (31.5e9, 63e9)
+        assert 300 <= row.watts <= 1200
         assert (row.fp8 > 0) == (row.capability >= (8, 9))
+
+
+def test_the_power_of_a_board_is_known_under_its_published_and_its_reported_name():
+    for row in TABLE.values():
+        published = row.machine(make_machine(), 2**37)
+        assert board_watts(published) == board_watts(replace(published, device_name=row.reported)) == row.watts
+    assert board_watts(make_machine()) is None
 
 
 def test_memory_is_what_drivers_report_and_not_what_is_sold():

@@ -55,6 +55,7 @@ def settings(data: Path, runs: Path, **changes: object) -> dict[str, str]:
         "train.sample_tokens": 4,
         "optim.warmup_steps": 2,
         "checkpoint.interval": 2,
+        "energy.idle_seconds": 0,
         "ops.cross_entropy": "ref",  # the default ones are compiled, seconds in each process; `test_kill` has them
         "ops.adam": "ref",
     }
@@ -104,7 +105,7 @@ def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None
             del record["parts"]["audit"]
     assert meta == expected_meta
     measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")
-    measured += ("memory_phases", "memory_tiers")
+    measured += ("memory_phases", "memory_tiers", "energy_j", "energy_j_per_step")
     strip = [
         [{key: value for key, value in row.items() if key not in measured} for row in rows(folder / "metrics.jsonl")]
         for folder in (run, reference)

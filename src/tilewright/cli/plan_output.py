@@ -7,6 +7,7 @@ from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.describe import kept_in_words
 from tilewright.planner.cost.rows import places
+from tilewright.planner.machine.gpu_specs import board_watts
 from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
 from tilewright.training.planning.minutes import expected_steps, length_in_words
@@ -57,6 +58,8 @@ def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
         echo(f"length: {length_in_words(plan.recipe, plan.step_s)}")
     if plan.setting.shards.ranks > 1:
         echo(f"communication: {communication(plan)}")
+    if energy := energy_of(plan):
+        echo(f"energy: at most {energy['kwh']:,.3g} kWh: {energy['assumed']}")
     if told.faster is not None:
         echo(f"\nFaster than what train does: {told.faster}")
     if told.changes and plan.state == "fits":  # else they are in the error
@@ -111,6 +114,20 @@ def communication(plan: Plan) -> str:
     return f"{known}, {format_bytes(sent.total)} a step ({sizes})"
 
 
+def energy_of(plan: Plan) -> dict[str, Any] | None:
+    """What the GPUs take at most for the planned steps, and what is assumed; None where it is not known."""
+    watts = board_watts(plan.machine)
+    if watts is None or plan.shape.unknown:
+        return None
+    seconds = expected_steps(plan.recipe, plan.step_s) * plan.step_s
+    boards = plan.setting.shards.ranks
+    assumed = (
+        f"{boards} x {watts:g} W, the most that the maker says a board takes, for all of {format_seconds(seconds)}; "
+        "without host and cooling"
+    )
+    return {"kwh": boards * watts * seconds / 3.6e6, "watts": watts, "boards": boards, "assumed": assumed}
+
+
 def numbers(plan: Plan) -> dict[str, str]:
     """What two plans are compared by."""
     return {
@@ -139,6 +156,7 @@ def to_json(
         "state": plan.state,
         "unknown": plan.shape.unknown,
         "family": plan.shape.family,
+        "energy": energy_of(plan),
         "num_parameters": plan.shape.num_parameters,
         "num_layers": plan.shape.num_layers,
         "machine": plan.machine.device_name,

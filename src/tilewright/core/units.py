@@ -9,7 +9,8 @@ _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {key.lower(): value for key, value in (_BINARY | _DECIMAL).items()}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*\Z")
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|%)(?:[\s,;:.)]|$))")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|m?J|kJ|kWh|%)(?:[\s,;:.)]|$))")
+_J_PER_KWH = 3.6e6
 _NUMBER_IN_NAME = re.compile(r"(?<![^.])\d+(?![^.])")
 HARD_SPACE = "\0"
 """A space at which text is not wrapped, until it is printed."""
@@ -163,6 +164,21 @@ def format_share(share: float) -> str:
     if 0 < share < 0.001:
         return "< 0.1 %"
     return "> 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
+
+
+def format_joules(joules: float) -> str:
+    """Joules with a unit that fits.
+
+    Example:
+        >>> format_joules(0.0123), format_joules(34.2), format_joules(51_200.0), format_joules(7.2e6)
+        ('12.3 mJ', '34.2 J', '51.2 kJ', '2 kWh')
+    """
+    if joules >= _J_PER_KWH / 10:
+        return f"{joules / _J_PER_KWH:,.3g} kWh"
+    for size, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")):
+        if joules >= size:
+            return f"{joules / size:.3g} {unit}"
+    return f"{joules * 1e6:.3g} \N{MICRO SIGN}J"
 
 
 def format_seconds(seconds: float) -> str:

@@ -15,6 +15,7 @@ from tilewright.report.figures.pipeline_figure import pipeline_view
 from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
+from tilewright.report.run_data.energy_table import energy_view
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.measured import state
 from tilewright.report.template import fill
@@ -86,6 +87,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
         pipeline=pipeline_view(run),
+        energy=energy_view(run),
         ranks=rank_rows.rank_rows(run),
         rank_columns=rank_rows.COLUMNS,
         ranks_summary=rank_rows.rank_summary(run),

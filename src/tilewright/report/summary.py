@@ -16,6 +16,7 @@ from tilewright.core.units import (
     format_share,
 )
 from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.energy_table import energy_card
 from tilewright.report.run_data.measured import (
     LossSpan,
     compressor_lines,
@@ -85,6 +86,7 @@ def cards(run: RunData) -> Sequence[SummaryCard]:
             format_bytes(peak["memory_bytes"]) if peak else MISSING,
             f"planned {format_bytes(planned)}" if planned else "",
         ),
+        SummaryCard("Energy", *energy_card(run)),
     ]
 
 

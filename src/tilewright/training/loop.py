@@ -35,6 +35,7 @@ from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.executor.kinds import check_executor, executor_of
 from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
+from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
     LONG,
@@ -93,8 +94,12 @@ def train(
         check_world(world, loaded.recipe, executor_of(loaded.recipe, executor).capabilities)
         if dry_run:
             return RunResult(None, run_dry(loaded, world, hooks, executor))
-        with _opened(loaded, world) as (folder, store, watch, lost):
-            return TrainSession(loaded, folder, store, watch, began, on_setup, hooks, executor, lost).train()
+        with (
+            _opened(loaded, world) as (folder, store, watch, lost),
+            open_energy(loaded.recipe.energy, watch.world, folder, loaded.recipe.run.device) as energy,
+        ):
+            session = TrainSession(loaded, folder, store, watch, began, on_setup, hooks, executor, lost, energy)
+            return session.train()
 
 
 @contextmanager
@@ -135,6 +140,8 @@ class TrainSession:
     executor: ExecutorKind | None
     lost: tuple[RankRecord, ...]
     """Of ranks that were gone at the end of the run before."""
+    energy: RunEnergy | None
+    """What the run takes, where that is measured."""
     run_plan: PlanFile | None = None
     """Plan that the run in the folder began under."""
     restarted: dict[str, Any] = field(default_factory=dict)
@@ -214,7 +221,10 @@ class TrainSession:
             with self._assembled(setup, found, pulse) as run:
                 run.begin(self.began)
                 with StopRequest() as stop, self.watch.blaming():
-                    return run.train(stop)
+                    result = run.train(stop)
+                    if self.energy is not None:
+                        self.energy.finish(run.step, run.parts.counters.tokens, run.recorder.event)
+                    return result
 
     def _timed(self, setup: RunContext, found: ResumePoint, pulse: Pulse) -> StepTimes | str:
         """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
@@ -252,6 +262,8 @@ class TrainSession:
             scaled=parts.scaler is not None,
         )
         try:
+            if self.energy is not None:
+                recorder.event(found.step, "energy", self.energy.said())
             for text, numbers in setup.plan.events:
                 recorder.event(found.step, "plan", text, **numbers)
             self.world.at("reference")
@@ -269,8 +281,9 @@ class TrainSession:
                 replanner = replanner_for(setup, parts, recorder, agreement=agreement)
                 first = parts.modes.last_from(parts.counters.step + 1)
                 pace = Pace(setup.plan.known_step_s, first, recipe.train.steps)
+                counts = () if self.energy is None or not shown else (self.energy.hook(parts),)
                 # Ranks agree on the rows' length before memory is planned for it, and memory is before it is taken.
-                hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, pace
+                hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, pace, *counts
                 yield Run(
                     setup, parts, parts.state(), self.store, self.folder, recorder, replanner, agreement, hooks,
                     resumed=resumed, left_out=frozenset(self.left_out),

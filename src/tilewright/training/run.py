@@ -76,7 +76,7 @@ class Run:
     _saved_step: int = -1
     _saved_at: float = 0.0
     _saving: int = 0  # saves whose end has not been reported
-    _phase: str = "data"
+    _phase: str = "start"
     _shown_at: float = field(default_factory=time.monotonic)
     _number: int = 0  # of the step that is taken
     _news: bool = True  # of this step: hooks that wait for a later one are called too
@@ -86,6 +86,7 @@ class Run:
         self.recipe = self.setup.recipe
         self._longest = longest_document(self.recipe)
         self._calls_before, self._calls_after = calls(self.hooks, "before_step"), calls(self.hooks, "after_step")
+        self._calls_phase, self._calls_numbers = calls(self.hooks, "phase"), calls(self.hooks, "numbers")
         self._stateful = [self.parts.stream, *by_name(self.hooks).values()]
 
     @property
@@ -223,8 +224,10 @@ class Run:
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
         documents = parts.stream.documents
-        of_documents = {} if documents is None else documents.numbers()
-        row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, of_documents)
+        more = {} if documents is None else dict(documents.numbers())
+        for _, numbers in self._calls_numbers if step.due else ():
+            more |= numbers(step)
+        row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, more)
         if shown := step.due or time.monotonic() - self._shown_at >= OVERDUE_S:
             self._shown_at = time.monotonic()
         if shown or result.skipped is not None or result.redone is not None:
@@ -242,6 +245,9 @@ class Run:
 
     def _at(self, phase: str, *, long: bool = False) -> None:
         """Note where the run is, for its user; of several ranks for those that watch this one, too."""
+        if phase != self._phase:
+            for _, goes_on in self._calls_phase:
+                goes_on(phase)
         self._phase = phase
         if (heartbeat := self.setup.world.heartbeat) is not None:
             heartbeat.at(self.step + 1, phase, long=long)

@@ -301,6 +301,28 @@ def _parallel(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
+def _energy(recipe: Recipe) -> Iterator[Conflict]:
+    """A figure of emissions stands on one number of the user's, which has a source or is a guess."""
+    energy = recipe.energy
+    if bool(energy.intensity) != bool(energy.intensity_source.strip()):
+        yield Conflict(
+            ("energy.intensity", "energy.intensity_source"),
+            "Carbon intensity and its source go together",
+            f'energy.intensity = {energy.intensity:g}, energy.intensity_source = "{energy.intensity_source}"',
+            "both, or none: without them no emissions are given",
+            '--energy.intensity 380 --energy.intensity_source "grid operator, mean of 2025"',
+        )
+    if not energy.measure and (energy.assume_watts or energy.intensity):
+        yield Conflict(
+            ("energy.measure", "energy.assume_watts", "energy.intensity"),
+            "Energy is neither measured nor estimated, and has figures",
+            f"energy.measure = false, energy.assume_watts = {energy.assume_watts:g}, "
+            f"energy.intensity = {energy.intensity:g}",
+            "energy.measure = true",
+            "--energy.measure true",
+        )
+
+
 _CHECKS = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
@@ -314,4 +336,5 @@ _CHECKS = (
     _parallel,
     stage_conflicts,
     expert_conflicts,
+    _energy,
 )

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.section import EVERY, Count, Section
+from tilewright.core.config.sections.energy import EnergySection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
@@ -373,6 +374,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     parallel: ParallelSection = ParallelSection()
+    energy: EnergySection = EnergySection()
     ops: OpsSection = OpsSection()
     plan: PlanSection = PlanSection()
 

@@ -54,6 +54,8 @@ class Stream:
     ):
         self.wait_s = 0.0
         """Seconds that the last `next_step` waited for its batches."""
+        self.waited_s = 0.0
+        """Seconds that all of them waited."""
         self.documents: StepDocuments | None = None
         """Of the step that `next_step` gave last, on all ranks; None where steps are of rows."""
         self._cut: StepCut
@@ -84,6 +86,7 @@ class Stream:
         started = time.perf_counter()
         built = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started
+        self.waited_s += self.wait_s
         self._next, self.documents = built.end, built.documents
         self._step += 1
         return built.batches

@@ -32,6 +32,7 @@ class GpuSpec:
 
     `bf16`, `fp8`: dense FLOP/s with FP32 accumulation; 0 without such a unit. `fp32`: FLOP/s without matrix units.
     `memory`: bytes that CUDA reports. `bandwidth`: bytes/s of its memory. `link`: bytes/s to the host, one direction.
+    `watts`: the most that the board takes. `reported`: what CUDA calls it.
     """
 
     name: str
@@ -43,6 +44,8 @@ class GpuSpec:
     memory: float
     bandwidth: float
     link: float
+    watts: float
+    reported: str
     source: str
 
     def machine(self, here: Machine, host_bytes: int) -> Machine:
@@ -85,27 +88,32 @@ TABLE = {
     row.name: row
     for row in (
         GpuSpec(
-            "h100", "NVIDIA H100 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 79.11 * GIB, 3.35e12, 63e9,
+            "h100", "NVIDIA H100 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 79.11 * GIB, 3.35e12, 63e9, 700.0,
+            "NVIDIA H100 80GB HBM3",
             "NVIDIA H100 data sheet: 1979 and 3958 TFLOP/s with sparsity, halved; "
             "PCIe 5.0 x16; memory: vllm#27508",
         ),
         GpuSpec(
-            "h200", "NVIDIA H200 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 139.7 * GIB, 4.8e12, 63e9,
+            "h200", "NVIDIA H200 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 139.7 * GIB, 4.8e12, 63e9, 700.0,
+            "NVIDIA H200",
             "NVIDIA H200 data sheet: 1979 and 3958 TFLOP/s with sparsity, halved; "
             "PCIe 5.0 x16; memory: 143771 MiB in nvidia-smi, less what the driver keeps",
         ),
         GpuSpec(
-            "a100", "NVIDIA A100 SXM 80 GB", (8, 0), 312e12, 0.0, 19.5e12, 79.25 * GIB, 2.039e12, 31.5e9,
+            "a100", "NVIDIA A100 SXM 80 GB", (8, 0), 312e12, 0.0, 19.5e12, 79.25 * GIB, 2.039e12, 31.5e9, 400.0,
+            "NVIDIA A100-SXM4-80GB",
             "NVIDIA A100 data sheet: 312 TFLOP/s dense; no 8-bit float unit; "
             "PCIe 4.0 x16; memory: HiDream-ai/VAREdit#6",
         ),
         GpuSpec(
             "4090", "NVIDIA GeForce RTX 4090", (8, 9), 165.2e12, 330.3e12, 82.6e12, 23.64 * GIB, 1.008e12, 31.5e9,
+            450.0, "NVIDIA GeForce RTX 4090",
             "NVIDIA Ada architecture white paper, dense with FP32 accumulation; "
             "PCIe 4.0 x16; memory: ali-vilab/VGen#104",
         ),
         GpuSpec(
-            "b200", "NVIDIA B200 SXM", (10, 0), 2250e12, 4500e12, 80e12, 178.35 * GIB, 8.0e12, 63e9,
+            "b200", "NVIDIA B200 SXM", (10, 0), 2250e12, 4500e12, 80e12, 178.35 * GIB, 8.0e12, 63e9, 1000.0,
+            "NVIDIA B200",
             "NVIDIA DGX B200 data sheet: of 8 GPUs 36 and 72 PFLOP/s with sparsity, halved; 1440 GB; "
             "PCIe 5.0 x16; memory: pytorch/ao#4002",
         ),
@@ -132,3 +140,15 @@ def find_published(name: str) -> GpuSpec:
             where="--on",
         )
     return TABLE[name.lower()]
+
+
+def board_watts(machine: Machine) -> float | None:
+    """The most that one of the machine's GPUs takes, as its maker publishes it; None where that is not in the table.
+
+    Args:
+        machine: at hand, or made by `GpuSpec.machine`.
+    """
+    named = {
+        name: row.watts for row in TABLE.values() for name in (row.reported, f"{row.full_name} (published numbers)")
+    }
+    return named.get(machine.device_name)

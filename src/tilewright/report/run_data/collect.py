@@ -17,6 +17,8 @@ from pydantic import TypeAdapter
 from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
 from tilewright.core.json_text import from_json
+from tilewright.energy.record import ENERGY, EnergyRecord
+from tilewright.energy.record import FILE as ENERGY_FILE
 from tilewright.parallel.pipeline.balance.measured import FILE as PIPELINE
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
@@ -56,6 +58,7 @@ class RunData:
     exports: Row | None = None
     ranks: Row | None = None
     pipeline: Row | None = None
+    energy: EnergyRecord | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[RecordedSetting] = ()
     trouble: Sequence[str] = ()
@@ -115,10 +118,19 @@ def collect(run_dir: Path) -> RunData:
         exports=_as_dict(_read_json(run_dir / EXPORTS, trouble)),
         ranks=_as_dict(_read_json(run_dir / "ranks.json", trouble)),
         pipeline=_as_dict(_read_json(run_dir / PIPELINE, trouble)),
+        energy=_read_energy(run_dir, trouble),
         recipe=recipe,
         settings=recorded_settings(text),
         trouble=trouble,
     )
+
+
+def _read_energy(run_dir: Path, trouble: list[str]) -> EnergyRecord | None:
+    table = _read_json(run_dir / ENERGY_FILE, trouble)
+    found, bad = recorded.usable(ENERGY, [] if table is None else [table])
+    if bad:
+        trouble.append(f"{ENERGY_FILE} is not as train writes it and left out")
+    return found[0] if found else None
 
 
 def _usable(declared: TypeAdapter[Row], values: Any, name: str, trouble: list[str]) -> list[Row]:

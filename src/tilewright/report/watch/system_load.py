@@ -1,4 +1,4 @@
-"""What the machine is doing now: CPU, memory, disk, and GPUs where NVIDIA's library is installed.
+"""What the machine is doing now: CPU, power, memory, disk, and GPUs where NVIDIA's library is installed.
 
 Measured when asked, by no thread of its own: a page that is closed costs nothing.
 """
@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 
-from tilewright.report.watch.nvml import Nvml
+from tilewright.energy.counter import Tally
+from tilewright.energy.nvml import Nvml
+from tilewright.energy.processors import processor_counters
 
 _KEPT_S = 0.5
 """Two pages that ask within this time get the same numbers; shares over a shorter time mean little."""
@@ -26,6 +28,10 @@ class SystemLoad:
         self._sample: dict[str, Any] = {}
         psutil.cpu_percent()  # shares are since the call before, and the first means nothing
         self._disk = self._disk_bytes()
+        found = processor_counters()
+        self._energy, self._no_energy = [Tally(counter) for counter in found.counters], "; ".join(found.reasons)
+        for tally in self._energy:
+            tally.begin(time.monotonic())
 
     def sample(self, folder: Path) -> dict[str, Any]:
         """Shares in percent, sizes in bytes, rates in bytes per second; None where the system does not say.
@@ -54,8 +60,18 @@ class SystemLoad:
             "disk_free_bytes": _free_bytes(folder),
             "disk_read_bytes_per_s": rates[0],
             "disk_write_bytes_per_s": rates[1],
+            "processors": self._processors(seconds),
             "gpus": [] if self._gpus is None else self._gpus.sample(),
         }
+
+    def _processors(self, seconds: float) -> dict[str, Any]:
+        """Watts that the processors' counters have counted since the last sample, or why they are not known."""
+        now = time.monotonic()
+        joules = sum(tally.advance(now) for tally in self._energy)
+        gone = "; ".join(dict.fromkeys(tally.gone for tally in self._energy if tally.gone))
+        if not self._energy or gone:
+            return {"watts": None, "reason": gone or self._no_energy}
+        return {"watts": joules / seconds, "reason": self._no_energy}
 
     @staticmethod
     def _disk_bytes() -> tuple[int, int] | None:

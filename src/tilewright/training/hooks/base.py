@@ -71,6 +71,13 @@ class StepHook(Protocol):
             result: over all ranks.
         """
 
+    def numbers(self, step: Step) -> Mapping[str, float]:
+        """For the row of metrics of a step with a line; called on all ranks, before the row is written."""
+        return {}
+
+    def phase(self, name: str) -> None:
+        """The run goes on to something else: `data` (and the step), `evaluate`, `save`, `samples` or `export`."""
+
     def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
         """Settings, `section.field`, with which the run is to begin again from the checkpoint that was just written;
         empty: it goes on. Called after each save on the way, and the same on all ranks.

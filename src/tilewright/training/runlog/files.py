@@ -197,7 +197,7 @@ class RunLog:
             lr: learning rate that it used.
             wait_s: seconds that it waited for data.
             memory: a memory tracker's snapshot, at steps that have one.
-            more: numbers of the data alone.
+            more: numbers of the data alone, and of hooks.
         """
         seconds, self.step_done = result.seconds + wait_s, counters.step
         row = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewright.core import env
 from tilewright.core.log import ROOT, Pulse, get_logger, say, wrap_text
-from tilewright.core.units import format_loss, format_seconds, format_share
+from tilewright.core.units import format_joules, format_loss, format_seconds, format_share
 
 _GIB = 2**30
 
@@ -111,6 +111,7 @@ def step_line(
         *_memory(row, memory_limit),
         f"{row['tokens_per_s']:,.0f} tok/s",
         f"wait {format_share(row['wait_share'])}",
+        *_energy(row),
     ]
     if seconds_left is not None:
         parts.append(f"eta {format_seconds(seconds_left)}")
@@ -122,6 +123,13 @@ def _memory(row: Mapping[str, Any], memory_limit: int) -> list[str]:
     if "memory_bytes" not in row:
         return []
     return [f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})"]
+
+
+def _energy(row: Mapping[str, Any]) -> list[str]:
+    """Joules of a step since the line before, where they are counted or estimated."""
+    if "energy_j_per_step" in row:
+        return [f"{format_joules(row['energy_j_per_step'])}/step"]
+    return [f"{format_joules(row['estimated_j_per_step'])}/step (estimated)"] if "estimated_j_per_step" in row else []
 
 
 def _largest(owners: Mapping[str, int]) -> str:

@@ -104,6 +104,7 @@ OVERDUE_S = 20.0
 """Seconds after a progress line from which on a step has one, whatever the log interval."""
 BITS = "bits per byte"
 _PHASES = {
+    "start": "start of the run",
     "data": "step {next} of {steps}",
     "evaluate": "evaluation after step {step}",
     "save": "checkpoint of step {step}",

@@ -11,7 +11,7 @@ from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, p
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.log import say
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_joules, format_seconds
 
 WARM_UP_STEPS = 3
 
@@ -33,19 +33,26 @@ def bench(ctx: click.Context, what: str, recipe: str, steps: int, as_json: bool)
     if what == "matmul":
         _matmul(settings.recipe, as_json)
         return
+    from tilewright.energy.meter import EnergyMeter
     from tilewright.training.assemble import build, set_up
+    from tilewright.training.hooks.energy_hook import counters_of
 
     setup = set_up(settings)
     parts = build(setup, fresh=True)
     results, waits = [], []
+    counters, reasons = counters_of(processors=True, gpu=setup.machine.device == "cuda")
     try:
         for number in range(WARM_UP_STEPS + steps):
+            if number == WARM_UP_STEPS:
+                meter = EnergyMeter(counters, thread=False)
             result = parts.executor.step(parts.stream.next_step(), settings.recipe.optim.lr)
             if number >= WARM_UP_STEPS:
                 results.append(result)
                 waits.append(parts.stream.wait_s)
+        use = meter.use()
     finally:
         parts.stream.close()
+    joules = use.total_j if counters and meter.reads else None
     seconds = [result.seconds for result in results]
     found = {
         "recipe": settings.name,
@@ -55,6 +62,8 @@ def bench(ctx: click.Context, what: str, recipe: str, steps: int, as_json: bool)
         "step_s": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
         "wait_s": statistics.median(waits),
         "tokens_per_s": statistics.median(r.num_tokens / (r.seconds + w) for r, w in zip(results, waits, strict=True)),
+        "joules_per_token": joules and joules / sum(result.num_tokens for result in results),
+        "not_counted": reasons,
     }
     if as_json:
         print_json(found)
@@ -63,6 +72,12 @@ def bench(ctx: click.Context, what: str, recipe: str, steps: int, as_json: bool)
     echo(f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)")
     echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
     echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
+    if joules is None:
+        echo(f"energy    unavailable: {'; '.join(reasons)}")
+    else:
+        per_token = format_joules(joules / sum(result.num_tokens for result in results))
+        how = "; ".join(reasons) or "all of it measured"
+        echo(f"energy    {format_joules(joules / steps)} a step, {per_token} a token ({how})")
 
 
 def _matmul(recipe: Recipe, as_json: bool) -> None:

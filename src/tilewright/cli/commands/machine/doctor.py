@@ -27,6 +27,7 @@ from tilewright.cli.run_tables import candidate_table, chosen_table
 from tilewright.core.errors import NumericsError
 from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
+from tilewright.energy.processors import processor_counters
 
 if TYPE_CHECKING:
     from tilewright.planner.cost.links import LinkSpeed
@@ -129,10 +130,18 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
         ("fp8", f"{choice.mode}: {choice.reason} (on the unit: {', '.join(choice.native) or 'nothing'})"),
         ("compiler", _compiler(machine)),
         ("disk", "this folder cannot be written to" if speed is None else f"{format_bytes(speed)}/s written here"),
+        ("energy", _energy()),
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
     ]
     for label, text in rows:
         echo(f"{label:<9} {text}", hang=10)
+
+
+def _energy() -> str:
+    """Which counters of joules a run would read, or why none."""
+    found = processor_counters()
+    parts = ", ".join(f"{counter.part.name} ({counter.part.how})" for counter in found.counters)
+    return parts or f"unavailable: {'; '.join(found.reasons)}"
 
 
 def _vectors(machine: Machine) -> str:

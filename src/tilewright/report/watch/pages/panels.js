@@ -100,6 +100,8 @@ export function showSystem(list, load) {
     const rates = load.disk_write_bytes_per_s === null ? "" : `read ${bytes(load.disk_read_bytes_per_s)}/s, write ${bytes(load.disk_write_bytes_per_s)}/s`;
     tiles.push(["Disk", `${bytes(load.disk_free_bytes)} free`, rates, null]);
   }
+  const power = load.processors;
+  tiles.push(["Power", power.watts === null ? "unavailable" : `${Math.round(power.watts)} W`, power.watts === null ? power.reason : "processors, by their counters", null]);
   load.gpus.forEach((gpu, i) => {
     const held = gpu.memory_bytes === null ? "" : `, ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`;
     tiles.push([`GPU ${i}`, gpu.percent === null ? "not known" : `${gpu.percent} %`, `${gpu.name}${held}`, gpu.percent === null ? null : gpu.percent / 100]);
