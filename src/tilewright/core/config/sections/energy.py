@@ -14,7 +14,7 @@ class EnergySection(Section):
     keeps_numbers = ("measure", "idle_seconds", "assume_watts", "intensity", "intensity_source")
 
     measure: bool = True
-    """Read the counters of processors (RAPL) and of the run's GPUs (NVML) while the run goes on, once a second. Where
+    """Read the counters of processors (RAPL) and of the run's GPUs (NVML) during the run, once a second. Where
     there is none, the run says so and gives no number."""
     idle_seconds: float = Field(default=2.0, ge=0, le=600)
     """Where there are counters: how long they are read before the run begins, for the power of the idle machine. 0:
