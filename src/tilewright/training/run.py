@@ -223,8 +223,7 @@ class Run:
         """The step, its row of metrics written; what is due with a line is done, and measured."""
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
-        documents = parts.stream.documents
-        more = {} if documents is None else dict(documents.numbers())
+        more = {} if (documents := parts.stream.documents) is None else dict(documents.numbers())
         for _, numbers in self._calls_numbers if step.due else ():
             more |= numbers(step)
         row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, more)
@@ -280,11 +279,8 @@ class Run:
             return
         self._at("evaluate")
         started = time.perf_counter()
-        how = {
-            "device": self.setup.device,
-            "fp32": self.recipe.precision.eval_fp32,
-            "data": self.setup.world.data.handle,
-        }
+        data, fp32 = self.setup.world.data.handle, self.recipe.precision.eval_fp32
+        how = {"device": self.setup.device, "fp32": fp32, "data": data}
         texts, whole = (*self.parts.held_out_parts, self.setup.other_text), self.step in (0, self.recipe.train.steps)
         self.parts.heap.give_back()  # what steps leave free has not the sizes that an evaluation asks for
         with self.parts.executor.access.forward_passes(self.parts.model):
