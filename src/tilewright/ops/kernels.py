@@ -28,7 +28,7 @@ from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.deferred_linear import deferred_linear
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
-from tilewright.ops.base.labels import TokenLosses
+from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
@@ -196,10 +196,18 @@ class Kernels:
         return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide)
 
     def linear_cross_entropy(
-        self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, queue: WeightGradientQueue | None = None
+        self,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        queue: WeightGradientQueue | None = None,
+        *,
+        classes: ClassSlice | None = None,
     ) -> TokenLosses:
-        """See `ops.loss`. With a `queue` as `linear`, but for the reference."""
+        """See `ops.loss`. With a `queue` as `linear`, but for the reference; with `classes` of some of them."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
+        if classes is not None:
+            return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue, classes)
         return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue)
 
     def adam(self, device_type: str, dtype: torch.dtype, *, masters: bool = False) -> Callable[..., None]:

@@ -98,21 +98,25 @@ def shard_all(
 
 @torch.no_grad()
 def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device, *, fresh: bool = True) -> None:
-    """The same for what is held whole: a rank's stages without shards.
+    """The same without shards: a rank's stages, and its parts of what tensor parallelism has cut.
 
     Args:
         model, values, device, fresh: see `shard_from_meta`.
     """
+    cut = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     to_placeholders(model, device)
     fill_buffers(model, values)
 
-    def whole(name: str, param: nn.Parameter) -> Tensor:
-        out = torch.empty(param.shape, dtype=param.dtype)
-        if fresh:
+    def held(name: str, param: nn.Parameter) -> Tensor:
+        part = part_of(cut.get(name, param))
+        out = torch.empty(part.sizes, dtype=param.dtype)
+        if fresh and name in cut:
+            fill_part(values, name, out, part)
+        elif fresh:
             values({name: out})
-        return out.to(device)
+        return sharded_like(out.to(device), param.shape, cut[name]) if name in cut else out.to(device)
 
-    _renew(model, whole)
+    _renew(model, held)
 
 
 def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:

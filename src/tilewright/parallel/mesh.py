@@ -45,7 +45,7 @@ class MeshSizes:
     @staticmethod
     def of(section: ParallelSection) -> "MeshSizes":
         """What a recipe asks for."""
-        return MeshSizes(pp=section.pp, dp_replicate=section.dp_replicate, dp_shard=section.dp_shard, ep=section.ep)
+        return MeshSizes(**{axis: getattr(section, axis) for axis in (*AXES, "ep")})
 
     @property
     def world(self) -> int:

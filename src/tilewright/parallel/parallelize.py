@@ -21,6 +21,7 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.shard import Sharding
+from tilewright.parallel.tensor.hold import cut_tensors
 from tilewright.parallel.world import World
 
 
@@ -45,7 +46,7 @@ def parallelize(
         fresh: False where a checkpoint overwrites the parts, which are not filled then.
 
     Raises:
-        ConfigError: a model that cannot be sharded, or has no stages, or no experts.
+        ConfigError: a model that cannot be sharded, or has no stages, no experts, or matrices that cannot be cut.
         HardwareError: this torch shards no experts apart.
     """
     stages: tuple[ModelStage, ...] = ()
@@ -57,10 +58,12 @@ def parallelize(
         stages = model.stages
     if world.sizes.ep > 1:
         hold_experts(model, world)
+    if world.sizes.tp > 1:
+        cut_tensors(model, world)
     mesh, wait = world.fsdp_mesh, world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:
-        if stages and values is not None:
+        if values is not None and world.holds_parts:
             fill_from_meta(model, values, device, fresh=fresh)
     elif values is None:
         wait()  # ranks read for as long as their disks take

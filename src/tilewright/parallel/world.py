@@ -5,6 +5,7 @@
 | `data` | read other rows; one place on the other axes | which rows; sums of losses, counts, gradients |
 | `model` | hold one copy of the model together | names and tensors of the whole model |
 | `row` | hold other layers of it, and read the same rows | the residual stream; norms of gradients |
+| `tensor` | hold other rows or columns of its matrices, and read the same rows | partial sums of layers |
 | `experts` | hold other experts of it, and read other rows | rows of tokens; norms of experts' gradients |
 | `everyone` | all | decisions: memory, stops, what is written |
 
@@ -56,6 +57,8 @@ class World:
     """Ranks that hold one copy of the model."""
     row: Group = field(default=Group(), kw_only=True)
     """Ranks that hold other layers (`pp`)."""
+    tensor: Group = field(default=Group(), kw_only=True)
+    """Ranks that hold other parts of matrices (`tp`)."""
     experts: Group = field(default=Group(), kw_only=True)
     """Ranks that hold other experts (`ep`)."""
     local_rank: int = 0
@@ -157,7 +160,7 @@ class World:
     @property
     def holds_parts(self) -> bool:
         """Whether a rank holds a part of the model: of its tensors, or of its layers."""
-        return self.sizes.pp > 1 or self.fsdp_mesh is not None
+        return self.sizes.pp > 1 or self.sizes.tp > 1 or self.fsdp_mesh is not None
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -206,6 +209,7 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         dist.new_group(backend="gloo", timeout=PATIENCE),
         0.0 if timeout is None else timeout.total_seconds(),
         row=_group(sizes, ("pp",), timeout),
+        tensor=_along(mesh, "tp") if sizes.tp > 1 else Group(),
         experts=Group() if expert_mesh is None else _along(expert_mesh, "ep"),
     )
 

@@ -12,6 +12,7 @@ from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data_conflicts import DATA_CHECKS
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
+from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 from tilewright.core.config.sections.stage_conflicts import stage_conflicts
 
 
@@ -337,4 +338,5 @@ _CHECKS = (
     stage_conflicts,
     expert_conflicts,
     _energy,
+    tensor_conflicts,
 )

@@ -18,6 +18,8 @@ from tilewright.ops.kernels import Kernels
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
     """Cross-entropy of softmax(head(x)), summed over labels other than -100.
 
+    Of a head whose rows are cut over ranks (`parallel.tensor`) each takes its own.
+
     The head, which has no bias, computes in its `compute_dtype` where `precision.convert` gave it one, else in x's.
 
     Returns:
@@ -26,6 +28,9 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
     Raises:
         LabelError: a label is no class; see `ops.base.labels`.
     """
+    part = getattr(head, "part", None)
+    if part is not None:
+        return part.loss(kernels, x_ND, labels_N)
     return kernels.linear_cross_entropy(*head_operands(head, x_ND), labels_N, queue_now(head))
 
 

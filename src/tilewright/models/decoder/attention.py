@@ -8,7 +8,7 @@ Legend: B rows  S positions  D model width or head width  H heads  R rotary widt
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,8 @@ class LatentAttention(nn.Module):
         self.core = CausalAttention(kernels)
         self.o_proj = nn.Linear(config.num_heads * self.v_head_dim, config.dim, bias=False)
         self.kernels = kernels
+        self.shared_by_heads: Callable[[Tensor], Tensor] | None = None
+        """What the rotary key goes through before heads read it, of which ranks may have others (`parallel.tensor`)."""
 
     def readers(self) -> list[nn.Linear]:
         """The layers that read this module's input."""
@@ -157,6 +159,7 @@ class LatentAttention(nn.Module):
         """Queries against keys and values that are expanded from the latent."""
         kv_BSHD = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
         k_nope, v_BSHD = kv_BSHD.split((self.nope_dim, self.v_head_dim), dim=-1)
+        k_rope = k_rope if self.shared_by_heads is None else self.shared_by_heads(k_rope)
         k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.core(q_BSHD, k_BSHD, v_BSHD, segments)
 

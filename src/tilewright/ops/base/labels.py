@@ -4,6 +4,9 @@ A loss with a kernel of its own checks what torch's checks: a label that is no c
 write into a neighbour's gradient.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,6 +21,27 @@ each, FP32, detached, 0 where there is no target. The sum is not made of the las
 IGNORED = -100
 SHOWN = 3
 """Labels that an error names."""
+
+
+@dataclass(frozen=True)
+class ClassSlice:
+    """The classes whose logits are here, of a loss over more of them."""
+
+    first: int
+    own: int
+    total: int
+    join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(log-sum-exp [C] over the classes here, the label's logit [C], zero where it is none of these) -> the same over
+    all classes."""
+
+    def owns(self, labels_N: Tensor) -> Tensor:
+        """Which labels are of classes here: boolean [N].
+
+        Example:
+            >>> ClassSlice(2, 2, 6, max).owns(torch.tensor([1, 2, 3, 4, -100])).tolist()
+            [False, True, True, False, False]
+        """
+        return (labels_N >= self.first) & (labels_N < self.first + self.own)
 
 
 def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:

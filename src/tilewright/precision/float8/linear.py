@@ -212,7 +212,7 @@ class Float8Linear(Cast, nn.Linear):
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
         fixed = StaticConfig(keep_value, kernels.spec, self.output_dtype)
         out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, self.switch, fixed, queue_now(self))
-        return out_NM.view(*x.shape[:-1], self.out_features)
+        return out_NM.view(*x.shape[:-1], out_NM.shape[-1])
 
     def _kernels(self) -> Kernels:
         if self.kernels is None:

@@ -20,7 +20,7 @@ class ParallelSection(Section):
 
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
-        *("dp_replicate", "dp_shard", "ep", "cpu_offload", "reduce_each"),
+        *("dp_replicate", "dp_shard", "tp", "ep", "cpu_offload", "reduce_each"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
@@ -51,6 +51,10 @@ class ParallelSection(Section):
     dp_shard: Count = Field(default=-1, ge=-1)
     """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
     as many as `dp_replicate` leaves."""
+    tp: Count = Field(default=1, ge=1)
+    """Processes that each hold a part of every matrix of a layer (tensor parallelism), and read the same rows: heads of
+    attention, hidden width of MLPs, vocabulary. Divides the numbers of heads and the hidden width. With `dp_shard` each
+    of these parts is sharded over the processes that hold it."""
     ep: Count = Field(default=1, ge=1)
     """Sharded: processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
     `dp_shard` and the number of experts; each expert is sharded over the `dp_shard / ep` processes that hold it. Takes

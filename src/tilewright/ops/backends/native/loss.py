@@ -9,7 +9,7 @@ Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tilewright.ops.backends.compiled_rows import in_blocks
 from tilewright.ops.backends.native import wide
 from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.base.derivatives import without_second
-from tilewright.ops.base.labels import IGNORED, TokenLosses, check_labels, summed_and_each
+from tilewright.ops.base.labels import IGNORED, ClassSlice, TokenLosses, check_labels, summed_and_each
 
 LOSS_TILE = 64 * 2**20
 """Bytes of logits alive at once where the caller does not say."""
@@ -47,6 +47,8 @@ class ChunkStep:
 
     row_lse: Callable[[Tensor], Tensor]
     masked_softmax_: Callable[[Tensor, Tensor, Tensor], None]
+    classes: ClassSlice | None = None
+    """Whose logits these are, where they are some of all."""
 
     def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
         """Log probability of each target [C] in FP32, 0 where there is none; the gradient of minus their sum is written
@@ -56,14 +58,22 @@ class ChunkStep:
             logits_CV: [C, V] contiguous, any float dtype.
             labels_C: [C] int64, `IGNORED` where there is no target.
         """
-        keep_C = labels_C != IGNORED
-        flat = torch.arange(len(labels_C), device=labels_C.device) * logits_CV.shape[1] + labels_C.clamp(min=0)
+        keep_C, classes = labels_C != IGNORED, self.classes
+        own_C = keep_C if classes is None else classes.owns(labels_C)
+        local_C = labels_C.clamp(min=0) if classes is None else (labels_C - classes.first).masked_fill(~own_C, 0)
+        flat = torch.arange(len(labels_C), device=labels_C.device) * logits_CV.shape[1] + local_C
         lse_C1 = self.row_lse(logits_CV)
         high = lse_C1.dtype
         target_logit_C = logits_CV.view(-1).index_select(0, flat).to(high)
+        if classes is not None:
+            lse_C, target_logit_C = classes.join(lse_C1.squeeze(-1), torch.where(own_C, target_logit_C, 0.0))
+            lse_C1 = lse_C.unsqueeze(-1)
         log_prob_C = torch.where(keep_C, target_logit_C - lse_C1.squeeze(-1), 0.0)
         self.masked_softmax_(logits_CV, lse_C1, keep_C.unsqueeze(-1))
-        logits_CV.view(-1).index_copy_(0, flat, (log_prob_C.exp() - 1).to(logits_CV.dtype))  # zero without a target
+        at_target_C = (log_prob_C.exp() - 1).to(logits_CV.dtype)  # zero without a target
+        if classes is not None:
+            at_target_C = torch.where(own_C, at_target_C, logits_CV.view(-1).index_select(0, flat))
+        logits_CV.view(-1).index_copy_(0, flat, at_target_C)
         return log_prob_C
 
 
@@ -247,9 +257,10 @@ def compiled(
     labels_N: Tensor,
     tile_bytes: int = LOSS_TILE,
     queue: WeightGradientQueue | None = None,
+    classes: ClassSlice | None = None,
 ) -> TokenLosses:
     """See `ops.loss`; the chunk's loops fused by torch.compile."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step, queue)
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step, queue, classes)
 
 
 def eager(
@@ -258,10 +269,11 @@ def eager(
     labels_N: Tensor,
     tile_bytes: int = LOSS_TILE,
     queue: WeightGradientQueue | None = None,
+    classes: ClassSlice | None = None,
 ) -> TokenLosses:
     """See `ops.loss`; the chunk's loops as eager torch operations."""
     step = functools.partial(ChunkStep, row_lse, masked_softmax_)
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, step, queue)
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, step, queue, classes)
 
 
 def _linear_cross_entropy(
@@ -271,13 +283,18 @@ def _linear_cross_entropy(
     tile_bytes: int,
     make_step: Callable[[], ChunkStep],
     queue: WeightGradientQueue | None,
+    classes: ClassSlice | None,
 ) -> TokenLosses:
-    check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
+    check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0] if classes is None else classes.total)
     count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         late = queue if queue is not None and queue.may_take(weight_VD) else None
-        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes, late)
+        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, replace(make_step(), classes=classes), tile_bytes, late)
         return total, count, each_N
+    if classes is not None:
+        each_N = x_ND.new_empty(x_ND.shape[0], dtype=torch.promote_types(x_ND.dtype, torch.float32))
+        step = replace(make_step(), classes=classes)
+        return _run_chunks(x_ND, weight_VD, labels_N, step, tile_bytes, each_N, None, None), count, each_N
     head = _head(weight_VD.to(x_ND.dtype))
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
     pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)

@@ -1,0 +1,117 @@
+"""What matrices that are cut over processes (`parallel.tp`) cannot be together with, each by name."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+from tilewright.core.config.model_conflicts import Conflict
+from tilewright.core.config.recipe import Recipe
+
+# (is it so here?, field, what it is called, what is asked for instead, what would do)
+_REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
+    (
+        lambda r: r.model.kind != "decoder",
+        "model.kind", "Other models", "tilewright's own decoder", "--parallel.tp 1: shards take any model",
+    ),
+    (
+        lambda r: r.model.kind == "decoder" and not r.model.path and r.model.num_experts > 0,
+        "model.num_experts", "Experts", "a dense model", "--model.num_experts 0",
+    ),
+    (
+        lambda r: r.parallel.pp > 1,
+        "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
+    ),
+    (
+        lambda r: r.parallel.ep > 1,
+        "parallel.ep", "Spread experts", "experts that are not spread", "--parallel.ep 1",
+    ),
+    (
+        lambda r: r.parallel.dp_replicate > 1,
+        "parallel.dp_replicate", "Copies of the model", "shards in the place of copies", "--parallel.dp_replicate 1",
+    ),
+    (
+        lambda r: r.parallel.cpu_offload,
+        "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
+    ),
+    (
+        lambda r: r.memory.can.offload,
+        "memory.executor", "The layer-major executor", "the standard executor", "--memory.executor standard",
+    ),
+    (
+        lambda r: r.lora.rank > 0,
+        "lora.rank", "Adapters", "weights that are trained themselves", "--lora.rank 0",
+    ),
+    (
+        lambda r: bool(r.distill.teacher),
+        "distill.teacher", "A teacher", "no teacher: it asks for all logits of all tokens", "--distill.teacher ''",
+    ),
+    (
+        lambda r: r.optim.kind == "muon",
+        "optim.kind", "Muon", "AdamW: Muon takes matrices that are whole or cut by rows", "--optim.kind adamw",
+    ),
+    (
+        lambda r: r.optim.master_weights != "fp32",
+        "optim.master_weights", "Weights stored in 16 bits", "weights in FP32", "--optim.master_weights fp32",
+    ),
+    (
+        lambda r: r.precision.enabled and r.precision.mode == "pure_fp16",
+        "precision.mode", "Weights stored in 16 bits", "weights in FP32", "--precision.mode bf16_mixed",
+    ),
+    (
+        lambda r: r.precision.enabled and r.precision.controller.enabled,
+        "precision.controller.enabled", "The controller of 8-bit matmuls",
+        "formats that stay: it reads whole weights", "--precision.controller.enabled false",
+    ),
+    (
+        lambda r: r.train.compile == "on",
+        "train.compile", "Compiled layers", "layers as they are", "--train.compile off",
+    ),
+    (
+        lambda r: r.ops.cross_entropy == "ref",
+        "ops.cross_entropy", "The reference of the loss", "a loss in tiles", "--ops.cross_entropy auto",
+    ),
+)  # fmt: skip
+
+
+def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    """What a recipe with `parallel.tp` above 1 asks for and cannot have yet; numbers that do not come out even."""
+    parallel, model = recipe.parallel, recipe.model
+    if parallel.tp == 1:
+        return
+    for found, field, what, need, try_ in _REFUSED:
+        if found(recipe):
+            value = functools.reduce(getattr, field.split("."), recipe)
+            yield Conflict(
+                ("parallel.tp", field),
+                f"{what} cannot be with matrices that are cut over processes yet",
+                f"parallel.tp = {parallel.tp}, {field} = {value}",
+                need,
+                try_ if "parallel.tp" in try_ else f"{try_}, or --parallel.tp 1",
+            )
+    if model.kind == "decoder" and not model.path:
+        heads = model.num_kv_heads or model.num_heads
+        yield from uneven_widths(model.num_heads, heads if model.attention == "gqa" else 0, model.ffn_dim, parallel.tp)
+
+
+def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> Iterator[Conflict]:
+    """Numbers that cannot be cut in so many parts; 0: there is none, or it is not known.
+
+    Example:
+        >>> [conflict.got for conflict in uneven_widths(8, 2, 100, 4)]
+        ['parallel.tp = 4, model.num_kv_heads = 2']
+        >>> [conflict.got for conflict in uneven_widths(6, 0, 0, 4)]
+        ['parallel.tp = 4, model.num_heads = 6']
+    """
+    for field, what, number in (
+        ("num_heads", "Heads", num_heads),
+        ("num_kv_heads", "Key and value heads", num_kv_heads),
+        ("ffn_dim", "Hidden width", ffn_dim),
+    ):
+        if number % tp:
+            even = [size for size in range(1, number + 1) if number % size == 0]
+            yield Conflict(
+                ("parallel.tp", f"model.{field}"),
+                f"{what} that cannot be cut over the processes evenly",
+                f"parallel.tp = {tp}, model.{field} = {number}",
+                f"a tp that divides {number}: {', '.join(map(str, even[:8]))}{', ...' if len(even) > 8 else ''}",
+                f"--parallel.tp {max(size for size in even if size <= tp)}",
+            )

@@ -1,0 +1,75 @@
+"""Which matrices of a decoder are cut over ranks (`tp`), and along which dim; shapes alone, also on the meta device.
+
+Attention is cut by heads: the outputs of what makes heads (dim 0 of the weight), the inputs of `o_proj` (dim 1). An MLP
+is cut by its hidden width, embedding and head by vocabulary. All else is on every rank: norms, and what makes the
+vectors that all heads of latent attention share.
+
+FSDP2 cuts the rows of what is left on a rank. A dim that both cut has to come out even: torch's metadata of what is
+left over are wrong (pytorch#168134). Heads and hidden widths that do not are refused, a vocabulary stays whole.
+"""
+
+from torch import nn
+
+from tilewright.core.config.sections.tensor_conflicts import uneven_widths
+from tilewright.core.errors import ConfigError
+from tilewright.models.decoder.decoder import Decoder
+
+OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
+INPUTS = ("o_proj", "down_proj")
+
+
+def cut_dims(model: Decoder, tp: int, dp_shard: int) -> dict[nn.Module, int]:
+    """The modules whose weight is cut over `tp` ranks, with the dim.
+
+    Args:
+        model: whose shapes are read.
+        tp, dp_shard: ranks along these axes.
+    """
+    found: dict[nn.Module, int] = {}
+    if cuts_vocabulary(model.config.vocab_size, tp, dp_shard):
+        found |= {model.model.embed_tokens: 0, model.lm_head: 0}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in OUTPUTS or last in INPUTS:
+            found[module] = 0 if last in OUTPUTS else 1
+    return found
+
+
+def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
+    """Whether embedding and head are cut: their rows come out even over both axes.
+
+    Example:
+        >>> cuts_vocabulary(512, 2, 2), cuts_vocabulary(50257, 2, 1)
+        (True, False)
+    """
+    return vocab_size % (tp * dp_shard) == 0
+
+
+def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
+    """Raise where a model cannot be cut so.
+
+    Raises:
+        ConfigError: it is not tilewright's own dense decoder, or its heads or widths do not come out even.
+    """
+    if not isinstance(model, Decoder) or model.config.num_experts or not isinstance(model.architecture, str):
+        kind = "a mixture of experts" if isinstance(model, Decoder) and model.config.num_experts else "another model"
+        raise ConfigError(
+            "Model whose matrices cannot be cut over processes yet",
+            got=f"{type(model).__name__}, {kind}, parallel.tp = {tp}",
+            need="tilewright's own decoder without experts",
+            try_="--parallel.tp 1: shards (FSDP2) take any model",
+            where="parallel.tp",
+        )
+    config = model.config
+    heads = config.num_heads, config.num_kv_heads if config.attention == "gqa" else 0
+    for found in uneven_widths(*heads, config.ffn_dim, tp):
+        raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in OUTPUTS and (rows := module.weight.shape[0]) % (tp * dp_shard):
+            raise ConfigError(
+                "Matrix that does not come out even over both axes",
+                got=f"{rows} rows of {name}, parallel.tp = {tp}, parallel.dp_shard = {dp_shard}",
+                need=f"rows that divide by tp x dp_shard = {tp * dp_shard}: shards are parts of what tp leaves",
+                try_=f"--parallel.dp_shard 1 and --parallel.tp {tp}, or --parallel.tp 1",
+                where="parallel.tp",
+            )

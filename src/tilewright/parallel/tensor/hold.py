@@ -1,0 +1,115 @@
+"""A decoder of which a rank holds a part of each matrix (tensor parallelism), under its name in the whole one.
+
+    cut_tensors(model, world)    # on meta: parameters are DTensors over `tp`
+    shard(model, ...)            # FSDP2 shards the rows of what is left on a rank
+
+Parameters are DTensors for what stores and updates them: names, optimizer, checkpoints. Layers compute on the part that
+is here, as plain tensors, whatever their format: a hook puts it in the weight's place while the layer runs. What ranks
+tell each other is in hooks too, at the ends of attention and MLP; a layer that is recomputed runs them again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.layers import MLP
+from tilewright.parallel.tensor.collectives import joined, spread
+from tilewright.parallel.tensor.cuts import check_cuts, cut_dims, cuts_vocabulary
+from tilewright.parallel.tensor.vocabulary import HeadPart, cut_embedding
+from tilewright.parallel.world import Group, World
+
+
+def cut_tensors(model: nn.Module, world: World) -> None:
+    """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
+
+    Args:
+        model: converted, on meta, or with memory in tests: its parameters are new objects.
+        world: with `tp` ranks that hold other parts.
+
+    Raises:
+        ConfigError: see `cuts.check_cuts`.
+    """
+    sizes, group = world.sizes, world.tensor
+    check_cuts(model, sizes.tp, sizes.dp_shard)
+    assert isinstance(model, Decoder)
+    assert world.mesh is not None, "tp > 1 has a mesh"
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():
+        whole = module.weight
+        if whole not in made:
+            made[whole] = _part(whole, world.mesh["tp"], dim)
+        module.register_parameter("weight", made[whole])
+        _run_on_part(module)
+    for module in list(model.modules()):
+        if isinstance(module, GroupedQueryAttention | MLP):
+            _spread_input(module, group)
+            _join_output(module.o_proj if isinstance(module, GroupedQueryAttention) else module.down_proj, group)
+        elif isinstance(module, LatentAttention):
+            for reader in (module.q_b_proj if module.q_lora_rank else module.q_proj, module.kv_b_proj):
+                _spread_input(reader, group)
+            module.shared_by_heads = lambda key: spread(key, group)
+            _join_output(module.o_proj, group)
+    if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
+        cut_embedding(model.model.embed_tokens, group)
+        HeadPart.of(model.lm_head, group, on_part)
+    else:
+        model.notes.append(
+            f"Embedding and head are whole on each process of parallel.tp: {model.config.vocab_size} rows do not come "
+            f"out even over tp x dp_shard = {sizes.tp * sizes.dp_shard}."
+        )
+
+
+@contextmanager
+def on_part(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's weight is the part that this rank holds, a plain tensor; its gradient is the parameter's."""
+    _enter(module, ())
+    try:
+        yield
+    finally:
+        _leave(module)
+
+
+@torch.no_grad()
+def _part(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    local = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
+    part = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    param = nn.Parameter(part, whole.requires_grad)
+    param.__dict__.update(whole.__dict__)
+    return param
+
+
+def _run_on_part(module: nn.Module) -> None:
+    module.register_forward_pre_hook(_enter)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(module: nn.Module, _: Any) -> None:
+    """Found before the parameter by whoever reads `module.weight`; what asks for parameters does not see it."""
+    weight = module._parameters["weight"]
+    module.__dict__["weight"] = weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    module.__dict__.pop("weight", None)
+
+
+def _spread_input(module: nn.Module, group: Group) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return spread(args[0], group), *args[1:]
+
+    module.register_forward_pre_hook(before)
+
+
+def _join_output(module: nn.Module, group: Group) -> None:
+    def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return joined(out, group)
+
+    module.register_forward_hook(after)

@@ -1,0 +1,79 @@
+"""Embedding and head that are cut by vocabulary: each rank has some of the rows.
+
+A token's row is on one rank, and the others add zeros. The loss takes this rank's logits tile by tile, and two small
+reductions over the ranks join each row's log-sum-exp: of its maximum, then of the sums, beside which the label's logit
+travels from the rank that has it. So no rank holds the logits of all classes. Where logits themselves are asked for
+(samples), they are gathered.
+
+Legend: B rows  S positions  C tokens of a tile  N tokens  D width.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewright.models.base.head import head_operands
+from tilewright.ops.base.labels import ClassSlice, TokenLosses
+from tilewright.ops.kernels import Kernels
+from tilewright.parallel.tensor.collectives import gathered, joined, spread
+from tilewright.parallel.world import Group
+
+
+def cut_embedding(table: nn.Embedding, group: Group) -> None:
+    """Let an embedding whose rows are cut give the rows of all tokens."""
+    rows = table.num_embeddings // group.size
+    foreign: list[Tensor] = []
+    """Where the tokens of the call that runs are other ranks'."""
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        ids = args[0] - group.rank * rows
+        foreign.append((ids < 0) | (ids >= rows))
+        return (ids.masked_fill(foreign[-1], 0),)
+
+    def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return joined(out.masked_fill(foreign.pop().unsqueeze(-1), 0.0), group)
+
+    table.register_forward_pre_hook(before)
+    table.register_forward_hook(after)
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """This rank's rows of the head; what `head_loss` calls in the place of its own."""
+
+    head: nn.Linear
+    group: Group
+    on_part: Callable[[nn.Module], AbstractContextManager[None]]
+    """Inside, the head's weight is the part that is here."""
+
+    @staticmethod
+    def of(head: nn.Linear, group: Group, on_part: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Let a head whose rows are cut give the logits and the loss of all classes."""
+        head.__dict__["part"] = HeadPart(head, group, on_part)  # no child of the module
+        head.register_forward_pre_hook(lambda _, args: (spread(args[0], group), *args[1:]))
+        head.register_forward_hook(lambda _, __, out: gathered(out, group))
+
+    def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
+        """See `models.base.head.head_loss`. The same on all ranks."""
+        with self.on_part(self.head):
+            x_ND, weight_VD = head_operands(self.head, spread(x_ND, self.group))
+            own = weight_VD.shape[0]
+            join = functools.partial(_join, group=self.group)
+            classes = ClassSlice(self.group.rank * own, own, own * self.group.size, join)
+            return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, classes=classes)
+
+
+def _join(lse_C: Tensor, logit_C: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp [C] over the classes of all ranks, and the label's logit [C], zero where it is another rank's."""
+    most_C = lse_C.clone()
+    dist.all_reduce(most_C, dist.ReduceOp.MAX, group=group.handle)
+    finite_C = torch.where(most_C.isfinite(), most_C, 0.0)  # infinities and NaN come through as they would alone
+    both_2C = torch.stack([(lse_C - finite_C).exp(), logit_C])
+    dist.all_reduce(both_2C, group=group.handle)
+    return both_2C[0].log() + finite_C, both_2C[1]

@@ -1,0 +1,120 @@
+"""One step of a tiny decoder whose matrices are cut over ranks, against the step of one process with all rows."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tests.models.shapes import KERNELS, SHAPES
+from tests.parallel.steps import groups_of, microbatches, relative, run
+from tilewright.core import env
+from tilewright.memory.chunked_mlp import chunk_mlps
+from tilewright.models.build import init_weights, random_values
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.fill import fill_from_meta, shard_from_meta
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.shard import Sharding
+from tilewright.parallel.tensor.hold import cut_tensors
+from tilewright.parallel.world import World, join
+from tilewright.precision.convert import convert
+
+LIKE_ONE_PROCESS = 2e-6
+"""Of a gradient in FP32, against its largest element: sums in another order, of some hundred summands."""
+WIDE = {"vocab_size": 64, "dim": 32, "num_heads": 8, "num_layers": 2, "ffn_dim": 96}
+LATENT = {"attention": "mla", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+CONFIGS = {
+    "gqa": DecoderConfig.of(**WIDE, num_kv_heads=4),
+    "untied": DecoderConfig.of(**WIDE, num_kv_heads=4, tie_embeddings=False),
+    "mla": DecoderConfig.of(**WIDE, **LATENT),
+    "mla_q": DecoderConfig.of(**WIDE, **LATENT, q_lora_rank=24, tie_embeddings=False),
+    "odd_vocabulary": replace(DecoderConfig.of(**WIDE, num_kv_heads=4), vocab_size=61),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    tp: int
+    shards: int = 1
+    kind: str = "gqa"
+    mode: str = "fp32"
+    number: int = 2
+    settings: dict[str, Any] = field(default_factory=dict)
+    chunks: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    sharding: Sharding = Sharding()
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The mesh."""
+        return MeshSizes(dp_shard=self.shards, tp=self.tp)
+
+
+def world_of(case: Case) -> World:
+    """Of a test's ranks."""
+    return join(env.ranks(), case.sizes, torch.device("cpu"))
+
+
+def prepared(model: Decoder, case: Case) -> Decoder:
+    """Converted and set as the case says."""
+    convert(model.train(), case.mode, kernels=KERNELS)
+    for name, value in case.settings.items():
+        setattr(model, name, value)
+    return model
+
+
+def whole(case: Case) -> Decoder:
+    """The model of one process."""
+    model = Decoder(CONFIGS[case.kind], KERNELS)
+    init_weights(model, 0)
+    prepared(model, case)
+    if case.chunks > 1:
+        chunk_mlps(model, case.chunks, print)
+    return model
+
+
+def cut(case: Case, world: World) -> Decoder:
+    """The same over ranks, from the meta device."""
+    with torch.device("meta"):
+        model = Decoder(CONFIGS[case.kind], KERNELS)
+    values = random_values(model, 0)
+    prepared(model, case)
+    cut_tensors(model, world)
+    if world.fsdp_mesh is None:
+        fill_from_meta(model, values, torch.device("cpu"))
+    else:
+        shard_from_meta(model, model.layers, world.fsdp_mesh, case.sharding, values, torch.device("cpu"))
+    if case.chunks > 1:
+        chunk_mlps(model, case.chunks, print)
+    return model
+
+
+def batches_of(rank: int, number: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of a rank that reads rows of its own."""
+    return microbatches(rank, number)
+
+
+def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """On each rank, for each case: errors by name, of loss and norm."""
+    found = []
+    for case in cases:
+        world = world_of(case)
+        model = cut(case, world)
+        seen, result = run(model, world, batches_of(world.data.rank, case.number), **case.options)
+        batches = [batch for other in range(world.data.size) for batch in batches_of(other, case.number)]
+        want, alone = run(whole(case), World.alone(), batches)
+        assert seen.grads.keys() == want.grads.keys()
+        assert seen.dtypes == {torch.float32}
+        assert (result.num_targets, result.num_tokens) == (alone.num_targets, alone.num_tokens)
+        found.append({
+            "errors": {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()},
+            "loss": abs(result.loss / alone.loss - 1),
+            "norm": abs(result.grad_norm / alone.grad_norm - 1),
+            "exact": (result.loss, result.grad_norm),
+        })  # fmt: skip
+    return found
+
+
+__all__ = ["SHAPES", "Case", "compare", "cut", "groups_of", "whole", "world_of"]

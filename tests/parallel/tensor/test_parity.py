@@ -1,0 +1,38 @@
+"""Gradients of a decoder whose matrices are cut over ranks are those of one process."""
+
+import pytest
+
+from tests.parallel.tensor.cut import LIKE_ONE_PROCESS, Case, compare
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+FULL = {"activation_checkpoint": "full"}
+
+
+def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
+    """Each gradient, the loss and the norm are those of one process, the last two the same bits on all ranks."""
+    for number, case in enumerate(cases):
+        results = [found[number] for found in of_ranks]
+        assert len({found["exact"] for found in results}) == 1, f"{case}: {[found['exact'] for found in results]}"
+        for rank, found in enumerate(results):
+            worst = max(found["errors"], key=found["errors"].__getitem__)
+            error = found["errors"][worst]
+            print(f"{case}: rank {rank}: {worst} {error:.2g}, loss {found['loss']:.2g}, norm {found['norm']:.2g}")
+            assert error <= bound, f"{case}, rank {rank}: {worst} is off by {error:.2g} of its largest element"
+            assert found["loss"] <= 1e-6
+            assert found["norm"] <= 1e-6
+
+
+def test_on_two_ranks():
+    cases = [Case(2, kind=kind) for kind in ("gqa", "untied", "mla", "mla_q", "odd_vocabulary")]
+    cases += [
+        Case(2, settings={"activation_checkpoint": mode}) for mode in ("full", "selective", "matmuls", "attention")
+    ]
+    cases += [Case(2, kind="mla_q", settings=FULL), Case(2, chunks=2, number=3), Case(2, chunks=2, settings=FULL)]
+    check(cases, on_ranks(2, compare, cases))
+
+
+def test_on_four_ranks():
+    cases = [Case(4), Case(4, kind="mla", settings=FULL), Case(2, 2), Case(2, 2, kind="mla_q", settings=FULL)]
+    cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3), Case(2, 2, chunks=2)]
+    check(cases, on_ranks(4, compare, cases))
