@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tilewright.core.config.sections.expert_conflicts import REFUSED_WITH_EXPERTS
 from tilewright.core.config.sections.stage_conflicts import REFUSED_WITH_STAGES
+from tilewright.core.config.sections.tensor_conflicts import REFUSED_WITH_TENSORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "explanation" / "how-tilewright-is-built.md"
@@ -17,6 +18,7 @@ PREFIX = "tilewright."
 REFUSED = {
     "pipelines": ("parallel.pp", REFUSED_WITH_STAGES),
     "expert-parallelism": ("parallel.ep", REFUSED_WITH_EXPERTS),
+    "tensor-parallelism": ("parallel.tp", REFUSED_WITH_TENSORS),
 }
 """By page of the how-tos."""
 

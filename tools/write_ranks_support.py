@@ -24,6 +24,7 @@ MESHES = {
     "hsdp": "both (HSDP)",
     "stages": "stages (`pp`)",
     "experts_spread": "experts (`ep`)",
+    "tensor": "matrices (`tp`)",
 }
 FEATURES = {
     "Models": {

@@ -223,6 +223,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.balance": "tests/training/test_pipeline_balance.py::test_documents_go_where_they_cost_as_much",
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
+    "parallel.tp": Probe("2", "error"),
     "parallel.ep": Probe("2", "error"),
     "parallel.reshard_after_forward": _SHARDED,
     "parallel.cpu_offload": _SHARDED,

@@ -64,7 +64,7 @@ def test_the_layers_are_those_of_the_contracts():
             assert re.search(rf"^(.*\| )?{package.name}( \|.*)?$", layers.layers(), re.MULTILINE), package.name
 
 
-@pytest.mark.parametrize("name", ["pipelines", "expert-parallelism"])
+@pytest.mark.parametrize("name", ["pipelines", "expert-parallelism", "tensor-parallelism"])
 def test_a_how_to_lists_what_is_refused(name):
     layers = tool("write_layers")
     committed = layers.how_to(name).read_text(encoding="utf-8")

@@ -21,11 +21,11 @@ STOP = {"train__steps": 3}
 class Launches:
     """Runs in one folder, and what each returned on each rank."""
 
-    def __init__(self, data, folder):
-        self.data, self.folder, self.found = data, folder, {}
+    def __init__(self, data, folder, settings=MIXED | ALONE):
+        self.data, self.folder, self.found, self.settings = data, folder, {}, settings
 
     def __call__(self, world, changes, seconds=120):
-        changes = {name: MIXED | ALONE | of_run for name, of_run in changes.items()}
+        changes = {name: self.settings | of_run for name, of_run in changes.items()}
         for rank, of_rank in enumerate(
             on_ranks(world, runs, str(self.data), str(self.folder), changes, seconds=seconds)
         ):

@@ -52,8 +52,7 @@ def total_norm(
         experts: ranks that have other values in lists of experts (sharded over `efsdp`), and the same in the
             others.
     """
-    norms = [torch.nn.utils.get_total_norm(values, foreach=True) for values in lists]
-    norms = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
+    norms = [_norm(values) for values in lists]
     device = lists[0][0].device if lists else torch.device("cpu")
     if experts is not None:
         spread = [_of_experts(values) for values in lists]
@@ -62,6 +61,25 @@ def total_norm(
         norms.append(_joined(own, experts, device))
     norm = math.hypot(*norms)
     return norm if row is None else _joined(norm, row, device)
+
+
+def _norm(values: list[Tensor]) -> float:
+    """Of one list, over all ranks. What several axes of a mesh cut is joined along one after the other, as torch would
+    with a warning for each rank."""
+    axes = {_cut_along(value) for value in values if isinstance(value, DTensor)}
+    if len(axes) == 1 and len(along := next(iter(axes))) > 1:
+        local = [value.to_local() for value in values]
+        found = float(torch.nn.utils.get_total_norm(local, foreach=True))
+        for axis in along:
+            found = _joined(found, values[0].device_mesh.get_group(axis), local[0].device)
+        return found
+    norm = torch.nn.utils.get_total_norm(values, foreach=True)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _cut_along(value: DTensor) -> tuple[int, ...]:
+    """Axes of the mesh along which ranks hold other parts."""
+    return tuple(axis for axis, placement in enumerate(value.placements) if type(placement) is not Replicate)
 
 
 def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -15,13 +15,13 @@ from tilewright.core.config.recipe import ParallelSection
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.hf.model import HFModel
-from tilewright.parallel.experts.hold import hold_experts
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
+from tilewright.parallel.inside.experts.hold import hold_experts
+from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.shard import Sharding
-from tilewright.parallel.tensor.hold import cut_tensors
 from tilewright.parallel.world import World
 
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.experts.hold import expert_meshes
+from tilewright.parallel.inside.experts.hold import expert_meshes
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.assign.gathered import AsRead, param_groups, settle
 

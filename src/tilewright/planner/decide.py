@@ -33,6 +33,7 @@ from tilewright.planner.site import Site, on_disk
 How = Literal["least_change", "fastest"]
 AUTO = "auto"
 """`memory.plan` of a run that is decided here; the source of what it decides, too."""
+CUT = "nothing is decided layer by layer for matrices that are cut over processes yet"
 PLAN_FILE = "plan.toml"
 """In a run folder: the plan that the run executes."""
 
@@ -123,8 +124,11 @@ def decide(
         there = replace(site, notes=(*site.notes, note_of(recipe)))
         bound = largest_stage(recipe, there.planner(recipe), there.budget(recipe))
         return replace(bound, stands_because=as_it_stands(recipe))
-    planner = free_planner(loaded, site) if how == "fastest" else site.planner(recipe)
+    cut = recipe.parallel.tp > 1
+    planner = free_planner(loaded, site) if how == "fastest" and not cut else site.planner(recipe)
     planner = planner if num_layers is None else planner.with_layers(num_layers)
+    if cut:
+        return replace(planner.as_it_stands(site.budget(recipe)), stands_because=CUT)
     if how == "fastest":
         found = planner.plan(budget := site.budget(recipe, disk=site.may_use_disk(recipe)))
         if found is None and (with_disk := site.budget(recipe, disk=True)) != budget:

@@ -150,15 +150,15 @@ class RunContext:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled. Not by themselves where weight gradients wait, of which compiled code knows
-        nothing.
+        """Whether layers are compiled. Not by themselves where weight gradients wait or matrices are cut, of which
+        compiled code knows nothing.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
         """
         recipe = self.recipe
         waits = recipe.parallel.pp > 1 and Pipeline.of(recipe.parallel).defers
-        by_default = recipe.model.kind != "hf" and not waits
+        by_default = recipe.model.kind != "hf" and not waits and recipe.parallel.tp == 1
         return compiles_layers(recipe.train.compile, self.machine, by_default=by_default)
 
     @property

@@ -12,8 +12,8 @@ from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data_conflicts import DATA_CHECKS
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
-from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 from tilewright.core.config.sections.stage_conflicts import stage_conflicts
+from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:

@@ -18,7 +18,7 @@ from tilewright.ops.kernels import Kernels
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
     """Cross-entropy of softmax(head(x)), summed over labels other than -100.
 
-    Of a head whose rows are cut over ranks (`parallel.tensor`) each takes its own.
+    Of a head whose rows are cut over ranks (`parallel.inside.tensor`) each takes its own.
 
     The head, which has no bias, computes in its `compute_dtype` where `precision.convert` gave it one, else in x's.
 

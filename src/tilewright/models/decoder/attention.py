@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * self.v_head_dim, config.dim, bias=False)
         self.kernels = kernels
         self.shared_by_heads: Callable[[Tensor], Tensor] | None = None
-        """What the rotary key goes through before heads read it, of which ranks may have others (`parallel.tensor`)."""
+        """What the rotary key goes through before heads read it: ranks may have other heads (`parallel.inside`)."""
 
     def readers(self) -> list[nn.Linear]:
         """The layers that read this module's input."""

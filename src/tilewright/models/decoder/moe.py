@@ -135,7 +135,7 @@ class MoE(nn.Module):
         """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
         self.exchange: Callable[[Tensor, Tensor, RunExperts], Tensor] | None = None
         """Takes rows sorted by expert, their number for each expert, and what runs the experts that are here; gives
-        what the experts make of the rows. None where all are here. Set by `parallel.experts`."""
+        what the experts make of the rows. None where all are here. Set by `parallel.inside.experts`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""

@@ -27,6 +27,7 @@ PRICED = (
     "communication takes the speed that as many processes of this machine had over gloo, measured once; taken for "
     "granted: none of it overlaps with computation"
 )
+UNPRICED_SUMS = "not in the seconds: sums of layers' outputs over the ranks of parallel.tp"
 UNPRICED_OFFLOAD = "not in the seconds: transfers of parallel.cpu_offload, and its update on the host"
 
 
@@ -36,7 +37,7 @@ class Shards:
 
     Example:
         >>> Shards(ranks=8, count=4)
-        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False)
+        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1)
     """
 
     ranks: int = 1
@@ -47,6 +48,8 @@ class Shards:
     reduce_each: bool = False
     offload: bool = False
     """Parts are in host memory."""
+    tp: int = 1
+    """Ranks that read the same rows, each with a part of every matrix."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
@@ -54,14 +57,20 @@ class Shards:
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
         if count == 1:
-            return cls(parallel.dp_replicate)
+            return cls(parallel.dp_replicate, tp=parallel.tp)
         return cls(
             parallel.dp_replicate * count,
             count,
             parallel.reshard_after_forward,
             parallel.reduce_each,
             parallel.cpu_offload,
+            parallel.tp,
         )
+
+    @property
+    def processes(self) -> int:
+        """All ranks."""
+        return self.ranks * self.tp
 
     @property
     def cut(self) -> bool:
@@ -76,24 +85,27 @@ class Shards:
             measured: the speed between ranks is known.
         """
         found = (PRICED if measured else UNPRICED,) if self.ranks > 1 else ()
+        found += (UNPRICED_SUMS,) if self.tp > 1 else ()
         return (*found, UNPRICED_OFFLOAD) if self.offload and not cpu else found
 
     @property
     def of_each(self) -> str:
         """Whose bytes a plan's are, after a number of bytes; empty for one process."""
-        return f" of each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f" of each of {self.processes} ranks" if self.processes > 1 else ""
 
     def words(self) -> str:
         """Who shares the run; empty for one process.
 
         Example:
-            >>> Shards(ranks=8, count=4).words(), Shards(ranks=2).words(), Shards(ranks=4, count=4).words()
-            ('8 ranks: 2 copies in 4 shards', '2 ranks: 2 copies', '4 ranks: 4 shards')
+            >>> Shards(ranks=8, count=4).words(), Shards(ranks=2).words(), Shards(ranks=2, count=2, tp=2).words()
+            ('8 ranks: 2 copies in 4 shards', '2 ranks: 2 copies', '4 ranks: 2 shards, matrices in 2 parts')
         """
         copies = self.ranks // self.count
         shared = [f"{copies} copies"] if copies > 1 else []
         shared += [f"{self.count} shards"] if self.cut else []
-        return f"{self.ranks} ranks: {' in '.join(shared)}" if self.ranks > 1 else ""
+        cut = [f"matrices in {self.tp} parts"] if self.tp > 1 else []
+        words = ", ".join([*([" in ".join(shared)] if shared else []), *cut])
+        return f"{self.processes} ranks: {words}" if self.processes > 1 else ""
 
     def rows(self, recipe: Recipe) -> int:
         """Rows of a step on the rank that has most of them; a pair of answers stays together."""

@@ -110,7 +110,8 @@ class ShapeFinder:
         return foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])
 
     def _skeleton(self, recipe: Recipe) -> Skeleton:
-        alike = (recipe.model, recipe.lora)
+        parallel = recipe.parallel
+        alike = (recipe.model, recipe.lora, parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1)
         own = (*alike, recipe.memory.executor)
         found = self._skeletons.get(alike) or self._skeletons.get(own)
         if found is None:

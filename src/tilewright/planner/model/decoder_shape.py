@@ -42,7 +42,9 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     """The shape in one precision mode."""
     assert skeleton.config is not None
     config, seq_len = skeleton.config, recipe.data.seq_len
-    compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=True)
+    compiled = recipe.train.compile == "on" or compiles_layers(
+        recipe.train.compile, machine, by_default=recipe.parallel.tp == 1
+    )
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     number = DTYPES[policy.activation]
     width = config.qk_head_dim if config.attention == "mla" else config.head_dim

@@ -101,7 +101,7 @@ def multiplied_in(form: GemmFormat, units: Collection[str]) -> str:
 def keeps_qdata(machine: Machine, recipe: Recipe) -> bool:
     """Whether codes of weights are kept from step to step: on a CPU, and not of sharded ones, which each pass gathers
     and quantises."""
-    return machine.device == "cpu" and recipe.parallel.dp_shard <= 1
+    return machine.device == "cpu" and recipe.parallel.dp_shard <= 1 and recipe.parallel.tp == 1
 
 
 def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:

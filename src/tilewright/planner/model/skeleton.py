@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from tilewright.core.config.recipe import LoraSection, Recipe
-from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.kernels import Kernels
+from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import decide_all
@@ -86,7 +86,7 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
         CheckpointError: its folder cannot be read.
     """
     if spec_of(recipe.model.kind).formulas is not None:
-        return _short_decoder(recipe.model, recipe.lora, vocab_size)
+        return _short_decoder(recipe, vocab_size)
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
     _adapt(model, recipe.lora)
     whole = recipe.memory.can.whole_model and not model.layers  # its layers cannot be checkpointed one by one
@@ -106,9 +106,12 @@ def _adapt(model: Any, lora: LoraSection) -> None:
         add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base, **more)
 
 
-def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) -> Skeleton:
-    """A decoder with one layer of each kind."""
+def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
+    """A decoder with one layer of each kind; where ranks hold parts of its matrices (`parallel.tp`), what one has."""
+    section, parallel = recipe.model, recipe.parallel
     config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
+    if parallel.tp > 1:
+        config = config_on_rank(config, parallel.tp, max(1, parallel.dp_shard))
     assert spec.formulas is not None
     assert spec.meta_model is not None
     kinds: dict[Any, list[int]] = {}
@@ -117,7 +120,7 @@ def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) ->
     indices = tuple(map(tuple, kinds.values()))
     model: Any = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in indices])
     _check_counts(model, [first for first, *_ in indices])
-    _adapt(model, lora)
+    _adapt(model, recipe.lora)
     names = {id(module): name for name, module in model.named_modules()}
     blocks = tuple(names[id(block)] for block in model.blocks)
     return Skeleton(model, blocks, indices, names[id(model.model.embed_tokens)], config)

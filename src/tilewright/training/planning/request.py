@@ -134,9 +134,9 @@ def _known_ranks(loaded: Loaded) -> int:
             try_="--parallel.dp_shard 4 for torchrun --nproc-per-node 4; without the option, the plan of one process",
             where="parallel.dp_shard",
         )
-    ranks = Shards.of(loaded.recipe).ranks
-    check_shared(loaded.recipe, ranks)
-    return ranks
+    shards = Shards.of(loaded.recipe)
+    check_shared(loaded.recipe, shards.ranks)
+    return shards.processes
 
 
 def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:

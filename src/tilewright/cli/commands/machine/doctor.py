@@ -43,7 +43,7 @@ _SHOWN = 20
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--parallel",
-    metavar="pp=N,dp_shard=N,dp_replicate=N,ep=N",
+    metavar="pp=N,dp_shard=N,dp_replicate=N,tp=N,ep=N",
     help="Train RECIPE's model, tiny, on so many processes and on one, and show what differs.",
 )
 @json_option

@@ -20,6 +20,7 @@ from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.precision import ScaledFormat
+from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
 from tilewright.core.subprocess_call import answer, answer_error, call_module
@@ -27,7 +28,7 @@ from tilewright.parallel.mesh import DATA_AXES, MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 
 STEPS = 3
-_AXES = ("pp", *DATA_AXES, "ep")
+_AXES = ("pp", *DATA_AXES, "tp", "ep")
 TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
 """By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2 in FP32:
 gradients 1.9e-7, weights 4.3e-7. 16-bit gradients are rounded after each sum, 8-bit ones in each matmul."""
@@ -102,22 +103,23 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
     with tempfile.TemporaryDirectory() as folder:
         loaded = with_small_model(loaded, Path(folder) / "model")
         recipe = tiny(loaded.recipe, sizes)
-        _check_experts(recipe, sizes)
+        _check_mesh(recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}")
         sides = []
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
-            of_side = changed(recipe, {"parallel.pp": mesh["pp"], "parallel.ep": mesh["ep"]})
+            of_side = changed(recipe, {f"parallel.{axis}": mesh[axis] for axis in ("pp", "tp", "ep")})
             write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
 
 
-def _check_experts(recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise ConfigError where a recipe's experts cannot be spread so."""
-    mesh = {"parallel.ep": sizes.ep, "parallel.pp": sizes.pp, "parallel.dp_shard": sizes.dp_shard}
-    for found in expert_conflicts(changed(recipe, mesh)):
+def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
+    """Raise ConfigError where a recipe's experts cannot be spread so, or its matrices not cut."""
+    mesh = {f"parallel.{axis}": size for axis, size in asdict(sizes).items()}
+    there = changed(recipe, mesh)
+    for found in (*expert_conflicts(there), *tensor_conflicts(there)):
         try_ = f"--parallel dp_shard={sizes.dp_shard}"
         raise ConfigError(found.what, got=found.got, need=found.need, try_=try_, where="--parallel")
 
@@ -187,7 +189,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
             "model.dim": 64,
             "model.num_layers": max(min(model.num_layers, 2), layers if sizes.pp > 1 else 1),
             "model.num_heads": heads,
-            "model.num_kv_heads": min(model.num_kv_heads, 2),
+            "model.num_kv_heads": model.num_kv_heads and max(min(model.num_kv_heads, 2), min(sizes.tp, heads)),
             "model.head_dim": 16 if model.head_dim else 0,
             "model.ffn_dim": 128 if model.ffn_dim else 0,
             "model.expert_dim": 32 if model.expert_dim else 0,

@@ -1,13 +1,13 @@
 """What matrices that are cut over processes (`parallel.tp`) cannot be together with, each by name."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from math import gcd
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.refused import Refused, refused
 
-# (is it so here?, field, what it is called, what is asked for instead, what would do)
-_REFUSED: tuple[tuple[Callable[[Recipe], bool], str, str, str, str], ...] = (
+REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
     (
         lambda r: r.model.kind != "decoder",
         "model.kind", "Other models", "tilewright's own decoder", "--parallel.tp 1: shards take any model",
@@ -77,16 +77,8 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     parallel, model = recipe.parallel, recipe.model
     if parallel.tp == 1:
         return
-    for found, field, what, need, try_ in _REFUSED:
-        if found(recipe):
-            value = functools.reduce(getattr, field.split("."), recipe)
-            yield Conflict(
-                ("parallel.tp", field),
-                f"{what} cannot be with matrices that are cut over processes yet",
-                f"parallel.tp = {parallel.tp}, {field} = {value}",
-                need,
-                try_ if "parallel.tp" in try_ else f"{try_}, or --parallel.tp 1",
-            )
+    cannot = "cannot be with matrices that are cut over processes yet"
+    yield from refused(recipe, "parallel.tp", REFUSED_WITH_TENSORS, cannot)
     if model.kind == "decoder" and not model.path:
         heads = model.num_kv_heads or model.num_heads
         yield from uneven_widths(model.num_heads, heads if model.attention == "gqa" else 0, model.ffn_dim, parallel.tp)
@@ -101,11 +93,13 @@ def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> I
         >>> [conflict.got for conflict in uneven_widths(6, 0, 0, 4)]
         ['parallel.tp = 4, model.num_heads = 6']
     """
-    for field, what, number in (
+    numbers = (
         ("num_heads", "Heads", num_heads),
         ("num_kv_heads", "Key and value heads", num_kv_heads),
         ("ffn_dim", "Hidden width", ffn_dim),
-    ):
+    )
+    common = gcd(*(number for *_, number in numbers))
+    for field, what, number in numbers:
         if number % tp:
             even = [size for size in range(1, number + 1) if number % size == 0]
             yield Conflict(
@@ -113,5 +107,5 @@ def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> I
                 f"{what} that cannot be cut over the processes evenly",
                 f"parallel.tp = {tp}, model.{field} = {number}",
                 f"a tp that divides {number}: {', '.join(map(str, even[:8]))}{', ...' if len(even) > 8 else ''}",
-                f"--parallel.tp {max(size for size in even if size <= tp)}",
+                f"--parallel.tp {max(size for size in even if size <= tp and common % size == 0)}",
             )

@@ -289,7 +289,8 @@ def _linear_cross_entropy(
     count = (labels_N != IGNORED).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         late = queue if queue is not None and queue.may_take(weight_VD) else None
-        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, replace(make_step(), classes=classes), tile_bytes, late)
+        step = replace(make_step(), classes=classes)
+        total, each_N = _ChunkedLoss.apply(x_ND, weight_VD, labels_N, step, tile_bytes, late)
         return total, count, each_N
     if classes is not None:
         each_N = x_ND.new_empty(x_ND.shape[0], dtype=torch.promote_types(x_ND.dtype, torch.float32))

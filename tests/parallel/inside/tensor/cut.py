@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from tests.models.shapes import KERNELS, SHAPES
-from tests.parallel.steps import groups_of, microbatches, relative, run
+from tests.models.shapes import KERNELS
+from tests.parallel.steps import microbatches, relative, run
 from tilewright.core import env
 from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.fill import fill_from_meta, shard_from_meta
+from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding
-from tilewright.parallel.tensor.hold import cut_tensors
 from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 
@@ -44,7 +44,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     chunks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    sharding: Sharding = Sharding()
+    reshard: bool = True
 
     @property
     def sizes(self) -> MeshSizes:
@@ -85,15 +85,10 @@ def cut(case: Case, world: World) -> Decoder:
     if world.fsdp_mesh is None:
         fill_from_meta(model, values, torch.device("cpu"))
     else:
-        shard_from_meta(model, model.layers, world.fsdp_mesh, case.sharding, values, torch.device("cpu"))
+        shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(case.reshard), values, torch.device("cpu"))
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
     return model
-
-
-def batches_of(rank: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of a rank that reads rows of its own."""
-    return microbatches(rank, number)
 
 
 def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -102,8 +97,8 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         world = world_of(case)
         model = cut(case, world)
-        seen, result = run(model, world, batches_of(world.data.rank, case.number), **case.options)
-        batches = [batch for other in range(world.data.size) for batch in batches_of(other, case.number)]
+        seen, result = run(model, world, microbatches(world.data.rank, case.number), **case.options)
+        batches = [batch for other in range(world.data.size) for batch in microbatches(other, case.number)]
         want, alone = run(whole(case), World.alone(), batches)
         assert seen.grads.keys() == want.grads.keys()
         assert seen.dtypes == {torch.float32}
@@ -115,6 +110,3 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
             "exact": (result.loss, result.grad_norm),
         })  # fmt: skip
     return found
-
-
-__all__ = ["SHAPES", "Case", "compare", "cut", "groups_of", "whole", "world_of"]

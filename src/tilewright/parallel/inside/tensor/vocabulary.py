@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.models.base.head import head_operands
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.kernels import Kernels
-from tilewright.parallel.tensor.collectives import gathered, joined, spread
+from tilewright.parallel.inside.tensor.collectives import gathered, joined, spread
 from tilewright.parallel.world import Group
 
 

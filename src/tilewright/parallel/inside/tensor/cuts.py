@@ -8,10 +8,14 @@ FSDP2 cuts the rows of what is left on a rank. A dim that both cut has to come o
 left over are wrong (pytorch#168134). Heads and hidden widths that do not are refused, a vocabulary stays whole.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import nn
 
 from tilewright.core.config.sections.tensor_conflicts import uneven_widths
 from tilewright.core.errors import ConfigError
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 
 OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -45,11 +49,25 @@ def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
     return vocab_size % (tp * dp_shard) == 0
 
 
+def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConfig:
+    """The shape of what one of `tp` ranks has: a dense decoder with fewer heads, a narrower MLP, fewer tokens.
+
+    Example:
+        >>> found = config_on_rank(DecoderConfig.of(vocab_size=512, dim=64, num_heads=8, ffn_dim=192), 4, 1)
+        >>> found.num_heads, found.head_dim, found.ffn_dim, found.vocab_size
+        (2, 8, 48, 128)
+    """
+    vocab = config.vocab_size // tp if cuts_vocabulary(config.vocab_size, tp, dp_shard) else config.vocab_size
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, ffn_dim=config.ffn_dim // tp, vocab_size=vocab)
+
+
 def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     """Raise where a model cannot be cut so.
 
     Raises:
-        ConfigError: it is not tilewright's own dense decoder, or its heads or widths do not come out even.
+        ConfigError: it is not tilewright's own dense decoder, its weights are stored in 16 bits, or its heads or widths
+            do not come out even.
     """
     if not isinstance(model, Decoder) or model.config.num_experts or not isinstance(model.architecture, str):
         kind = "a mixture of experts" if isinstance(model, Decoder) and model.config.num_experts else "another model"
@@ -64,6 +82,15 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     heads = config.num_heads, config.num_kv_heads if config.attention == "gqa" else 0
     for found in uneven_widths(*heads, config.ffn_dim, tp):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
+    low = [name for name, param in model.named_parameters() if param.dtype != torch.float32]
+    if low:
+        raise ConfigError(
+            "Weights in 16 bits that cannot be cut over processes yet",
+            got=f"{len(low)} parameters, the first {low[0]}; parallel.tp = {tp}",
+            need="weights stored in FP32",
+            try_="--precision.mode bf16_mixed --optim.master_weights fp32, or --parallel.tp 1",
+            where="parallel.tp",
+        )
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in OUTPUTS and (rows := module.weight.shape[0]) % (tp * dp_shard):
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.models.shapes import KERNELS, SHAPES
-from tests.parallel.experts.spread import Case, spread, whole, world_of
+from tests.parallel.inside.experts.spread import Case, spread, whole, world_of
 from tests.parallel.steps import is_part
 from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError, HardwareError
@@ -16,7 +16,7 @@ from tilewright.models.base.routers import find_routers, num_experts
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.parts import part_of, sharded_like
 from tilewright.optim.gradients import gradient_values, total_norm
-from tilewright.parallel.experts.hold import hold_experts
+from tilewright.parallel.inside.experts.hold import hold_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.precision.convert import evaluating, set_mode
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel.experts.spread import LIKE_ONE_PROCESS, Case, compare
+from tests.parallel.inside.experts.spread import LIKE_ONE_PROCESS, Case, compare
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist

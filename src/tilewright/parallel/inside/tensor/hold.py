@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.layers import MLP
-from tilewright.parallel.tensor.collectives import joined, spread
-from tilewright.parallel.tensor.cuts import check_cuts, cut_dims, cuts_vocabulary
-from tilewright.parallel.tensor.vocabulary import HeadPart, cut_embedding
+from tilewright.parallel.inside.tensor.collectives import joined, spread
+from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cuts_vocabulary
+from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.world import Group, World
 
 
-def cut_tensors(model: nn.Module, world: World) -> None:
+def cut_tensors(model: Any, world: World) -> None:
     """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
 
     Args:
@@ -38,7 +37,6 @@ def cut_tensors(model: nn.Module, world: World) -> None:
     """
     sizes, group = world.sizes, world.tensor
     check_cuts(model, sizes.tp, sizes.dp_shard)
-    assert isinstance(model, Decoder)
     assert world.mesh is not None, "tp > 1 has a mesh"
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():

@@ -16,7 +16,7 @@ from tilewright.core.config.sections.expert_conflicts import uneven_experts
 from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
-from tilewright.parallel.experts.exchange import ExpertExchange
+from tilewright.parallel.inside.experts.exchange import ExpertExchange
 from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.stages import HeldLayers
 from tilewright.parallel.world import World

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.models.shapes import make_batch
-from tests.parallel.experts.spread import LIKE_ONE_PROCESS, Case, spread, step, whole, world_of
+from tests.parallel.inside.experts.spread import LIKE_ONE_PROCESS, Case, spread, step, whole, world_of
 from tests.parallel.steps import relative
 from tests.ranks import on_ranks
-from tilewright.parallel.experts.hold import mixtures
+from tilewright.parallel.inside.experts.hold import mixtures
 from tilewright.parallel.world import World
 
 pytestmark = pytest.mark.dist

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.tensor.cut import LIKE_ONE_PROCESS, Case, compare
+from tests.parallel.inside.tensor.cut import LIKE_ONE_PROCESS, Case, compare
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,8 @@ from tilewright.core import env
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.experts.hold import hold_experts, mixtures
 from tilewright.parallel.fill import shard_from_meta
+from tilewright.parallel.inside.experts.hold import hold_experts, mixtures
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World, join

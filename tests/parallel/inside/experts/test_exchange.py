@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.parallel.experts.spread import Case, world_of
+from tests.parallel.inside.experts.spread import Case, world_of
 from tests.ranks import on_ranks
-from tilewright.parallel.experts.exchange import ExpertExchange
+from tilewright.parallel.inside.experts.exchange import ExpertExchange
 
 pytestmark = pytest.mark.dist
 EXPERTS, WIDTH = 6, 5

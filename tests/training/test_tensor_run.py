@@ -1,0 +1,68 @@
+"""A run whose matrices are cut over ranks is the run of one process: losses, evaluations, samples, checkpoints."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.training.test_experts_run import ALONE, FULL, STOP, Launches, check_same
+from tests.training.test_pipeline_run import EXPORT
+from tests.training.tiny import rows
+
+pytestmark = pytest.mark.dist
+DENSE = ALONE | {
+    "model__num_layers": 2, "model__num_heads": 4, "model__num_kv_heads": 4, "model__ffn_dim": 64,
+    "ops__cross_entropy": "native", "data__vocab_size": 300,
+}  # fmt: skip
+LATENT = {
+    "model__attention": "mla", "model__kv_lora_rank": 16, "model__qk_nope_head_dim": 8, "model__qk_rope_head_dim": 8,
+    "model__v_head_dim": 8, "model__tie_embeddings": "true",
+}  # fmt: skip
+CUT, FOUR = {"parallel__tp": 2}, {"parallel__tp": 4}
+
+
+@pytest.fixture(scope="module")
+def ran(data, tmp_path_factory):
+    """Some runs stop half-way, and go on elsewhere: from and to one process, other cuts, shards of cuts."""
+    launch = Launches(data, tmp_path_factory.mktemp("cut"), DENSE)
+    launch(1, {"alone": EXPORT, "from_one": STOP, "latent_alone": LATENT})
+    launch(2, {"two": CUT | EXPORT, "from_one": CUT, "from_two": CUT | STOP, "to_one": CUT | STOP, "shards": STOP})
+    launch(1, {"to_one": {}})
+    launch(4, {"from_two": CUT | FULL, "shards": FOUR, "both": CUT | EXPORT, "latent": CUT | LATENT})
+    return launch
+
+
+@pytest.mark.support("run", "tensor")
+@pytest.mark.support("decoder", "tensor")
+@pytest.mark.support("evaluation", "tensor")
+@pytest.mark.support("accumulation", "tensor")
+@pytest.mark.parametrize(
+    ("name", "world", "other"), [("two", 2, "alone"), ("both", 4, "alone"), ("latent", 4, "latent_alone")]
+)
+def test_it_is_the_run_of_one_process(ran, name, world, other):
+    ran.check(name, world, other)
+
+
+@pytest.mark.support("resume", "tensor")
+@pytest.mark.support("reshard", "tensor")
+@pytest.mark.parametrize("name", ["from_one", "from_two", "to_one", "shards"])
+def test_it_goes_on_with_other_ranks(ran, name):
+    ends = {key: value for key, value in ran.found.items() if key[0] == name}
+    assert {value if isinstance(value, str) else value[0] for value in ends.values()} <= {3, 6}
+    assert any(value[0] == 6 for value in ends.values())
+    check_same(ran.folder / name, ran.folder / "alone")
+
+
+@pytest.mark.support("export", "tensor")
+@pytest.mark.parametrize("name", ["two", "both"])
+def test_its_folder_is_that_of_one_process(ran, name):
+    ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, "alone"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert (ours[key] - tensor).abs().max() < 1e-4, key
+
+
+def test_parameters_are_told_of_all_ranks(ran):
+    starts = [
+        next(row for row in rows(ran.folder / name / "events.jsonl") if row["kind"] == "start")
+        for name in ("both", "alone")
+    ]
+    assert starts[0]["parameters"] == starts[1]["parameters"]
