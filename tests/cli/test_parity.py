@@ -20,7 +20,7 @@ from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
 from tilewright.parallel.mesh import MeshSizes
 
 
-@pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=0", "tp=2", "dp_shard=1", "dp_shard=x,dp_replicate=2"])
+@pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=0", "cp=2", "dp_shard=1", "dp_shard=x,dp_replicate=2"])
 def test_a_mesh_that_cannot_be_read(text):
     with pytest.raises(ConfigError, match="--parallel"):
         parse_sizes(text)
@@ -35,6 +35,11 @@ def test_shards_that_experts_do_not_divide(text):
 def test_a_dense_model_has_no_experts_to_spread():
     with pytest.raises(ConfigError, match="Dense model has no experts"):
         parity.compare(load_recipe("default", {}, environ={}), parse_sizes("ep=2"))
+
+
+def test_experts_are_not_cut():
+    with pytest.raises(ConfigError, match=r"Experts cannot be with matrices that are cut[^@]*--parallel dp_shard=2"):
+        parity.compare(load_recipe("tiny_moe", {}, environ={}), parse_sizes("tp=2"))
 
 
 def test_the_worst_of_its_tolerance_is_first():
@@ -72,7 +77,11 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
         ("dp_shard=2", {}),
         ("pp=2", {"parallel__schedule": "interleaved", "model__num_experts": 4}),
         ("ep=2", {"model__num_experts": 4}),
+        ("tp=2", {"ops__cross_entropy": "native", "model__num_kv_heads": 2, "optim__kind": "adamw"}),
         pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "dp_shard=2,tp=2", {"ops__cross_entropy": "native", "optim__kind": "adamw"}, marks=pytest.mark.slow
+        ),
         pytest.param("dp_shard=4,ep=2", {"model__num_experts": 4}, marks=pytest.mark.slow),
     ],
 )

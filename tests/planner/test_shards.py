@@ -19,6 +19,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
+from tilewright.parallel.inside.tensor.cuts import cut_dims
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.cost.shards import Gathered, Shards
@@ -95,6 +96,33 @@ def test_a_rank_holds_its_experts(optim, shards, ep):
         part, wanted = weights.part(shards, rank), held(recipe, 509, shards, rank)
         found = [part.stored, 4.0 * part.trained, state_bytes(part, setting)]
         assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
+
+
+@pytest.mark.parametrize(("tp", "shards"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("vocab", [509, 512])
+@pytest.mark.parametrize("model", [{"tie_embeddings": False, "num_heads": 4}, MLA | {"num_heads": 8}])
+def test_a_rank_holds_its_parts_of_cut_matrices(model, vocab, tp, shards):
+    """Against what the cuts leave of each tensor. FP32 parameters, gradients and moments."""
+    recipe = make_recipe(model=model, parallel={"dp_shard": shards, "tp": tp})
+    weights, setting = ShapeFinder(vocab, CPU).find(recipe).weights, GlobalConfig.of(recipe)
+    whole = build_model(recipe.model, vocab, device="meta")
+    dims = {module.weight: dim for module, dim in cut_dims(whole, tp, shards).items()}
+    for rank in range(shards):
+        wanted = 0
+        for param in whole.parameters():
+            sizes = [size // (tp if dim == dims.get(param) else 1) for dim, size in enumerate(param.shape)]
+            wanted += prod(part_shape(tuple(sizes), shards, rank))
+        part = weights.part(shards, rank)
+        assert [part.stored, part.trained, state_bytes(part, setting)] == [4 * wanted, wanted, 8 * wanted]
+
+
+def test_a_plan_says_that_matrices_are_cut():
+    plan = plan_of(parallel={"dp_shard": 2, "tp": 2})
+    shards = plan.setting.shards
+    assert shards.words() == "4 ranks: 2 shards, matrices in 2 parts"
+    assert plan.setting.num_micro * plan.recipe.train.micro_batch_size == 8, "rows of a step over the two shards"
+    assert any("parallel.tp" in note for note in shards.notes(True, False))
+    assert plan.peak_bytes < plan_of(parallel={"dp_shard": 2}).peak_bytes
 
 
 def test_a_layer_is_gathered_without_the_experts_of_other_ranks():

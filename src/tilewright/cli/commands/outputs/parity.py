@@ -120,7 +120,7 @@ def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
     mesh = {f"parallel.{axis}": size for axis, size in asdict(sizes).items()}
     there = changed(recipe, mesh)
     for found in (*expert_conflicts(there), *tensor_conflicts(there)):
-        try_ = f"--parallel dp_shard={sizes.dp_shard}"
+        try_ = f"--parallel dp_shard={sizes.dp_shard if sizes.dp_shard > 1 else sizes.world}"
         raise ConfigError(found.what, got=found.got, need=found.need, try_=try_, where="--parallel")
 
 
