@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
-from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
+from tilewright.core.errors import ConfigError
+from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.checkpointing import (
     EXACT_INPUTS,
     Fp8Checkpoint,
@@ -35,14 +34,11 @@ from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
-from tilewright.models.folder.fp8_weights import encode_folder
-from tilewright.models.folder.json_file import read_json, write_json
-from tilewright.models.folder.safetensors import check_no_adapters
-from tilewright.models.folder.spill import spilled
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
 from tilewright.models.hf.probe import InputStyle, check_taught, probe_language_model, short_images, short_texts
+from tilewright.models.hf.save import save_folder
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
@@ -320,51 +316,10 @@ class HFModel(nn.Module):
     ) -> None:
         """Write a Hugging Face folder; see `contract.Model.save_hf`.
 
-        config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32
-        first, then file by file in FP8, so the disk must hold them in FP32.
-
         Raises:
-            CheckpointError: the model has adapters, nothing of it can be stored in FP8, or the folder cannot be
-                written.
+            CheckpointError: see `save.save_folder`.
         """
-        dtype = dtype or self.net.dtype
-        plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None
-        rest, first = (dtype, dtype) if plan is None else (torch.bfloat16, torch.float32)
-        check_no_adapters(self.net.state_dict(), folder)
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with spilled(Path(folder)) as spill:
-                self.net.save_pretrained(folder, state_dict=self._state_to_store(first, live, spill))
-            config = read_json(folder) | dict(extra or {}) | {"dtype": str(rest).removeprefix("torch.")}
-            if plan is not None:
-                (Path(folder) / "config.json").unlink()  # what is there meanwhile is not yet a model
-                encode_folder(Path(folder), plan.coded, rest)
-                config["quantization_config"] = layout_settings(plan.high)
-            write_json(Path(folder) / "config.json", config)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                "Hugging Face folder cannot be written",
-                got=str(error),
-                need="space in a writable folder",
-                try_="free space or choose another folder",
-                where=str(folder),
-            ) from error
-
-    def _state_to_store(
-        self,
-        dtype: torch.dtype,
-        live: Callable[[str, Tensor], Tensor] | None,
-        spill: Callable[[Tensor], Tensor],
-    ) -> dict[str, Tensor]:
-        """All tensors by name, tied ones as one; what comes from `live` waits on the disk."""
-        stored: dict[int, Tensor] = {}
-        state = self.net.state_dict(keep_vars=True)
-        for name, tensor in state.items():
-            if id(tensor) not in stored:
-                value = (tensor if live is None else live(f"net.{name}", tensor)).detach()
-                value = value.to(dtype) if value.is_floating_point() else value
-                stored[id(tensor)] = value if live is None else spill(value)
-        return {name: stored[id(tensor)] for name, tensor in state.items()}
+        save_folder(self.net, Path(folder), dtype or self.net.dtype, extra or {}, live)
 
     def _input_style(self, packed: bool) -> InputStyle:
         """What the probe found; what it means for this run is noted the first time."""
