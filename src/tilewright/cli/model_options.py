@@ -32,3 +32,25 @@ def model_options(function: Function) -> Function:
         show_default=True,
         help="Dtype of the weights; auto keeps BF16 folders in BF16, and runs in FP32.",
     )(function)
+
+
+def sampling_options(*, temperature: float, top_k: int) -> Callable[[Function], Function]:
+    """`--temperature` and `--top-k`, with these defaults."""
+
+    def add(function: Function) -> Function:
+        function = click.option(
+            "--top-k",
+            default=top_k,
+            show_default=True,
+            type=click.IntRange(0),
+            help="Sample among the k most likely tokens; 0 is off.",
+        )(function)
+        return click.option(
+            "--temperature",
+            default=temperature,
+            show_default=True,
+            type=click.FloatRange(0),
+            help="Sampling temperature; 0 is greedy decoding.",
+        )(function)
+
+    return add

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from tilewright.cli.common import run_argument, verbosity
+from tilewright.cli.model_options import sampling_options
 from tilewright.core.errors import ConfigError
 
 
@@ -12,20 +13,7 @@ from tilewright.core.errors import ConfigError
 @run_argument
 @click.option("--prompt", default="", help="Prompt. Default: start of a document (BOS).")
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of new tokens.")
-@click.option(
-    "--temperature",
-    default=0.8,
-    show_default=True,
-    type=click.FloatRange(0),
-    help="Sampling temperature; 0 is greedy decoding.",
-)
-@click.option(
-    "--top-k",
-    default=40,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Sample among the k most likely tokens; 0 is off.",
-)
+@sampling_options(temperature=0.8, top_k=40)
 @click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Random seed.")
 @verbosity
 def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:

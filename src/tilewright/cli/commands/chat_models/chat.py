@@ -10,7 +10,7 @@ import click
 
 from tilewright.cli.common import verbosity
 from tilewright.cli.error_text import print_error
-from tilewright.cli.model_options import model_argument, model_options
+from tilewright.cli.model_options import model_argument, model_options, sampling_options
 from tilewright.core.errors import DataError
 from tilewright.core.log import say
 
@@ -26,14 +26,7 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--message", help="Print the answer to this message and end.")
 @click.option("--system", help="Instructions for the model, before the conversation.")
 @click.option("--tokens", default=512, show_default=True, type=click.IntRange(1), help="Maximum tokens per answer.")
-@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0), help="0 is greedy decoding.")
-@click.option(
-    "--top-k",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Sample among the k most likely tokens; 0 is off.",
-)
+@sampling_options(temperature=0.7, top_k=0)
 @click.option(
     "--top-p",
     default=0.95,
