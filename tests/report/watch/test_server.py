@@ -26,7 +26,7 @@ def _always_look(monkeypatch):
 
 
 def ask(server, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=180)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers)
         for name, value in headers.items():
