@@ -14,9 +14,6 @@ REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "memory.plan": {"memory.plan": "plan.toml"},
     "distill.teacher": {"distill.teacher": "runs/teacher"},
-    "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
-    "precision.fp8_from": {"precision.mode": "fp8_tile", "precision.fp8_from": "[0,0.1,0.2]"},
-    "precision.fp8_until": {"precision.mode": "fp8_tile", "precision.fp8_until": "0.5"},
     "train.compile": {"train.compile": "on", "parallel.schedule": "dualpipe_v"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "parallel.reduce_each": {"parallel.reduce_each": "true"},
@@ -43,7 +40,6 @@ def test_each_row_of_the_table_has_a_case():
 
 
 @pytest.mark.support("layer_major", "stages", refused=True)
-@pytest.mark.support("controller", "stages", refused=True)
 @pytest.mark.support("teacher", "stages", refused=True)
 @pytest.mark.support("offload", "stages", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
@@ -58,7 +54,6 @@ def test_it_is_refused_by_name(field):
     load(**{**REFUSED[field], field: "" if value == '""' else value})
 
 
-@pytest.mark.support("lora", "stages", refused=True)
 @pytest.mark.support("pairs", "stages", refused=True)
 @pytest.mark.parametrize(
     ("settings", "words"),
@@ -72,7 +67,6 @@ def test_it_is_refused_by_name(field):
             {"model.kind": "hf", "model.path": "folder", "model.task": "image_classification"},
             "Image classifiers cannot",
         ),
-        ({"lora.rank": "4"}, "LoRA"),
         ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Preferences"),
         ({"parallel.pp": "0"}, "parallel.pp"),
         ({"parallel.virtual_stages": "1"}, "virtual_stages"),

@@ -6,6 +6,7 @@ from tests.contracts.observe import fixed_ceilings
 from tests.training.tiny import settings
 from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.cost.choices import executors
@@ -52,3 +53,41 @@ def test_stages_are_run_by_an_executor_of_stages_and_nothing_else_is(changes, tm
     assert not any(capabilities_of(name).stages for name in executors(recipe))
     staged = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"pp": 2})})
     assert all(capabilities_of(name).stages for name in executors(staged))
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("pp", [1, 2])
+def test_adapters_of_one_layer_are_planned(pp, layer, tmp_path):
+    """Layers differ then in what is trained; a name counts from the whole model's first layer."""
+    values = settings(tmp_path, tmp_path, model__num_layers=4, parallel__pp=pp, lora__rank=4,
+                      lora__base="keep", train__global_batch_size=4)  # fmt: skip
+    plans = {}
+    for targets in (f'["*layers.{layer}.mlp.*"]', '["*layers.*.mlp.*"]'):
+        loaded = load_recipe(None, values | {"lora.targets": targets}, environ={})
+        site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=pp))
+        plans[targets] = decide(loaded, site, "as_it_stands")
+    one, every = plans.values()
+    assert sum(found.count for found in one.shape.classes if found.weights.trained) in ({1} if pp == 1 else {0, 1})
+    assert one.shape.num_layers == every.shape.num_layers == 4 // pp
+    assert one.peak_bytes <= every.peak_bytes
+
+
+@pytest.mark.parametrize("targets", ['["*layers.4.*"]', '["*layers.0.*", "*.q_porj"]'])
+def test_targets_that_no_layer_has_are_an_error_of_the_plan(targets, tmp_path):
+    values = settings(tmp_path, tmp_path, model__num_layers=4, lora__rank=4) | {"lora.targets": targets}
+    site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes())
+    with pytest.raises(ConfigError, match="Adapter target matches no linear layer"):
+        decide(load_recipe(None, values, environ={}), site, "as_it_stands")
+
+
+@pytest.mark.parametrize("split", [[1, 3], [3, 1], [2, 2], []])
+def test_layers_of_several_kinds_are_those_of_some_rank(split, tmp_path):
+    """Dense layers first, then experts."""
+    values = settings(tmp_path, tmp_path, model__num_layers=4, model__num_experts=4, model__num_experts_per_token=2,
+                      model__expert_dim=16, model__num_dense_layers=3, parallel__pp=2,
+                      train__global_batch_size=4, parallel__split=split)  # fmt: skip
+    site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2))
+    found = decide(load_recipe(None, values, environ={}), site, "as_it_stands").shape
+    indices = sorted(index for kind in found.classes for index in kind.indices)
+    assert indices == list(range(found.num_layers))
+    assert found.num_layers in (split or [2, 2])

@@ -8,12 +8,14 @@ Layers go to stages first; what cuts inside of a layer (tensors, experts) comes 
 others have left on a rank.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.hold import hold_experts
@@ -77,3 +79,17 @@ def parallelize(
 def counted_elsewhere(model: Model) -> frozenset[Tensor]:
     """Parameters of this rank that a rank with other layers has too, which counts them where ranks count together."""
     return model.counted_elsewhere if isinstance(model, Staged) else frozenset()
+
+
+def backward_of(model: TrainableModel, batch: Mapping[str, Tensor], targets: int) -> None:
+    """Forward and backward of a batch's mean loss, for a look at it: not a step. Ranks with other layers all call it.
+
+    Args:
+        model: what `parallelize` gave, or any other.
+        batch: on the device; the same on ranks with other layers.
+        targets: that the loss is the mean of.
+    """
+    if isinstance(model, Staged):
+        model.backward_row(batch, targets)
+    else:
+        (model.loss(batch).loss_sum / targets).backward()

@@ -117,7 +117,7 @@ class Planner:
         self.fixed = fixed
         self._finder = finder or ShapeFinder(vocab_size, machine)
         self._shapes: dict[str, ModelShape] = {}
-        self._layers: int | None = None
+        self._layers: int | tuple[int, ...] | None = None
 
     def with_recipe(self, recipe: Recipe, vocab_size: int | None = None) -> "Planner":
         """A planner of another recipe, and another tokenizer, for the same machine."""
@@ -139,10 +139,11 @@ class Planner:
         other._shapes, other._layers = self._shapes, self._layers
         return other
 
-    def with_layers(self, num_layers: int) -> "Planner":
-        """A planner of the same model with another number of layers, the most frequent class taking the difference."""
+    def with_layers(self, layers: int | tuple[int, ...]) -> "Planner":
+        """A planner of the same model with these of its layers; or with another number of them, the most frequent class
+        taking the difference."""
         other = self.with_beside({})
-        other._layers = num_layers
+        other._layers = layers
         return other
 
     def shape(self, recipe: Recipe) -> ModelShape:
@@ -151,7 +152,7 @@ class Planner:
             self._shapes[recipe.optim.master_weights] = self._finder.find(recipe)
         found = self._shapes[recipe.optim.master_weights]
         if self._layers is not None:
-            return found.resized(self._layers)
+            return found.resized(self._layers) if isinstance(self._layers, int) else found.holding(self._layers)
         return found.split(self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> Plan | None:

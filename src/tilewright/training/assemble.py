@@ -43,10 +43,12 @@ from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
+from tilewright.precision.controller.runtime import sites_of
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.report import ConversionReport
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.generators import draw_apart, seed_all
 from tilewright.training.checkpoint.state import TrainState
@@ -322,11 +324,13 @@ def build(
         model.checkpoint_inputs = recipe.train.checkpoint_inputs
         values = (values_of or partial(first_values, recipe))(model.train()) if vacant else None
         # 2. Converted before anything is cut or filled: dtypes and kinds of layers are settled here.
-        policy, schedule, scaled = _precision(setup, model)
+        policy, schedule, scaled, reports = _precision(setup, model)
         # 3. Cut, each part filled on its rank. A base under adapters is encoded as it is read, so it is filled before.
         fill_whole(recipe, model, device, values, world)
         counted, num_params = num_parameters(model), sum(param.numel() for param in model.parameters())
-        numbers = rounding_numbers(recipe.optim, model) if world.row.size > 1 else None
+        in_stages = world.row.size > 1
+        numbers = rounding_numbers(recipe.optim, model) if in_stages else None
+        sites = sites_of(model) if in_stages and recipe.precision.moves_matmuls else None
         model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
@@ -340,7 +344,7 @@ def build(
         limits = optim.clip_norm, optim.clip_adaptive, optim.clip_threshold
         more = {"elements": optim.clip_elements, "counted_elsewhere": counted_elsewhere(model)}
         clip = GradClip(*limits, row=world.row.handle, experts=world.experts.handle, **more)
-        control = precision_hook(recipe, model, device, world.everyone.handle)
+        control = precision_hook(recipe, model, device, world.everyone.handle, sites)
         # 6. The executor, which gives parameters and states their homes.
         executor = setup.executor.make(
             ExecutorInputs(
@@ -358,7 +362,9 @@ def build(
                 values=values,
             )
         )
-        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, executor.weights)
+        modes = PrecisionModes(
+            model, policy, schedule, schedule.at(0), scaled, executor.weights, reports if in_stages else {}
+        )
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
     # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
     heap = FreeHeap(memory_tracker, setup.plan.allocated_bytes)
@@ -378,15 +384,15 @@ def build(
     )  # fmt: skip
 
 
-def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool]:
-    """Convert the model to the run's first mode; the policy, the modes by step, and whether one needs loss scaling."""
+def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool, dict[str, ConversionReport]]:
+    """Convert to the run's first mode; the policy, modes by step, whether one needs loss scaling, reports by mode."""
     section = setup.recipe.precision
     parameters = "" if setup.recipe.optim.master_weights == "fp32" else "bf16"
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
     first, last = schedule.at(0), schedule.mode
-    scaled = convert(model, policy.in_mode(first), kernels=setup.kernels).precision_report.needs_loss_scaling
+    reports = {first: convert(model, policy.in_mode(first), kernels=setup.kernels).precision_report}
     if last != first:
-        scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
+        reports[last] = set_mode(model, policy.in_mode(last))
         set_mode(model, policy.in_mode(first))
-    return policy, schedule, scaled
+    return policy, schedule, any(report.needs_loss_scaling for report in reports.values()), reports

@@ -71,7 +71,7 @@ CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
             activation_checkpoint=True,
             offload=False,
             shard=True,
-            adapters=False,
+            adapters=True,
             stages=True,
         ),
     }

@@ -193,3 +193,44 @@ class Staged:
                 stream_BSD = given
         dist.broadcast(found, group=self.row.handle, group_src=rank_of(self.pipeline.num_stages - 1))
         return found
+
+    def backward_row(self, batch: Mapping[str, Tensor], targets: int) -> None:
+        """Forward and backward of one batch, stage after stage: gradients of the sum of its losses over `targets` are
+        added to this rank's parameters. All ranks in a row call it, and no schedule has a part in it."""
+        row, rank_of, ids_BS = self.row, self.pipeline.rank_of, batch["input_ids"]
+
+        def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
+            return self.epilogue(x_BSD, context, batch).loss_sum / targets
+
+        def buffer() -> Tensor:
+            return torch.empty(*ids_BS.shape, self.width, dtype=self.stream_dtype, device=ids_BS.device)
+
+        micro_batch, passed, stream_BSD = (
+            MicroBatch(batch, finish),
+            list[tuple[ModelStage, Tensor | None, Tensor]](),
+            None,
+        )
+        for stage in self.stages:
+            given_BSD = None
+            if not stage.is_first:
+                before = rank_of(stage.index - 1)
+                given_BSD = buffer() if stream_BSD is None or before != row.rank else stream_BSD.detach()
+                if before != row.rank:
+                    dist.recv(given_BSD, group=row.handle, group_src=before)
+                given_BSD.requires_grad_()
+            stream_BSD = stage(*([] if given_BSD is None else [given_BSD]), micro_batch=micro_batch)
+            passed.append((stage, given_BSD, stream_BSD))
+            if not stage.is_last and rank_of(stage.index + 1) != row.rank:
+                dist.send(stream_BSD.detach().contiguous(), group=row.handle, group_dst=rank_of(stage.index + 1))
+        grad_BSD = None
+        for stage, given_BSD, out in reversed(passed):
+            if not stage.is_last and rank_of(stage.index + 1) != row.rank:
+                grad_BSD = buffer()
+                dist.recv(grad_BSD, group=row.handle, group_src=rank_of(stage.index + 1))
+            if out.requires_grad:
+                out.backward(None if stage.is_last else grad_BSD)
+            if given_BSD is not None:
+                grad_BSD = given_BSD.grad
+                if rank_of(stage.index - 1) != row.rank:
+                    assert grad_BSD is not None, "a stage passes the stream on"
+                    dist.send(grad_BSD.contiguous(), group=row.handle, group_dst=rank_of(stage.index - 1))

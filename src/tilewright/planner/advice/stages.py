@@ -1,8 +1,10 @@
-"""What a rank of a pipeline takes: a bound, from the plan of one process with the layers of the largest stage.
+"""What a rank of a pipeline takes: a bound, from the plan of one process with the layers of the rank that holds most.
 
 It has both ends, embedding and head, though no rank of two has them; and the activations of as many micro-batches as
 the schedule has under way on the first rank, as if they were one. Its seconds are those of a rank that never waits.
 """
+
+from collections import Counter
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
@@ -59,8 +61,8 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
         budget: of a rank.
     """
     pipeline = Pipeline.of(recipe.parallel)
-    whole = planner.shape(recipe).num_layers
-    layers = pipeline.most_layers(whole)
+    shape = planner.shape(recipe)
+    ranges = pipeline.split(shape.num_layers)
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
     settings: dict[str, object] = {
@@ -69,4 +71,11 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     }
     if pipeline.defers:
         settings["train.compile"] = "off"
-    return planner.with_recipe(changed(recipe, settings)).with_layers(layers).as_it_stands(budget)
+    of_stage = planner.with_recipe(changed(recipe, settings))
+    different: dict[tuple[tuple[str, int], ...], tuple[int, ...]] = {}  # by how many layers of each kind
+    for rank in range(pipeline.pp):
+        layers = tuple(layer for stage in pipeline.stages_of(rank) for layer in ranges[stage])
+        kinds = Counter(shape.class_of(layer).name for layer in layers)
+        different.setdefault(tuple(sorted(kinds.items())), layers)
+    plans = [of_stage.with_layers(layers).as_it_stands(budget) for layers in different.values()]
+    return max(plans, key=lambda plan: plan.peak_bytes)

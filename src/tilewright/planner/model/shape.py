@@ -5,7 +5,7 @@ a micro-batch.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilewright.core.config.recipe import Recipe
@@ -248,6 +248,15 @@ class ModelShape:
         more = tuple(range(self.num_layers, self.num_layers + max(0, extra)))
         classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in self.classes)
         return replace(self, classes=classes)
+
+    def holding(self, layers: Collection[int]) -> "ModelShape":
+        """The same shape with some of its layers, numbered from 0 in their order."""
+        places = {layer: place for place, layer in enumerate(sorted(layers))}
+        held = [
+            replace(found, indices=tuple(places[index] for index in sorted(found.indices) if index in places))
+            for found in self.classes
+        ]
+        return replace(self, classes=tuple(found for found in held if found.indices))
 
     def split(self, fixed: Constraints) -> "ModelShape":
         """The same shape with a class of its own for layers of one structure that differ in what is fixed."""

@@ -1,6 +1,8 @@
 """A model with one layer of each kind in the place of all of them, on the meta device."""
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.assign.gathered import narrow_weights
 from tilewright.precision.convert import stored_formats
-from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.lora.lora import add_lora, matching
 from tilewright.precision.policy.policy import Policy
 
 
@@ -88,7 +90,7 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
     if spec_of(recipe.model.kind).formulas is not None:
         return _short_decoder(recipe, vocab_size)
     model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
-    _adapt(model, recipe.lora)
+    _adapt(model, recipe.lora, recipe.lora.targets)
     whole = recipe.memory.can.whole_model and not model.layers  # its layers cannot be checkpointed one by one
     return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
 
@@ -100,15 +102,17 @@ def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:
         skeleton.model.activation_checkpoint = "none"
 
 
-def _adapt(model: Any, lora: LoraSection) -> None:
-    if lora.rank:
-        more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
-        add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base, **more)
+def _adapt(model: Any, lora: LoraSection, targets: Sequence[str]) -> Sequence[str]:
+    """Names of the layers that have adapters now."""
+    if not lora.rank:
+        return ()
+    more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
+    return add_lora(model, lora.rank, lora.alpha, targets, lora.base, **more)
 
 
 def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
     """A decoder with one layer of each kind; where ranks hold parts of its matrices (`parallel.tp`), what one has."""
-    section, parallel = recipe.model, recipe.parallel
+    section, parallel, lora = recipe.model, recipe.parallel, recipe.lora
     config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
     if parallel.tp > 1:
         config = config_on_rank(config, parallel.tp, max(1, parallel.dp_shard))
@@ -117,13 +121,58 @@ def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
     kinds: dict[Any, list[int]] = {}
     for layer in range(config.num_layers):
         kinds.setdefault(spec.formulas.kind(config, layer), []).append(layer)
-    indices = tuple(map(tuple, kinds.values()))
-    model: Any = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in indices])
-    _check_counts(model, [first for first, *_ in indices])
-    _adapt(model, recipe.lora)
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = tuple(names[id(block)] for block in model.blocks)
-    return Skeleton(model, blocks, indices, names[id(model.model.embed_tokens)], config)
+    model: Any = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in kinds.values()])
+    _check_counts(model, [first for first, *_ in kinds.values()])
+    indices, targets = tuple(map(tuple, kinds.values())), lora.targets
+    if lora.rank:
+        indices, targets = _by_targets(model, lora, indices)
+        if len(indices) > len(kinds):
+            model = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in indices])
+        _adapt(model, lora, targets)
+    names = _names(model)
+    return Skeleton(model, tuple(names), indices, _name_of(model, model.model.embed_tokens), config)
+
+
+def _by_targets(
+    model: Any, lora: LoraSection, indices: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+    """Layers of one kind divided by which of their linear layers get adapters, and the names of these layers in a model
+    that has the first layer of each.
+
+    Args:
+        model: with one layer of each kind, without adapters.
+        lora: whose targets name layers as the whole model does.
+        indices: the layers of each kind.
+
+    Raises:
+        ConfigError: a target that matches no linear layer of the whole model.
+    """
+    every, places = list(_adapt(deepcopy(model), lora, ["*"])), _names(model)
+    stack = places[0].rpartition(".")[0]
+    inside = [[name[len(place) :] for name in every if name.startswith(f"{place}.")] for place in places]
+    outside = [name for name in every if not name.startswith(f"{stack}.")]
+    of_layer = {
+        layer: [f"{stack}.{layer}{end}" for end in ends]
+        for ends, layers in zip(inside, indices, strict=True)
+        for layer in layers
+    }
+    taken = set(matching([*itertools.chain(*of_layer.values()), *outside], lora.targets))
+    divided: dict[tuple[int, frozenset[str]], list[int]] = {}
+    for kind, layers in enumerate(indices):
+        for layer in layers:
+            ends = frozenset(name[len(f"{stack}.{layer}") :] for name in of_layer[layer] if name in taken)
+            divided.setdefault((kind, ends), []).append(layer)
+    targets = [f"{stack}.{place}{end}" for place, (_, ends) in enumerate(divided) for end in sorted(ends)]
+    return tuple(map(tuple, divided.values())), [*targets, *(name for name in outside if name in taken)]
+
+
+def _names(model: Any) -> list[str]:
+    """Of a decoder's blocks."""
+    return [_name_of(model, block) for block in model.blocks]
+
+
+def _name_of(model: Any, part: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
 
 
 def _check_counts(model: Any, numbers: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ plain loop calls `PrecisionController.run`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,7 @@ class PrecisionController:
         settings: how to decide; None moves nothing on evidence, and only the schedule is followed.
         schedule: the least formats by step.
         group: ranks that train together and must decide alike; None on one rank.
+        sites: `sites_of` the whole model, where `model` has some of its layers: decisions are on all of them, by name.
 
     Raises:
         ConfigError: no layer has matmuls in fp8_tile, or some have other 8-bit formats.
@@ -78,13 +79,16 @@ class PrecisionController:
         schedule: FormatSchedule | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        sites: Sequence[GemmSite] | None = None,
     ) -> None:
         self.model = model
         self._group = group
         self.settings = settings
         self.schedule = schedule or FormatSchedule()
         self.monitor = Monitor(model)
-        self.controller = Controller(sites_of(model), settings or ControllerSettings(budget=1.0))
+        self.controller = Controller(
+            sites_of(model) if sites is None else sites, settings or ControllerSettings(budget=1.0)
+        )
         self.steps = 0
         """Steps that `run` was called for."""
         self.told: set[str] = set()
@@ -159,7 +163,7 @@ class PrecisionController:
 
     def decide(self, step: int, evidence: QuantStats) -> None:
         """Judge evidence of this rank, with that of the others, and carry the moves out."""
-        names = list(float8_layers(self.model))
+        names = list(dict.fromkeys(site.layer for site in self.controller.sites))
         evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
         moves = self.controller.decide(step, evidence, recalibrate=self.recalibrates(step))

@@ -72,7 +72,7 @@ class Audit:
         for of_rank in [] if self._others is None else self._others(found):
             names |= dict.fromkeys(of_rank)
             for fqn, rows in of_rank.items():  # a tied end is held twice, and runs on one rank
-                if _calls(rows) > _calls(found.get(fqn, [])) or fqn not in found:
+                if fqn not in found or _ran(rows) > _ran(found[fqn]):
                     found[fqn] = rows
         return [row for fqn in names for row in found.get(fqn, [])]
 
@@ -150,8 +150,9 @@ class Audit:
             count.zero_()
 
 
-def _calls(rows: list[AuditRow]) -> int:
-    return sum(row.calls or 0 for row in rows)
+def _ran(rows: list[AuditRow]) -> tuple[int, int]:
+    """How much is known of what ran: calls, and kernels where calls are not counted."""
+    return sum(row.calls or 0 for row in rows), sum(row.kernel != "-" for row in rows)
 
 
 def _total(ran: dict[str, dict[str, int]]) -> int:

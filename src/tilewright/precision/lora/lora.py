@@ -112,7 +112,7 @@ def add_lora(
         and not any(site.fqn == name or site.fqn.startswith(f"{name}.") for name in saved)
         and (isinstance(site.module, FrozenFloat8Linear) or _takes_adapter(site.module))
     }
-    names = _matched(list(linears), targets)
+    names = matching(list(linears), targets)
     for kind in dict.fromkeys(apart[site.fqn] for site in sites if site.fqn in apart):
         layers = listed([site.fqn for site in sites if apart.get(site.fqn) == kind])
         _log.warning("lora: no adapters on %s: %s takes their weights without calling them", layers, kind)
@@ -312,7 +312,12 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
         return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
 
 
-def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:
+def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
+    """Those of the names of linear layers that a target matches.
+
+    Raises:
+        ConfigError: a target that matches none.
+    """
     for pattern in targets:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)

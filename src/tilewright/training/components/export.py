@@ -17,7 +17,6 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import spec_of
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
@@ -26,6 +25,7 @@ from tilewright.parallel.shard import in_parts
 from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.components.model import meta_like
 from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
 from tilewright.training.executor.summon import Live
 
@@ -85,7 +85,7 @@ def _write(
     target: Path,
 ) -> str:
     if whole.elsewhere:
-        model = _with_all_layers(model, whole)
+        model = _with_all_layers(recipe, model, whole)
     in_shards = bool(whole.elsewhere) or in_parts(model)
     live: Live | None = (lambda name, _: whole.tensor(name)) if in_shards else None
     if recipe.lora.rank:
@@ -103,20 +103,19 @@ def _write(
     return text
 
 
-def _with_all_layers(model: Model, whole: WholeTensors) -> Model:
+def _with_all_layers(recipe: Recipe, model: Model, whole: WholeTensors) -> Model:
     """The model as one process would have it, without memory; this rank has some of its layers.
 
     Raises:
         CheckpointError: it cannot be made from its configuration alone.
     """
     held = {**whole.elsewhere, **model.state_dict(keep_vars=True)}
-    meta_model = spec_of(model.architecture).meta_model
-    made = None if meta_model is None else meta_model(model.config, model.kernels, model.task)
+    made = meta_like(recipe, model)
     if made is None or made.state_dict().keys() != held.keys():
         raise CheckpointError(
             "Export of a model whose ranks hold different layers",
             got=f"{type(model).__name__}, {len(whole.elsewhere)} of {len(held)} tensors on other ranks alone",
-            need="a model without adapters, or a first rank that has a part of each tensor",
+            need="a model that its configuration makes, or a first rank that has a part of each tensor",
             try_="checkpoint.export_hf = false here, and the export by one process that resumes from the checkpoint",
         )
     for name, param in made.named_parameters():

@@ -13,6 +13,7 @@ A model of the hub is downloaded, and named by its revision from then on (`pinne
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,8 +65,7 @@ def build_adapted(
         CheckpointError: the folder cannot be read.
     """
     model, lora = in_folder(recipe.model), recipe.lora
-    adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
-    more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
+    adapters, more = _adapters(recipe)
     coded = lora.base == "fp8" and model.weights == "load"
     if lora.rank and coded and model.kind != "hf":  # never decoded: a byte per weight from the first moment on
         build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
@@ -85,6 +85,29 @@ def build_adapted(
         if coded:
             load_fp8_weights(built.net, model.path)
     return built
+
+
+def meta_like(recipe: Recipe, model: Model) -> Model | None:
+    """The model as one process would have it, with its adapters, without memory; None where its configuration alone
+    does not make it.
+
+    Args:
+        recipe: reads `[lora]`.
+        model: of which this rank may have some layers.
+    """
+    meta_model = spec_of(model.architecture).meta_model
+    made = None if meta_model is None else meta_model(model.config, model.kernels, model.task)
+    if made is not None and recipe.lora.rank:
+        adapters, more = _adapters(recipe)
+        add_lora(made, *adapters, **more, kernels=model.kernels)
+    return made
+
+
+def _adapters(recipe: Recipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `add_lora`."""
+    lora = recipe.lora
+    more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
+    return (lora.rank, lora.alpha, lora.targets, lora.base), more
 
 
 def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:

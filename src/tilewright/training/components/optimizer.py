@@ -28,7 +28,7 @@ def make_optimizer(
             that `rounding_numbers` saw; None: their own.
 
     Raises:
-        ConfigError: Muon for a model that has no matrices.
+        ConfigError: Muon for a model that has no matrices; a part of a model may have none.
     """
     common = {
         "lr": section.lr,
@@ -41,7 +41,7 @@ def make_optimizer(
     }
     if numbers is not None:
         common["numbers"] = {param: numbers[name] for name, param in model.named_parameters() if name in numbers}
-    groups = _groups(section, model)
+    groups = _groups(section, model, part=numbers is not None)
     if section.kind == "adamw":
         return DeepSeekAdam(groups, **common)
     return Muon(groups, momentum=section.momentum, **common)
@@ -56,15 +56,15 @@ def rounding_numbers(section: OptimSection, model: nn.Module) -> dict[str, int]:
         model: all of it, converted, its parameters real or on meta.
     """
     names = {param: name for name, param in model.named_parameters()}
-    params = [param for group in _groups(section, model) for param in group["params"]]
+    params = [param for group in _groups(section, model, part=False) for param in group["params"]]
     return {names[param]: number for number, param in enumerate(params)}
 
 
-def _groups(section: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
+def _groups(section: OptimSection, model: nn.Module, *, part: bool) -> list[dict[str, Any]]:
     if section.kind == "adamw":
         return decay_groups(model, section.weight_decay)
     matrices = [matrix for matrix in hidden_matrices(model) if matrix.requires_grad]
-    if not matrices:
+    if not matrices and not part:
         raise ConfigError(
             "Model has no matrices for Muon",
             got=f"{sum(1 for _ in model.parameters())} parameters, none of which is a trained matrix of a hidden layer",

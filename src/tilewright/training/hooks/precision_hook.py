@@ -5,7 +5,7 @@ formats, samples, the learning rate, the record.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_share
 from tilewright.data.batches.microbatches import Batch, count_targets, first_rows, to_device
 from tilewright.models.base.protocols import Model, TrainableModel
-from tilewright.precision.controller.groups import Move
+from tilewright.parallel.parallelize import backward_of
+from tilewright.precision.controller.groups import GemmSite, Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.report import ConversionReport
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
@@ -53,8 +55,10 @@ class PrecisionHook(StepHook):
         """Formats of the step, a sample where one is due (one row, or all of them), and the learning rate lowered by
         the noise that was measured."""
         number, schedule, self._microbatches = step.number - 1, self.control.schedule, step.microbatches
-        floors = dict(schedule.floors(number))
-        if self.control.enter(number) and number and floors != schedule.floors(number - 1):
+        floors, before = dict(schedule.floors(number)), self.control.controller.formats()
+        self.control.enter(number)
+        moved = self.control.controller.formats() != before  # on any rank
+        if moved and number and floors != schedule.floors(number - 1):
             held = [name for name, floor in floors.items() if floor] or ["none"]
             text = f"matmuls kept in BF16 by schedule: {', '.join(held)}"
             step.recorder.event(step.number, "precision_switch", text)
@@ -101,7 +105,7 @@ class PrecisionHook(StepHook):
 
         def run() -> None:
             batch = to_device(host_batch, self.device)
-            (self.model.loss(batch).loss_sum / max(count_targets([host_batch]), 1)).backward()
+            backward_of(self.model, batch, max(count_targets([host_batch]), 1))
 
         return run
 
@@ -116,7 +120,11 @@ def _move(row: dict) -> Move:
 
 
 def precision_hook(
-    recipe: Recipe, model: Model, device: torch.device, everyone: dist.ProcessGroup | None = None
+    recipe: Recipe,
+    model: Model,
+    device: torch.device,
+    everyone: dist.ProcessGroup | None = None,
+    sites: Sequence[GemmSite] | None = None,
 ) -> PrecisionHook | None:
     """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
 
@@ -125,6 +133,7 @@ def precision_hook(
         model: converted.
         device: where batches are moved.
         everyone: all ranks, which decide alike; None on one rank.
+        sites: matmuls of the whole model, where this rank has some of its layers; None: those of `model`.
 
     Raises:
         FitError: its budget cannot be kept.
@@ -135,7 +144,7 @@ def precision_hook(
     control = section.controller
     settings = ControllerSettings(**control.model_dump(exclude={"enabled"})) if control.enabled else None
     schedule = FormatSchedule.from_section(section, recipe.train.steps)
-    controller = PrecisionController(model, settings, schedule, group=everyone)
+    controller = PrecisionController(model, settings, schedule, group=everyone, sites=sites)
     return PrecisionHook(controller, model, device, section.lr_noise_damping)
 
 
@@ -152,6 +161,8 @@ class PrecisionModes(StepHook):
     weights: QuantizedWeights | None
     """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device,
     and where they are sharded (None), the codes are made in each pass."""
+    whole: Mapping[str, ConversionReport] = field(default_factory=dict)
+    """Of the whole model by mode, where this rank has some of its layers."""
     next_step: float = 0
     """The next switch; infinite after the last one."""
 
@@ -173,7 +184,8 @@ class PrecisionModes(StepHook):
         if mode == self.mode:
             return None
         before, self.mode = self.mode, mode
-        set_mode(self.model, self.policy.in_mode(mode))
+        report = set_mode(self.model, self.policy.in_mode(mode))
+        self.model.precision_report = self.whole.get(mode, report)
         self.refresh()
         return f"{before} -> {mode} from step {step + 1} on"
 

@@ -27,20 +27,6 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
         '--distill.teacher ""',
     ),
     (
-        lambda r: r.precision.enabled and r.precision.controller.enabled,
-        "precision.controller.enabled", "The controller of 8-bit matmuls",
-        "formats that stay: stages measure other layers, and do not agree on them yet",
-        "--precision.controller.enabled false",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.fp8_from != (0.0, 0.0, 0.0),
-        "precision.fp8_from", "A schedule of 8-bit matmuls", "formats that stay", "--precision.fp8_from [0,0,0]",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.fp8_until < 1,
-        "precision.fp8_until", "A schedule of 8-bit matmuls", "formats that stay", "--precision.fp8_until 1",
-    ),
-    (
         lambda r: r.train.compile == "on" and r.parallel.schedule in DEFERRING,
         "train.compile", "Compiled layers whose weight gradients wait", "layers in eager mode, or schedule 1f1b",
         "--train.compile auto",
