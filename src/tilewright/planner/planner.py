@@ -19,7 +19,7 @@ from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.cost.operations import Operation, computed, total_s
-from tilewright.planner.cost.owners import owners_at
+from tilewright.planner.cost.owners import on_host, owners_at
 from tilewright.planner.cost.phases import (
     CHECKPOINT,
     EVALUATE,
@@ -30,7 +30,7 @@ from tilewright.planner.cost.phases import (
     phases,
     rollback_bytes,
 )
-from tilewright.planner.cost.rows import PlanRow, on_host
+from tilewright.planner.cost.rows import PlanRow
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
 from tilewright.planner.cost.traffic import communication
@@ -343,20 +343,14 @@ class Planner:
         args = (setting, shape, recipe, self.rates, budget.links)
         rows = tuple(replace(row, operations=layer_operations(classes[row.name], row.choice, *args)) for row in rows)
         cpu = self.machine.device == "cpu"
-        by_phase = {phase.name: owners_at(phase, shape, setting, rows, cpu) for phase in table.problem.phases}
+        by_phase = {phase.name: owners_at(phase, rows) for phase in table.problem.phases}
         for name in (EVALUATE, CHECKPOINT):  # the busiest of each
             same = [by_phase.pop(key) for key in list(by_phase) if key.startswith(name)]
             by_phase[name] = max(same, key=lambda owners: sum(owners.values()))
         if not cpu:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device
-        host = dict(table.host)
-        if not cpu:
-            for row in rows:
-                for owner, size in on_host(shape, setting, row):
-                    host[owner] = host.get(owner, 0.0) + size
-            inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
-            host["inputs"] = max(0.0, inputs)
+        host = {} if cpu else {**table.host, **on_host(rows)}
         more = (*filter(None, [self.rates.load_note]), *slow_mode_notes(recipe, self.rates, self.machine), *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(

@@ -13,7 +13,7 @@ from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
 from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
-from tilewright.planner.cost.operations import Operation, computed, total_s
+from tilewright.planner.cost.operations import Holding, Operation, computed, total_s
 from tilewright.planner.cost.shards import layer_backward, layer_forward
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
@@ -85,7 +85,7 @@ def layer_cost(
 ) -> Cost:
     """Bytes and seconds of one layer under a choice. `matmuls`: of this layer and setting, where they are there."""
     matmuls = matmuls or GemmCost(found, setting.micro_batch_size, shape, rates)
-    return _Layer(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
+    return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
 
 
 def layer_operations(
@@ -99,7 +99,7 @@ def layer_operations(
 ) -> tuple[Operation, ...]:
     """What a step does with one layer under a choice; the seconds of `layer_cost` are those of its visits."""
     matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
-    return tuple(_Layer(found, choice, setting, shape, recipe, rates, links, matmuls).operations())
+    return tuple(LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).operations())
 
 
 def forward_s(
@@ -113,11 +113,13 @@ def forward_s(
 ) -> float:
     """Seconds of one micro-batch forward through one layer, casts of weights left out."""
     matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
-    return _Layer(found, choice, setting, shape, recipe, rates, links, matmuls).forward_s()
+    return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).forward_s()
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerParts:
+    """One layer under a choice."""
+
     found: LayerClass
     choice: LayerMemory
     setting: GlobalConfig
@@ -129,9 +131,8 @@ class _Layer:
 
     def cost(self) -> Cost:
         """All of it."""
-        if self.setting.can.one_micro_batch:
-            return self._standard()
-        return self._layer_major()
+        holdings = self._standard() if self.setting.can.one_micro_batch else self._layer_major()
+        return Cost.of(total_s(self.operations()), list(holdings))
 
     def operations(self) -> Iterator[Operation]:
         """What a step does with it."""
@@ -188,7 +189,7 @@ class _Layer:
         tokens = exact / self.shape.stream_bytes / dim
         return tokens * (dim + FP32 * -(-dim // TILE))
 
-    def _standard(self) -> Cost:
+    def _standard(self) -> Iterator[Holding]:
         found, kind = self.found, self.choice.activations
         kept, mlp, mlp_work = found.kept(self.rows), 0.0, 0.0
         if self.choice.mlp_chunks > 1:  # the token-wise part keeps its input and is computed again, tile by tile
@@ -199,22 +200,19 @@ class _Layer:
         lines |= {"attention": found.kept_attention(self.rows)}
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
-        shards, held = self.setting.shards, self.parameters + self.states
-        gradient = 4.0 * self.part.trained * (1 + self.shape.spread)
-        away = shards.offload and self.links.host is not None  # parts, their gradients too; a CPU's host is its device
+        shards, gradient = self.setting.shards, 4.0 * self.part.trained
+        place = self._place("host" if shards.offload else "device")  # of parts, their gradients too
         work = counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight
-        return Cost(
-            seconds=total_s(self.operations()),
-            held=found.buffers + (0.0 if away else held),
-            kept=lines[kind] * (1 + self.shape.gaps),
-            gradient=0.0 if away else gradient,
-            host=held + gradient if away else 0.0,
-            forward=rebuilt + layer_forward(found, shards),
-            backward=work + layer_backward(found, shards),
-            once=self.shape.kind_bytes if found.matmuls else 0.0,  # embedding and head have none
-        )
+        yield from self._stored_at(place, place)
+        yield Holding("activations", "kept", lines[kind])
+        yield Holding("work", "kept", lines[kind] * self.shape.gaps)
+        yield Holding("gradients", "gradients", gradient, place)
+        yield Holding("work", "gradients", gradient * self.shape.spread, place)
+        yield Holding("work", "forward", rebuilt + layer_forward(found, shards))
+        yield Holding("work", "backward", work + layer_backward(found, shards))
+        yield Holding("process", "once", self.shape.kind_bytes if found.matmuls else 0.0)  # ends have no code
 
-    def _layer_major(self) -> Cost:
+    def _layer_major(self) -> Iterator[Holding]:
         """Of one layer; what lives while it runs is of all layers of its group."""
         found, choice, micro, group = self.found, self.choice, self.setting.num_micro, self.group
         inputs = self.waiting
@@ -223,30 +221,32 @@ class _Layer:
         copies = group * (1 + self.setting.prefetch)
         staged = copies * self.parameters if choice.parameters != "device" else 0.0
         states = copies * self.states if choice.states != "device" else 0.0
-        gradients = group * (4.0 * found.weights.trained + self.shape.matmul_bytes * found.weights.count)
+        copied = group * self.shape.matmul_bytes * found.weights.count
         need = group * (found.work(self.rows) if choice.activations == "keep" else self.rebuilt())
         need = max(need, update_bytes(found.weights, self.setting, self.shape))  # the update comes when that is freed
-        at = {"device": 0.0, "host": 0.0, "disk": 0.0}
-        at[choice.parameters] += self.parameters
-        at["device"] += found.buffers if choice.parameters == "device" else 0.0
-        at[choice.states] += self.states
-        if waits != "device":
-            at[waits] += inputs
-        if self.links.host is None:  # a CPU's host is its device
-            at["device"] += at.pop("host")
-        return Cost(
-            seconds=total_s(self.operations()),
-            held=at["device"],
-            kept=kept if waits == "device" else 0.0,
-            host=at.get("host", 0.0),
-            disk=at["disk"],
-            forward=staged + states + group * found.kept(self.rows),
-            backward=staged
-            + states
-            + gradients
-            + need
-            + ((1 + self.setting.prefetch) * self.input if waits != "device" else 0.0),
-        )
+        yield from self._stored_at(choice.parameters, choice.states)
+        if waits == "device":
+            yield Holding("activations", "kept", kept)
+        else:
+            yield Holding("activations", "always", inputs, self._place(waits))
+            yield Holding("work", "backward", (1 + self.setting.prefetch) * self.input)
+        for life in ("forward", "backward"):
+            yield Holding("parameters", life, staged)
+            yield Holding("optimizer", life, states)
+        yield Holding("work", "forward", group * found.kept(self.rows))
+        yield Holding("gradients", "backward", group * 4.0 * found.weights.trained)
+        yield Holding("work", "backward", copied + need)
+
+    def _stored_at(self, parameters: Tier, states: Tier) -> Iterator[Holding]:
+        """Weights, and what is between steps."""
+        yield Holding("parameters", "always", self.parameters, self._place(parameters))
+        yield Holding("optimizer", "always", self.states, self._place(states))
+        if parameters == "device" or self.setting.can.one_micro_batch:
+            yield Holding("buffers", "always", self.found.buffers)
+
+    def _place(self, tier: Tier) -> Tier:
+        """Where the bytes of a tier are: a CPU's host is its device."""
+        return "device" if tier == "host" and self.links.host is None else tier
 
     @property
     def group(self) -> int:

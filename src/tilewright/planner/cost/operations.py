@@ -1,11 +1,14 @@
-"""Costs of a step as a list of operations: what runs on which stream, for how many seconds, and with how many bytes.
+"""Costs of a step as two lists: what runs on which stream for how long (`Operation`), and what is where (`Holding`).
 
-Seconds of a plan, by part and in all, are sums of them. A visit is what runs together: all micro-batches forward
-through a layer, or backward. Inside a visit streams overlap; visits come one after the other.
+Seconds of a plan, by part and in all, are sums of operations; bytes of its phases, by owner and in all, are sums of
+holdings. A visit is what runs together: all micro-batches forward through a layer, or backward. Inside a visit streams
+overlap; visits come one after the other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from tilewright.core.config.recipe import Tier
 
 Stream = Literal["compute", "fetch", "store", "ranks"]
 """The device's arithmetic, its link in both directions, and the network between ranks, which nothing overlaps yet."""
@@ -31,6 +34,22 @@ class Operation(NamedTuple):
     def scaled(self, time: float) -> "Operation":
         """The same in so many times the seconds."""
         return self._replace(seconds=self.seconds * time)
+
+
+Life = Literal["always", "kept", "gradients", "forward", "backward", "once"]
+"""How long bytes of a layer are there. `kept`: from forward to backward; `gradients`: from there to the update;
+`forward`, `backward`: while the layer runs, one layer at a time; `once`: always, and of all layers like it together."""
+
+
+class Holding(NamedTuple):
+    """Bytes of a layer."""
+
+    owner: str
+    """As `cost.owners` has them."""
+    life: Life
+    bytes: float
+    place: Tier = "device"
+    """A CPU's host is its device."""
 
 
 def computed(visit: str, parts: Mapping[str, float], times: int = 1) -> Iterator[Operation]:

@@ -4,60 +4,50 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.memory_plan import STEP_PHASES
-from tilewright.planner.cost.choices import GlobalConfig, state_bytes
-from tilewright.planner.cost.rows import PlanRow, bytes_of, weights_of
+from tilewright.planner.cost.rows import PlanRow
 from tilewright.planner.cost.solve import Phase
-from tilewright.planner.model.shape import ModelShape
 
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "work", "process")
 
 
-def owners_at(
-    phase: Phase, shape: ModelShape, setting: GlobalConfig, rows: Sequence[PlanRow], cpu: bool
-) -> dict[str, float]:
-    """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free."""
+def owners_at(phase: Phase, rows: Sequence[PlanRow]) -> dict[str, float]:
+    """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free.
+
+    They are what no choice changes, the holdings of all layers that are there then, and of one that runs.
+    """
     found: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
     for owner, size in phase.owners.items():
         found[owner if owner in found else "work"] += size  # a rollback buffer, a checkpoint's copy
-    found["process"] += sum(row.cost.once for row in rows)
     for row in rows:
-        cost, held = row.cost, 0.0
-        for owner, (place, size) in zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True):
-            here = size if place == "device" or (cpu and place == "host") else 0.0
-            found[owner] += here
-            held += here
-        if row.indices and row.choice.parameters == "device":
-            buffers = row.count * shape.class_of(row.indices[0]).buffers
-            found["buffers"] += buffers
-            held += buffers
-        kept = row.count * cost.kept if row.name in phase.kept else 0.0
-        gaps = kept * shape.gaps / (1 + shape.gaps) if setting.can.whole_model else 0.0
-        gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
-        spread = gradients * shape.spread / (1 + shape.spread)
-        found["activations"] += max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
-        found["work" if phase.freed else "activations"] += kept - gaps
-        found["gradients"] += gradients - spread
-        found["work"] += gaps + spread
+        there = {"always"} | ({"kept"} if row.name in phase.kept else set())
+        there |= {"gradients"} if row.name in phase.gradients else set()
+        for one in row.cost.holdings:
+            if one.life == "once":
+                found[one.owner] += one.bytes
+            elif one.life in there and one.place == "device":
+                freed = phase.freed and one.life == "kept"
+                found["work" if freed else one.owner] += row.count * one.bytes
     if phase.transient != "none" and rows:
         running = max(rows, key=lambda row: row.cost.for_phase(phase.transient))
-        size = running.cost.for_phase(phase.transient)
-        if setting.can.offload:
-            for owner, part in _staged(shape, setting, running, phase).items():
-                found[owner] += part
-                size -= part
-        found["work"] += size
+        for one in running.cost.holdings:
+            if one.life == phase.transient:  # gradients that were added up are free pages
+                found["work" if phase.passed and one.owner == "gradients" else one.owner] += one.bytes
     return found
 
 
-def _staged(shape: ModelShape, setting: GlobalConfig, row: PlanRow, phase: Phase) -> dict[str, float]:
-    """Of what lives while a layer of the layer-major executor runs: copies of what lies elsewhere, and gradients."""
-    weights, choice = weights_of(shape, row), row.choice
-    group = min(setting.group, shape.num_layers) if row.indices else 1
-    copies = group * (1 + setting.prefetch)
-    found = {"parameters": copies * weights.stored if choice.parameters != "device" else 0.0}
-    found["optimizer"] = copies * state_bytes(weights, setting) if choice.states != "device" else 0.0
-    found["gradients"] = 4.0 * group * weights.trained if phase.transient == "backward" and not phase.passed else 0.0
-    return found
+def on_host(rows: Sequence[PlanRow]) -> dict[str, float]:
+    """Bytes of layers in the host's memory by owner."""
+    found = {"parameters": 0.0, "optimizer": 0.0}
+    inputs = 0.0
+    for row in rows:
+        for one in row.cost.holdings:
+            if one.place != "host":
+                continue
+            if one.owner == "activations":
+                inputs += row.count * one.bytes
+            else:
+                found[one.owner] = found.get(one.owner, 0.0) + row.count * one.bytes
+    return found | {"inputs": inputs}
 
 
 def reserve_of(phases: Mapping[str, Mapping[str, float]]) -> int:

@@ -1,4 +1,4 @@
-"""What is done with layers that are treated alike, and the bytes of that by place."""
+"""What is done with layers that are treated alike, and what ranks hold."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,6 @@ from tilewright.planner.cost.choices import GlobalConfig, state_bytes
 from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.shape import ModelShape
-from tilewright.planner.model.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -33,32 +32,9 @@ class PlanRow:
         return f"{self.name} {ranges(self.indices)}" if self.indices else self.name
 
 
-def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
-    """(place, bytes) of a row's parameters and states, of sharded ones this rank's part."""
-    weights = weights_of(shape, row).part(setting.shards.count)
-    parameters, states = places(setting, row)
-    return [(parameters, row.count * weights.stored), (states, row.count * state_bytes(weights, setting))]
-
-
-def on_host(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
-    """(owner, bytes) of what of a row is in host memory, its activations left out; 0 where it is elsewhere."""
-    sizes = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
-    found = [(owner, size if place == "host" else 0.0) for owner, (place, size) in sizes]
-    if setting.shards.offload:
-        found.append(("gradients", 4.0 * row.count * weights_of(shape, row).part(setting.shards.count).trained))
-    return found
-
-
 def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:
     """Where parameters and states of a row are between the passes."""
     return ("host", "host") if setting.shards.offload else (row.choice.parameters, row.choice.states)
-
-
-def weights_of(shape: ModelShape, row: PlanRow) -> Weights:
-    """Of one layer of a row, or of an end of the model."""
-    if row.indices:
-        return shape.class_of(row.indices[0]).weights
-    return shape.embedding if row.name == "embedding" else shape.head
 
 
 @dataclass(frozen=True)

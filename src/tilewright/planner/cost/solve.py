@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.planner.cost.operations import Holding
 
 Transient = Literal["none", "forward", "backward"]
 _SLACK = 1e-7
@@ -25,7 +26,8 @@ class Cost:
     `seconds`: of a step. `held`: bytes on the device all the time. `kept`: bytes on the device from forward to
     backward. `gradient`: bytes of gradients that stay until the update. `host`, `disk`: bytes there. `forward`,
     `backward`: bytes on the device while this layer runs, one layer at a time. `once`: bytes on the device all the
-    time where any layer of the group takes the option, however many do: code that was compiled for it.
+    time where any layer of the group takes the option, however many do: code that was compiled for it. `holdings`: of
+    what all bytes are sums, where that is known.
     """
 
     seconds: float
@@ -37,13 +39,23 @@ class Cost:
     forward: float = 0.0
     backward: float = 0.0
     once: float = 0.0
+    holdings: tuple[Holding, ...] = ()
+
+    @classmethod
+    def of(cls, seconds: float, holdings: Sequence[Holding]) -> "Cost":
+        """Sums of holdings by their life, or by their place where that is not the device."""
+        found = dict.fromkeys(("held", "kept", "gradient", "host", "disk", "forward", "backward", "once"), 0.0)
+        for one in holdings:
+            found[_SUMS[one.life] if one.place == "device" else one.place] += one.bytes
+        return cls(seconds, **found, holdings=tuple(one for one in holdings if one.bytes))
 
     def for_phase(self, transient: Transient) -> float:
         """Bytes on the device while this layer runs."""
         return {"none": 0.0, "forward": self.forward, "backward": self.backward}[transient]
 
 
-COSTS = tuple(field.name for field in fields(Cost))
+_SUMS = {"always": "held", "gradients": "gradient"} | {name: name for name in ("kept", "forward", "backward", "once")}
+COSTS = tuple(field.name for field in fields(Cost) if field.name != "holdings")
 
 
 @dataclass(frozen=True)
