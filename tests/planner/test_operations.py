@@ -1,4 +1,4 @@
-"""Operations of a step: seconds of a plan, in all and by part, are sums of them."""
+"""Seconds of a plan, in all and by part, are sums of operations; bytes of its phases, by owner, of holdings."""
 
 import random
 from dataclasses import replace
@@ -9,6 +9,9 @@ from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_r
 from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.operations import HIDDEN_SHARE, Operation, by_part, total_s
+from tilewright.planner.cost.owners import OWNERS, on_host, owners_at
+from tilewright.planner.cost.phases import OffloadFlags, phases
+from tilewright.planner.cost.solve import COSTS, ChoiceGroup, Cost, PlanProblem, host_bytes, phase_bytes
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 
@@ -40,12 +43,12 @@ def test_streams_of_a_visit_overlap_and_visits_follow_each_other(number):
     assert total_s(found) == pytest.approx(expected, rel=1e-12)
 
 
-def sliced(**memory):
+def sliced(device="cuda", **memory):
     recipe = make_recipe(
         memory={"executor": "layer_major", **memory}, train={"global_batch_size": 8, "micro_batch_size": 2}
     )
-    planner = Planner(recipe, 512, make_machine(64 * GIB, "cuda"), make_rates())
-    return planner.as_it_stands(Budget(64 * GIB, 64 * GIB, Links(1e9, 1e8)))
+    planner = Planner(recipe, 512, make_machine(64 * GIB, device), make_rates())
+    return planner.as_it_stands(Budget(64 * GIB, 64 * GIB, Links(1e9 if device == "cuda" else None, 1e8)))
 
 
 PLANS = {
@@ -54,6 +57,7 @@ PLANS = {
         make_recipe(train={"global_batch_size": 8, "micro_batch_size": 2}), 512, make_machine(), make_rates()
     ),
     "layer by layer": sliced,
+    "layer by layer on a CPU": lambda: sliced("cpu", offload_activations="cpu", offload_optimizer="disk"),
     "states on the host": lambda: sliced(offload_optimizer="cpu"),
     "all on the disk": lambda: sliced(offload_optimizer="disk", offload_params="disk", offload_activations="disk"),
 }
@@ -70,6 +74,28 @@ def test_seconds_of_a_plan_are_sums_of_its_operations(name):
     whole = total_s(plan.around) + sum(row.count * total_s(row.operations) for row in plan.rows)
     assert plan.step_s == pytest.approx(whole, rel=1e-12)
     assert plan.seconds.keys() >= set(by_part(()))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_of_a_phase_are_sums_of_holdings(name):
+    """What the solver adds up without owners is what owners have together; no owner is without a name."""
+    plan = PLANS[name]()
+    places = {place for row in plan.rows for place in (row.choice.parameters, row.choice.states)}
+    flags = OffloadFlags(is_offloaded=places != {"device"}, on_disk="disk" in places)
+    ends = frozenset(row.name for row in plan.rows if not row.indices)
+    groups = tuple(ChoiceGroup(row.name, row.count, (row.cost,)) for row in plan.rows)
+    problem, counts = PlanProblem(groups, (), 0, 0), tuple((row.count,) for row in plan.rows)
+    for phase in phases(plan.shape, plan.setting, plan.recipe, plan.machine, ends, flags):
+        owners = owners_at(phase, plan.rows)
+        assert set(owners) == set(OWNERS)
+        assert sum(owners.values()) == pytest.approx(phase_bytes(problem, phase, counts), rel=1e-12), phase
+    if plan.host:
+        assert sum(on_host(plan.rows).values()) == pytest.approx(host_bytes(problem, counts), rel=1e-12)
+        assert set(on_host(plan.rows)) < set(plan.host)
+    for row in plan.rows:
+        again = Cost.of(row.cost.seconds, row.cost.holdings)
+        assert [getattr(again, one) for one in COSTS] == [getattr(row.cost, one) for one in COSTS]
+        assert all(one.bytes > 0 for one in row.cost.holdings)
 
 
 @pytest.mark.parametrize("name", PLANS)
