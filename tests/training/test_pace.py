@@ -12,7 +12,8 @@ from tilewright.core.config.recipe import TrainSection
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
-from tilewright.training.planning.pace import COUNTED, LONG_S, OFF, hold_against_plan, long_run
+from tilewright.training.planning.minutes import LONG_S, long_run
+from tilewright.training.planning.pace import COUNTED, OFF, hold_against_plan
 
 
 def told(planned_s, seconds, steps=100):

@@ -10,8 +10,7 @@ from tilewright.planner.cost.rows import places
 from tilewright.planner.machine.gpu_specs import board_watts
 from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
-from tilewright.training.planning.minutes import expected_steps, length_in_words
-from tilewright.training.planning.pace import long_run
+from tilewright.training.planning.minutes import expected_steps, length_in_words, long_run
 
 
 def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
 from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.model.weights import Weights
 
@@ -111,6 +112,29 @@ class Shards:
         """Rows of a step on the rank that has most of them; a pair of answers stays together."""
         together = 2 if recipe.data.format == "preferences" else 1
         return together * -(-recipe.train.global_batch_size // (together * self.ranks))
+
+
+def check_shared(recipe: Recipe, ranks: int) -> None:
+    """What several processes cannot share, known before there are any.
+
+    Args:
+        recipe: of the run.
+        ranks: that read different rows.
+
+    Raises:
+        ConfigError: fewer samples in a step than processes.
+    """
+    if ranks == 1:
+        return
+    rows = 2 if recipe.data.format == "preferences" else 1
+    if recipe.train.global_batch_size // rows < ranks:
+        raise ConfigError(
+            "Fewer samples per step than processes",
+            where="train.global_batch_size",
+            got=f"global_batch_size = {recipe.train.global_batch_size}, {ranks} processes",
+            need=f"at least {ranks * rows}",
+            try_=f"--train.global_batch_size {ranks * rows}",
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import tomlkit
 from tilewright.core.config import schema
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_seconds
 from tilewright.training.runlog.signals import SettingChange, recipe_changes
@@ -27,6 +27,8 @@ FEWEST = 10
 LONG = 1_000_000_000
 """Steps of a run whose end is far away, as which the first steps are timed."""
 _STEPS = "train.steps"
+LONG_S = 900.0
+"""Seconds of a run that its user is told of before it starts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,23 @@ class Length:
     """For run.toml."""
     text: str
     numbers: Mapping[str, Any]
+
+
+def long_run(train: TrainSection, done: int, step_s: float) -> str:
+    """What is said of a run that will take long, with what to do about it; empty where it will not.
+
+    Args:
+        train: of the recipe, its steps known. A run that was given in minutes takes what was asked for.
+        done: steps.
+        step_s: planned seconds of a step.
+    """
+    left = train.steps - done
+    if train.minutes or left * step_s <= LONG_S:
+        return ""
+    return (
+        f"{left:,} steps of about {format_seconds(step_s)} take {format_seconds(left * step_s)} as planned. Ctrl-C "
+        f"saves and stops, the same command goes on from there; --train.minutes {LONG_S / 60:g} trains for so long"
+    )
 
 
 def is_open(recipe: Recipe) -> bool:

@@ -4,18 +4,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from tilewright.core.config.recipe import Recipe, TrainSection
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_seconds
 from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.planning.minutes import long_run
 
 OFF = 1.5
 """Measured over planned seconds, or planned over measured, from which on a plan was wrong."""
-LONG_S = 900.0
-"""Seconds of a run that its user is told of before it starts."""
 COUNTED = 4
 """Steps of a process that are held against the plan: the first one, which compiles, and three more."""
 
@@ -28,23 +27,6 @@ def off_plan(planned_s: float, measured_s: float) -> float:
         (2.0, 4.0)
     """
     return max(measured_s / planned_s, planned_s / measured_s)
-
-
-def long_run(train: TrainSection, done: int, step_s: float) -> str:
-    """What is said of a run that will take long, with what to do about it; empty where it will not.
-
-    Args:
-        train: of the recipe, its steps known. A run that was given in minutes takes what was asked for.
-        done: steps.
-        step_s: planned seconds of a step.
-    """
-    left = train.steps - done
-    if train.minutes or left * step_s <= LONG_S:
-        return ""
-    return (
-        f"{left:,} steps of about {format_seconds(step_s)} take {format_seconds(left * step_s)} as planned. Ctrl-C "
-        f"saves and stops, the same command goes on from there; --train.minutes {LONG_S / 60:g} trains for so long"
-    )
 
 
 def told_before(

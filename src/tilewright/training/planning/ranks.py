@@ -31,6 +31,7 @@ from tilewright.parallel.liveness.failure import (
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.world import World
+from tilewright.planner.cost.shards import check_shared
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
 from tilewright.training.hooks.agreement import Agreement
@@ -254,26 +255,3 @@ def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
     rows = -(-train.global_batch_size // world.data.size)
     count = -(-rows // train.micro_batch_size)
     Pipeline.of(recipe.parallel).check_count(count, train.micro_batch_size, world.data.size)
-
-
-def check_shared(recipe: Recipe, ranks: int) -> None:
-    """What several processes cannot share, known before there are any.
-
-    Args:
-        recipe: of the run.
-        ranks: that read different rows.
-
-    Raises:
-        ConfigError: fewer samples in a step than processes.
-    """
-    if ranks == 1:
-        return
-    rows = 2 if recipe.data.format == "preferences" else 1
-    if recipe.train.global_batch_size // rows < ranks:
-        raise ConfigError(
-            "Fewer samples per step than processes",
-            where="train.global_batch_size",
-            got=f"global_batch_size = {recipe.train.global_batch_size}, {ranks} processes",
-            need=f"at least {ranks * rows}",
-            try_=f"--train.global_batch_size {ranks * rows}",
-        )

@@ -1,5 +1,6 @@
 """What is planned for: the machine at hand or a published one, and budgets as typed."""
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +14,18 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, parse_bytes
-from tilewright.data.build.finished.open_built import built_at, built_vocabulary
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import GUESSED_DISK
-from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.shards import Shards, check_shared
 from tilewright.planner.decide import AUTO, How, decide
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published
 from tilewright.planner.plan import Plan
 from tilewright.planner.site import Site, on_disk
-from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.model import pinned
-from tilewright.training.planning.ranks import check_shared
+from tilewright.training.components.recipe_tokenizer import check_rows, tokenizer_path
 from tilewright.training.planning.refused import nothing_fits
 from tilewright.training.planning.resolve import plan_run
 
@@ -240,11 +239,14 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
 
 def _vocab_size(recipe: Recipe) -> int:
     """Tokens of the tokenizer that the run would use, of a built dataset its own; classes of images."""
-    built = None if recipe.data.sources else built_at(recipe.data.source)
-    if built is not None:
-        return built_vocabulary(built, images=recipe.model.task == "image_classification")
+    source = Path(recipe.data.source).expanduser()
+    if not recipe.data.sources and os.path.isdir(source):  # False, too, for what no file can be called
+        from tilewright.data.build.finished.open_built import built_at, built_vocabulary  # pyarrow, and all readers
+
+        built = built_at(recipe.data.source)
+        if built is not None:
+            return built_vocabulary(built, images=recipe.model.task == "image_classification")
     if recipe.model.task == "image_classification":
-        source = Path(recipe.data.source).expanduser()
         return max(1, sum(path.is_dir() for path in source.iterdir())) if source.is_dir() else 1
     path = tokenizer_path(recipe.model, recipe.data)
     return load_tokenizer(path).vocab_size if path else recipe.data.vocab_size

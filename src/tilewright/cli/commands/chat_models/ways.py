@@ -26,7 +26,7 @@ from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.plan import Plan, State
 from tilewright.planner.planner import FORMAT_FIELDS
 from tilewright.planner.site import Site
-from tilewright.training.components.dataset import tokenizer_path
+from tilewright.training.components.recipe_tokenizer import tokenizer_path
 from tilewright.training.planning.advice import as_settings
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import smallest_in_words

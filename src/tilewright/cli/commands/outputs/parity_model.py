@@ -19,8 +19,8 @@ from tilewright.models.build import build_model, decoder_config
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.folder.shrink import smaller
-from tilewright.training.components.dataset import tokenizer_path
 from tilewright.training.components.model import pinned
+from tilewright.training.components.recipe_tokenizer import tokenizer_path
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, TilewrightError)
 """How architectures say that sizes do not go together."""
