@@ -44,9 +44,10 @@ class Cost:
     @classmethod
     def of(cls, seconds: float, holdings: Sequence[Holding]) -> "Cost":
         """Sums of holdings by their life, or by their place where that is not the device."""
-        found = dict.fromkeys(("held", "kept", "gradient", "host", "disk", "forward", "backward", "once"), 0.0)
+        found: dict[str, float] = {}
         for one in holdings:
-            found[_SUMS[one.life] if one.place == "device" else one.place] += one.bytes
+            name = _SUMS[one.life] if one.place == "device" else one.place
+            found[name] = found.get(name, 0.0) + one.bytes
         return cls(seconds, **found, holdings=tuple(one for one in holdings if one.bytes))
 
     def for_phase(self, transient: Transient) -> float:
