@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.decoder.decoder import Block, Decoder
+from tilewright.models.decoder.block import Block
+from tilewright.models.decoder.decoder import Decoder
 
 OUTLIER = 2.0**20
 

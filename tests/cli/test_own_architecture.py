@@ -23,7 +23,7 @@ LAB = '''
 """The block of docs/how-to/add-a-model.md, with a folder of its own."""
 from tilewright.models.build import decoder_like
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Block
+from tilewright.models.decoder.block import Block
 from tilewright.models.folder.json_file import read_json
 
 FIELDS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")

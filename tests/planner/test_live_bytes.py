@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.planner.rates import make_machine
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Block
 from tilewright.models.decoder.layers import rope_angles
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.roofline import FORWARD_SHARE, element_passes

@@ -32,8 +32,8 @@ from tilewright.models.build import (
     stored_values,
     with_architecture,
 )
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Block
 from tilewright.models.decoder.flops import FlopCount, attention_weights, count_flops
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.folder.json_file import read_json

@@ -19,8 +19,9 @@ from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_share
 from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Block, Decoder
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_config import read_config, to_hf_config
 from tilewright.models.decoder.hf_weights import decoder_weights, load_weights
 from tilewright.models.decoder.init import decoder_values, init_decoder
@@ -265,7 +266,7 @@ def decoder_like(name: str, block: Callable[..., nn.Module], **answers: Any) -> 
 
     Args:
         name: that no architecture has.
-        block: makes a layer from (shape, number, kernels); a `decoder.Block`, or what has its attributes.
+        block: makes a layer from (shape, number, kernels); a `block.Block`, or what has its attributes.
         answers: further fields of `ModelSpec`.
 
     Example:

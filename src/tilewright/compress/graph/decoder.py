@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from tilewright.compress.graph.attention import GroupedQueryGraph, LatentGraph
 from tilewright.compress.graph.layers import GraphNorm, Rotary, causal_bias, join
 from tilewright.compress.graph.mlp import GraphExperts, GraphMLP
-from tilewright.models.decoder.decoder import Block, Decoder
+from tilewright.models.decoder.block import Block
+from tilewright.models.decoder.decoder import Decoder
 
 
 class GraphBlock(nn.Module):
-    """`models.decoder.decoder.Block`."""
+    """`models.decoder.block.Block`."""
 
     def __init__(self, block: Block, latent: bool):
         super().__init__()

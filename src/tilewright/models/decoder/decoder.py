@@ -5,13 +5,12 @@ equal those of Hugging Face's Llama and DeepSeek-V3, so `hf_weights` reads and w
 It holds no precision logic: `precision.convert` swaps its plain `nn.Linear`, `nn.Embedding` and `RMSNorm` modules by
 name, and `residual_dtype` sets what the residual stream between them is kept in.
 
-Built by `build.build_model`, trained by `training.executor.standard`. Read `Decoder.loss` first, then `Block`.
+Built by `build.build_model`, trained by `training.executor.standard`. Read `Decoder.loss` first, then `block.Block`.
 
 Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L layers  E experts.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,87 +24,22 @@ from tilewright.models.base.checkpointing import (
     CONTEXTS,
     EXACT_INPUTS,
     check_modes,
-    checkpoint_fp8_input,
     common_mode,
-    run_checkpointed,
     silence_checkpoint_warning,
 )
 from tilewright.models.base.distill import batch_loss
 from tilewright.models.base.head import row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LayerContext, LossOutput
-from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.decoder.cache import DecoderCache, LayerCache
+from tilewright.models.decoder.block import Block
+from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
-from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
-from tilewright.models.decoder.moe import MoE, SameChoices
+from tilewright.models.decoder.layers import RMSNorm, rope_angles
 from tilewright.ops.base.compile import graph_limit, layer_options
-from tilewright.ops.base.documents import Segments, document_tensors, documents_from
+from tilewright.ops.base.documents import document_tensors, documents_from
 from tilewright.ops.kernels import Kernels
-
-
-class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: DecoderConfig, layer: int, kernels: Kernels):
-        super().__init__()
-        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
-        self.self_attn = attention(config, kernels)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
-        self.is_moe = config.is_moe(layer)
-        self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
-        self.kernels = kernels
-        self.activation_checkpoint: ActivationCheckpoint = "none"
-        self.checkpoint_inputs: CheckpointInputs = "exact"
-        self.compiled_inside = False
-        """Compiled without the keeping of its input, which is outside then."""
-
-    @property
-    def keeps_qdata(self) -> bool:
-        """Whether backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
-        could be sent to other experts than in the forward pass."""
-        return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
-
-    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """(module, "norm" or "swiglu", layers): these linear layers, and nothing else, read what the module makes.
-
-        So `precision.convert` may let it hand them a value `WithCopies` in 8 bits.
-        """
-        yield self.input_layernorm, "norm", self.self_attn.readers()
-        if not self.is_moe:
-            yield self.post_attention_layernorm, "norm", self.mlp.readers()
-
-    def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None). With a cache x are the next
-        positions, and nothing is kept for backward."""
-        if cache is not None:
-            return self._run(x_BSD, cos, sin, segments, cache)
-        run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
-        if self.is_moe and self.mlp.exchange is not None:  # ranks exchange the same rows again
-            run = SameChoices(self.mlp.gate, run)
-        if self.keeps_qdata:
-            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments)
-        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments)
-
-    def _run(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments, cache)
-        x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
-        normed = self.post_attention_layernorm(x_BSD)
-        out, load = self.mlp(normed, segments) if self.is_moe else (self.mlp(normed), None)
-        return (x_BSD + out).to(x_BSD.dtype), load
-
-
-@functools.cache
-def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`Block._run`, compiled; layers of one kind share the graph."""
-    return torch.compile(Block._run, options=layer_options(), **graph_limit())
 
 
 class Trunk(nn.Module):
