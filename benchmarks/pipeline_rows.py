@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks.md on pipelines: idle time of stages that wait. See `benchmarks.claims`."""
+"""Rows of docs/benchmarks.md on pipelines: idle time of stages that wait, and of a recipe. See `benchmarks.claims`."""
 
 from collections.abc import Iterator
 
@@ -20,6 +20,23 @@ _CASES = (
 
 def rows() -> Iterator[Row]:
     """All of them."""
+    yield from _waiting_stages()
+    yield from _recipe()
+
+
+def _recipe() -> Iterator[Row]:
+    if not (RESULTS / "pipeline_documents.json").exists():
+        return
+    result = read("pipeline_documents")
+    for name, runs in result.results.items():
+        samples = [share for run in runs for share in run["idle"]["samples"]]
+        metric = f"idle time of recipe pipeline_cpu on whole documents, 4 processes on two cores: {name}"
+        yield Row(
+            f"pipeline_documents {name}", metric, "-", turns(samples, lambda share: f"{100 * share:.1f} %"), result
+        )
+
+
+def _waiting_stages() -> Iterator[Row]:
     if not (RESULTS / "pipeline_idle.json").exists():
         return
     result = read("pipeline_idle")

@@ -28,7 +28,7 @@ from torch.overrides import _get_current_function_mode_stack
 from tilewright.formats.tiled import WithCopies
 from tilewright.memory.token_wise import TRIED, why_not_token_wise
 from tilewright.models.base.routers import find_routers
-from tilewright.ops.base.compile import layer_options
+from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.deferred import queues_of
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.mixed.autocast import Fp32Functions
@@ -156,7 +156,7 @@ class _Chunking:
 @functools.cache
 def _compiled(plain: type[nn.Module]) -> Callable[..., Tensor]:
     """A class' forward, compiled; modules of one class share the graph."""
-    return torch.compile(plain.forward, options=layer_options())
+    return torch.compile(plain.forward, options=layer_options(), **graph_limit())
 
 
 class _Chunked(Derived):

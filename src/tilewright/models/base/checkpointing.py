@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tilewright.core.config.recipe import ActivationCheckpoint
 from tilewright.formats.tiled import FP8_ROW
-from tilewright.ops.base.compile import layer_options
+from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
 _aten = torch.ops.aten
@@ -219,5 +219,5 @@ class Fp8Checkpoint:
         """transformers makes a new partial of the layer's forward at each call; the forward is what is compiled."""
         part = function if isinstance(function, functools.partial) else functools.partial(function)
         if part.func not in self._compiled:
-            self._compiled[part.func] = torch.compile(part.func, options=layer_options())
+            self._compiled[part.func] = torch.compile(part.func, options=layer_options(), **graph_limit())
         return functools.partial(self._compiled[part.func], *part.args, **part.keywords)
