@@ -22,7 +22,7 @@ from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.parallel.agree import from_first
 from tilewright.parallel.shard import in_parts
-from tilewright.parallel.whole import WholeTensors
+from tilewright.parallel.communicate.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.model import meta_like
