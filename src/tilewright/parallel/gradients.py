@@ -8,7 +8,8 @@ gradients.finish()  # the sum over all rows is in param.grad, or in its parts
 
 Replicas send buckets of gradients, in the order in which backward makes them, from the last backward pass on: a bucket
 goes once all its parameters have theirs, and those before it are gone. What is in a bucket, and the order, are fixed by
-the model alone, so that every rank sends the same, and a resumed run adds in the same order.
+the model alone, so that every rank sends the same, and a resumed run adds in the same order. What a bucket is sent as
+is the communicator's matter (`communicate`): FP32 as torch sends it, or a narrower wire format.
 """
 
 import weakref
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.agree import OnAllRanksError, oom_on_all, reduced_on
+from tilewright.parallel.communicate.communicator import AsyncCommunicator, Handle
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
 BUCKET_BYTES = 25 * 2**20
@@ -53,20 +55,21 @@ class _Sent:
     bucket: _Bucket
     views: list[Tensor]
     used: list[bool]
-    work: Any
+    work: Handle
 
 
 class GradientSums:
     """The sums of replicated parameters' gradients over a group, in buckets.
 
     Args:
-        group: ranks; None: nothing happens.
+        communicator: of the ranks; nothing happens where it has no group.
         params: the same on all of them, in the order in which they are sent.
         bucket_bytes: that are sent together; a parameter with more goes alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, params: Sequence[Tensor], bucket_bytes: int) -> None:
-        self._group, self._params, self._bytes = group, list(params), bucket_bytes
+    def __init__(self, communicator: AsyncCommunicator, params: Sequence[Tensor], bucket_bytes: int) -> None:
+        self._communicator, self._group = communicator, communicator.group
+        self._params, self._bytes = list(params), bucket_bytes
         self._buckets: list[_Bucket] = []
         self._trained: list[bool] = []
         self._sent: list[_Sent] = []
@@ -161,6 +164,8 @@ class GradientSums:
             flat, views = first.as_strided((first.numel(),), (1,)), [first]
         else:
             flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.params[0].device)
+            if self._communicator.packs(flat):
+                flat.zero_()  # what is between parameters shares a scale with them
             views = bucket.views(flat)
             pairs = list(zip(views, grads, strict=True))
             here = [(view, grad) for view, grad in pairs if grad is not None]
@@ -172,7 +177,8 @@ class GradientSums:
         for param in bucket.params:
             param.grad = None
         used = [grad is not None for grad in grads]
-        self._sent.append(_Sent(bucket, views, used, dist.all_reduce(flat, group=self._group, async_op=True)))
+        work = self._communicator.async_all_reduce(flat, name=f"bucket {self._place[bucket.params[0]]}")
+        self._sent.append(_Sent(bucket, views, used, work))
 
     def _divide(self) -> None:
         """Buckets of the parameters that are trained now."""
@@ -181,13 +187,14 @@ class GradientSums:
             return
         self._trained, self._buckets = trained, []
         part: list[Tensor] = []
+        alignment = max(_ALIGNMENT, self._communicator.alignment)
         for param in (param for param, is_trained in zip(self._params, trained, strict=True) if is_trained):
             size = sum(map(_bytes, part)) + _bytes(param)
             if part and (size > self._bytes or _kind(part[0]) != _kind(param)):
-                self._buckets.append(_bucket(part))
+                self._buckets.append(_bucket(part, alignment))
                 part = []
             part.append(param)
-        self._buckets += [_bucket(part)] if part else []
+        self._buckets += [_bucket(part, alignment)] if part else []
         self._place = {param: place for place, bucket in enumerate(self._buckets) for param in bucket.params}
 
 
@@ -203,6 +210,8 @@ class GradientReduction(GradientSums):
             from the first on. False: once per step, and whole gradients (4 bytes per parameter) until then, where
             there are several micro-batches.
         bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
+        communicator: sends them, of `data`; None: one that sends them as they are. What shards send is FSDP2's matter
+            (`communicate.sharded`).
 
     Raises:
         ConfigError: sharded parameters in a model that is not sharded as a whole, and rows that differ.
@@ -217,6 +226,7 @@ class GradientReduction(GradientSums):
         everyone: dist.ProcessGroup | None,
         reduce_each: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        communicator: AsyncCommunicator | None = None,
     ) -> None:
         self._everyone = everyone
         self._fsdp = list(fsdp_modules(model))
@@ -234,7 +244,7 @@ class GradientReduction(GradientSums):
         # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
         places = {param: place for place, param in enumerate(model.parameters())}
         whole.sort(key=lambda param: -places.get(param, -1))
-        super().__init__(data, whole, bucket_bytes)
+        super().__init__(communicator or AsyncCommunicator(data), whole, bucket_bytes)
         if data is not None and not self._fsdp:
             self.overlap()
 
@@ -286,14 +296,14 @@ class GradientReduction(GradientSums):
 
 
 def sum_gradients(group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does; nothing with a group
-    of None.
+    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does in FP32; nothing with
+    a group of None.
 
     Args:
         group: ranks.
         params: the same on all of them, in one order.
     """
-    GradientSums(group, params, BUCKET_BYTES).finish()
+    GradientSums(AsyncCommunicator(group), params, BUCKET_BYTES).finish()
 
 
 def _remove(handles: Sequence[Any]) -> None:
@@ -301,11 +311,11 @@ def _remove(handles: Sequence[Any]) -> None:
         handle.remove()
 
 
-def _bucket(params: Sequence[Tensor]) -> _Bucket:
+def _bucket(params: Sequence[Tensor], alignment: int) -> _Bucket:
     begins, numel = [], 0
     for param in params:
         begins.append(numel)
-        numel += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
+        numel += -(-param.numel() // alignment) * alignment
     if len(params) == 1:
         numel = params[0].numel()
     return _Bucket(tuple(params), tuple(begins), numel, _grad_dtype(params[0]))

@@ -9,6 +9,7 @@ others have left on a rank.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ def parallelize(
         ConfigError: a model that cannot be sharded, or has no stages, no experts, or matrices that cannot be cut.
         HardwareError: this torch shards no experts apart.
     """
+    world = replace(world, copies_apart=section.grad_sync != "fp32")
     stages: tuple[ModelStage, ...] = ()
     if world.sizes.pp > 1:
         if isinstance(model, HFModel) and values is not None:  # it is run to find its layers

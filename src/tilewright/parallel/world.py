@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 from tilewright.core.env import Ranks
+from tilewright.parallel.communicate.traffic import TrafficCounter
 from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.liveness.meeting import Meeting
 from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
@@ -79,6 +80,11 @@ class World:
     """Where ranks meet without a group."""
     heartbeat: Heartbeat | None = None
     """This rank's, once there is a run folder."""
+
+    traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False, kw_only=True)
+    """What this rank sends to others."""
+    copies_apart: bool = field(default=False, kw_only=True)
+    """Whether copies of a shard are summed by a communicator, and not by FSDP2, which then knows shards alone."""
 
     @staticmethod
     def alone() -> "World":
@@ -167,15 +173,33 @@ class World:
         """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded."""
         if self.mesh is None or self.sizes.dp_shard == 1:
             return None
-        return self.mesh[DATA_AXES] if self.sizes.dp_replicate > 1 else self.mesh["dp_shard"]
+        return self.mesh[DATA_AXES] if self._fsdp_sums_copies else self.mesh["dp_shard"]
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
         """The same for experts that are spread (`ep`): ranks that hold the same ones. None where they are not."""
         if self.expert_mesh is None:
             return None
-        copies = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
+        copies = ("dp_replicate",) if self._fsdp_sums_copies else ()
         return self.expert_mesh[(*copies, EXPERT_SHARDS)]
+
+    @property
+    def _fsdp_sums_copies(self) -> bool:
+        return self.sizes.dp_replicate > 1 and not self.copies_apart
+
+    def along(self, axis: str) -> Group:
+        """The ranks along an axis of the mesh, by its name; this rank alone where the mesh has none of that name.
+
+        Args:
+            axis: of `parallel.mesh.AXES`.
+        """
+        return Group() if self.mesh is None or getattr(self.sizes, axis) == 1 else _along(self.mesh, axis)
+
+    @property
+    def expert_shards(self) -> Group:
+        """The ranks that hold shards of the same experts."""
+        mesh = self.expert_mesh
+        return Group() if mesh is None or mesh[EXPERT_SHARDS].size() == 1 else _along(mesh, EXPERT_SHARDS)
 
 
 def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:

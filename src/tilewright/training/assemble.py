@@ -33,6 +33,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.agree import gather
+from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.launch import check_equal, in_turn, on_first
 from tilewright.parallel.parallelize import counted_elsewhere, parallelize
 from tilewright.parallel.pipeline.split import Pipeline
@@ -194,6 +195,8 @@ class Components:
     """Parameters of the whole model: those that are trained, and all."""
     hooks: tuple[StepHook, ...]
     """What rides along with the steps, in order."""
+    sync: GradientSync
+    """How gradients are summed over the ranks."""
 
     @cached_property
     def audit(self) -> Audit:
@@ -215,7 +218,7 @@ class Components:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
         small |= by_name(self.hooks, taken=small)
-        return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world)
+        return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world, self.sync.feedback)
 
     def hook(self, kind: type[H]) -> H | None:
         """The hook of this class; None where there is none."""
@@ -332,6 +335,7 @@ def build(
         numbers = rounding_numbers(recipe.optim, model) if in_stages else None
         sites = sites_of(model) if in_stages and recipe.precision.moves_matmuls else None
         model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
+        sync = GradientSync.attached(world, recipe.parallel, setup.kernels, model)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
         if setup.compiles:
@@ -360,12 +364,14 @@ def build(
                 world=world,
                 folder=setup.offload_dir,
                 values=values,
+                sync=sync,
             )
         )
         modes = PrecisionModes(
             model, policy, schedule, schedule.at(0), scaled, executor.weights, reports if in_stages else {}
         )
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
+    memory_tracker.count_beside(sync.owned_bytes)
     # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
     heap = FreeHeap(memory_tracker, setup.plan.allocated_bytes)
     draw_apart(world)
@@ -380,7 +386,7 @@ def build(
     return Components(
         model=model, modes=modes, optimizer=optimizer, scaler=scaler, clip=clip, schedule=rates, stream=stream,
         memory_tracker=memory_tracker, executor=executor, counters=Counters(), setup=setup, heap=heap,
-        counted=counted, hooks=hooks,
+        counted=counted, hooks=hooks, sync=sync,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data_conflicts import DATA_CHECKS
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.stage_conflicts import stage_conflicts
+from tilewright.core.config.sections.sync_conflicts import sync_conflicts
 from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 
 
@@ -339,4 +340,5 @@ _CHECKS = (
     expert_conflicts,
     _energy,
     tensor_conflicts,
+    sync_conflicts,
 )

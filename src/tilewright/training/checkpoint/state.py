@@ -4,6 +4,7 @@ Tensors (model, optimizer, torch's generators) under flat names, the rest (Pytho
 scale, clipping, data cursor, counters) as JSON:
 
     model.<fqn>   optimizer.<fqn>.<state>   rng.cpu   rng.cuda.<i>   rng.rank<r>.<...>
+    feedback.<ranks>.<rank>.<...>   what compressed gradients of this rank have lost; another number of ranks has none
 
 Tied parameters are held once, under their first name. Tensors are restored in place, so the model is never in memory
 twice. Of several ranks each saves and loads its shards of DTensors, on any mesh whatever the mesh that saved. The JSON
@@ -25,6 +26,7 @@ from tilewright.core.errors import CheckpointError, Problem
 from tilewright.core.log import say
 from tilewright.ops.base.parts import zeros_beside
 from tilewright.parallel.agree import gather
+from tilewright.parallel.communicate.feedback import ErrorFeedback
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import Stored, generator_tensors, set_generators, stored_generators
@@ -48,6 +50,7 @@ class TrainState:
         parts: components with a small state, by name.
         access: to tensors of both, wherever they are stored.
         world: the processes that train together; each calls `save` and `restore`.
+        feedback: what this rank's gradients have lost on their way, if that is kept.
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class TrainState:
     parts: Mapping[str, Stateful]
     access: TensorAccess = field(default_factory=TensorAccess)
     world: World = field(default_factory=World.alone)
+    feedback: ErrorFeedback | None = None
 
     def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:
         """Save everything; see `CheckpointStore.save`."""
@@ -64,7 +68,9 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
-        return model_tensors(self.model) | self._optimizer_tensors() | generator_tensors(self.world)
+        kept = {} if self.feedback is None else self.feedback.tensors()
+        lost = {self._feedback_prefix + name: tensor for name, tensor in kept.items()}
+        return model_tensors(self.model) | self._optimizer_tensors() | generator_tensors(self.world) | lost
 
     def meta(self) -> dict[str, Any]:
         """Everything that is not a tensor, in JSON types. All ranks call it: names of the model are those of all."""
@@ -99,13 +105,27 @@ class TrainState:
             rng = {
                 name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
             }
+            lost = self._stored_feedback(stored)
             with torch.no_grad(), self.access.summon(self.model, self.optimizer, changes=True) as summoned:
-                read_tensors(path, summoned.sorted(targets | rng), summoned.live)
+                read_tensors(path, summoned.sorted(targets | rng | lost), summoned.live)
+        if self.feedback is not None:
+            self.feedback.load({name.removeprefix(self._feedback_prefix): tensor for name, tensor in lost.items()})
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])
         set_generators(rng, meta["rng"], self.world)
         return meta
+
+    @property
+    def _feedback_prefix(self) -> str:
+        return f"feedback.{self.world.size}.{self.world.rank}."
+
+    def _stored_feedback(self, stored: Stored) -> dict[str, Tensor]:
+        """Memory for what a checkpoint has of this rank of as many ranks."""
+        if self.feedback is None:
+            return {}
+        mine = {name: found for name, found in stored.items() if name.startswith(self._feedback_prefix)}
+        return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in mine.items()}
 
     def _of_all(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """Shapes by name, of what this rank has and of what other ranks have, which may hold other layers."""

@@ -22,6 +22,7 @@ from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
+from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
@@ -130,6 +131,7 @@ class ExecutorInputs:
         world: the processes of the run.
         folder: of the disk tier.
         values: first values of vacant parameters.
+        sync: how gradients are summed over the ranks; None: as FP32.
     """
 
     recipe: Recipe
@@ -144,6 +146,7 @@ class ExecutorInputs:
     world: World
     folder: Path
     values: InitialValues | None = None
+    sync: GradientSync | None = None
 
     def plan_of(self, num_layers: int) -> MemoryPlan:
         """What is done with each of so many layers."""

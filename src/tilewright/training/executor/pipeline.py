@@ -134,4 +134,5 @@ def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
         control=inputs.control,
         policy=ActivationPolicy(model, inputs.plan_of(len(model.layers))),
         weights=quantized_weights(model, inputs.optimizer),
+        sync=inputs.sync,
     )

@@ -34,6 +34,7 @@ from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import OnAllRanksError, sum_over
+from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.shard import in_parts
 from tilewright.precision.controller.runtime import PrecisionController
@@ -98,6 +99,7 @@ class StandardExecutor:
         everyone: all ranks; None on one rank.
         reduce_each: of a sharded model: sum gradients after each micro-batch, see `GradientReduction`.
         weights: 8-bit codes that the optimizer's steps renew.
+        sync: how gradients are summed; None: as FP32.
 
     Raises:
         ConfigError: sharded parameters, and not by FSDP2.
@@ -118,6 +120,7 @@ class StandardExecutor:
         everyone: dist.ProcessGroup | None = None,
         reduce_each: bool = False,
         weights: QuantizedWeights | None = None,
+        sync: GradientSync | None = None,
     ) -> None:
         self.access = TensorAccess()
         self.weights = weights
@@ -131,7 +134,11 @@ class StandardExecutor:
         self.memory_tracker = memory_tracker
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._data, self._everyone = data, everyone
-        self._gradients = GradientReduction(model, self._params, data, everyone=everyone, reduce_each=reduce_each)
+        self._sync = sync
+        replicas = None if sync is None else sync.replicas
+        self._gradients = GradientReduction(
+            model, self._params, data, everyone=everyone, reduce_each=reduce_each, communicator=replicas
+        )
         self._sharded = self._gradients.sharded
         self._bad_steps = BadSteps(model)
         self.transaction = StepTransaction(
@@ -164,7 +171,7 @@ class StandardExecutor:
             num_targets, num_tokens = count_over(self._data, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
             if self.control is None or not num_targets:
-                attempt, redone = self._attempt(microbatches, num_targets, scale), None
+                attempt, redone = self._tried(microbatches, num_targets, scale), None
             else:
                 attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
             with self._phase("update"):
@@ -207,7 +214,7 @@ class StandardExecutor:
         def compute() -> tuple[float, float]:
             for part, state in before if attempts else ():
                 part.load_state_dict(state)
-            attempts.append(self._attempt(microbatches, num_targets, scale))
+            attempts.append(self._tried(microbatches, num_targets, scale))
             return attempts[-1].loss, attempts[-1].norm
 
         redone, skipped = control.run_guarded(compute)
@@ -221,6 +228,12 @@ class StandardExecutor:
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
         """What the model told of a step, over all ranks."""
         return mean_over(self._data, attempt.aux, attempt.targets, self.device)
+
+    def _tried(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
+        """`_attempt`, which may be the second one of a step."""
+        if self._sync is not None:
+            self._sync.begin(scale)
+        return self._attempt(microbatches, num_targets, scale)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
         """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
@@ -281,6 +294,8 @@ class StandardExecutor:
         progress.gradients = self._num_gradients()
         self._update()
         progress.updated = True
+        if self._sync is not None:
+            self._sync.applied()
         after_step(self.model, self._data, self.transaction.retry_on_oom)
 
     def _update(self) -> None:
@@ -346,6 +361,7 @@ def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
         everyone=world.everyone.handle,
         reduce_each=inputs.recipe.parallel.reduce_each,
         weights=quantized_weights(model, optimizer),
+        sync=inputs.sync,
     )
 
 

@@ -11,6 +11,7 @@ V_SCHEDULES: tuple[ScheduleName, ...] = ("zbv", "dualpipe_v")
 """Two stages per process, as far from the first one as from the last: the first process has both ends."""
 DEFERRING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", *V_SCHEDULES)
 """Weight gradients are computed later than those of inputs."""
+WireName = Literal["fp32", "bf16", "fp8"]
 EXPERT_SHARDS = "efsdp"
 """The axis of the mesh over which experts are sharded that are spread over `ep` (`tilewright.parallel.mesh`)."""
 
@@ -20,7 +21,7 @@ class ParallelSection(Section):
 
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
-        *("dp_replicate", "dp_shard", "tp", "ep", "cpu_offload", "reduce_each"),
+        *("dp_replicate", "dp_shard", "tp", "ep", "cpu_offload", "reduce_each", "grad_sync", "grad_feedback"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
@@ -67,6 +68,13 @@ class ParallelSection(Section):
     reduce_each: bool = False
     """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
     part of them between micro-batches. More communication, less memory. False: once per step."""
+    grad_sync: WireName = "fp32"
+    """What gradients are sent as between processes, which add them in FP32 either way. `bf16`: half the bytes, rounded
+    to 8 bits. `fp8`: a quarter of the bytes, rounded to E4M3 under a power-of-two scale per 128 values. An overflow or
+    NaN in a gradient arrives as NaN."""
+    grad_feedback: bool = False
+    """Add what `grad_sync` has lost of a gradient to the gradient of the next step. Takes 2 bytes per parameter of the
+    whole model in each process, and twice that at the end of a step."""
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
     start of a run where it neither computes nor writes. torchrun can start all again."""

@@ -1,0 +1,82 @@
+"""How a run's gradients are summed over its ranks, as `[parallel]` says it: which communicators there are, what they
+count, and what they have lost.
+
+    sync = GradientSync(world, recipe.parallel, kernels)
+    sync.attach(model)                       # sharded: FSDP2 sends by it
+    GradientReduction(..., communicator=sync.replicas)
+    sync.begin(loss_scale); ...; sync.applied()   # around the passes of a step, and once the weights are new
+"""
+
+from datetime import timedelta
+
+from torch import nn
+
+from tilewright.core.config.recipe import ParallelSection
+from tilewright.ops.kernels import Kernels
+from tilewright.parallel.communicate.communicator import AsyncCommunicator
+from tilewright.parallel.communicate.feedback import ErrorFeedback
+from tilewright.parallel.communicate.sharded import exchange_shards
+from tilewright.parallel.shard import is_sharded
+from tilewright.parallel.world import Group, World
+
+
+class GradientSync:
+    """Communicators of a run. All ranks make one together.
+
+    Args:
+        world: of the run; what is sent is counted in its `traffic`.
+        section: says the wire format, and whether what it loses is kept.
+        kernels: make FP8 codes.
+    """
+
+    def __init__(self, world: World, section: ParallelSection, kernels: Kernels) -> None:
+        self.feedback = ErrorFeedback() if section.grad_feedback else None
+        self._world, self._section, self._kernels = world, section, kernels
+        self.replicas = self._of(world.data, "dp_replicate" if world.sizes.dp_shard == 1 else "data")
+        """Sums gradients of parameters that all ranks of `data` hold whole."""
+
+    def _of(self, group: Group, axis: str) -> AsyncCommunicator:
+        timeout = timedelta(seconds=self._world.timeout_s) if self._world.timeout_s else None
+        return AsyncCommunicator(
+            group.handle,
+            axis=axis,
+            wire=self._section.grad_sync,
+            kernels=self._kernels,
+            traffic=self._world.traffic,
+            feedback=self.feedback,
+            timeout=timeout,
+        )
+
+    @staticmethod
+    def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync":
+        """Of a model that is cut: see `attach`."""
+        sync = GradientSync(world, section, kernels)
+        sync.attach(model)
+        return sync
+
+    def attach(self, model: nn.Module) -> None:
+        """Let FSDP2 send what a sharded model's groups send; nothing where it is not sharded."""
+        if not is_sharded(model):
+            return
+        world = self._world
+        exchange_shards(
+            model,
+            self._of(world.along("dp_shard"), "dp_shard"),
+            experts=None if world.expert_mesh is None else self._of(world.expert_shards, "efsdp"),
+            copies=None if world.sizes.dp_replicate == 1 else self._of(world.along("dp_replicate"), "dp_replicate"),
+        )
+
+    def begin(self, loss_scale: float) -> None:
+        """The passes of a step begin, or begin again."""
+        if self.feedback is not None:
+            self.feedback.forget()
+            self.feedback.scale = loss_scale
+
+    def owned_bytes(self) -> dict[str, int]:
+        """Bytes by owner that no parameter has (`memory.tracking`)."""
+        return {} if self.feedback is None else {"gradients": self.feedback.nbytes}
+
+    def applied(self) -> None:
+        """The weights are new."""
+        if self.feedback is not None:
+            self.feedback.commit()

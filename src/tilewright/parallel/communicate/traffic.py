@@ -1,0 +1,107 @@
+"""What a rank has sent to others, counted: bytes by axis of the mesh, operation and wire format, and the seconds of it.
+
+    traffic = TrafficCounter()
+    traffic.sent("data", "all_reduce", "fp8", 1_000_000)
+    traffic.took("data", "all_reduce", "fp8", seconds=0.5, exposed=0.1)
+    traffic.take()  # what came since the last call
+
+Bytes are what this rank sends to others. Of a collective whose algorithm is the backend's own they are the least that
+any algorithm sends: of N bytes over R ranks an all-gather and a reduce-scatter send N (R - 1) / R, an all-reduce twice
+that. Seconds are those from the start of an exchange to its end, as soon as that is seen; exposed are those in which
+the rank waited for it, and the rest is hidden behind computation. On a GPU streams wait, which the host does not see:
+there seconds are not counted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
+Kind = tuple[str, Operation, str]
+"""Axis, operation and wire format. The format of what is sent as it is: its dtype's name."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Sums over exchanges of one kind."""
+
+    sent_bytes: int = 0
+    exchanges: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds in which something else was computed.
+
+        Example:
+            >>> Exchanged(seconds=2.0, exposed_s=0.5).hidden_s
+            1.5
+        """
+        return max(0.0, self.seconds - self.exposed_s)
+
+    def __add__(self, other: "Exchanged") -> "Exchanged":
+        return Exchanged(*(mine + theirs for mine, theirs in zip(_fields(self), _fields(other), strict=True)))
+
+    def __sub__(self, other: "Exchanged") -> "Exchanged":
+        return Exchanged(*(mine - theirs for mine, theirs in zip(_fields(self), _fields(other), strict=True)))
+
+
+class TrafficCounter:
+    """Counts what this rank exchanges. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._sums: dict[Kind, Exchanged] = {}
+        self._taken: dict[Kind, Exchanged] = {}
+
+    def sent(self, axis: str, operation: Operation, wire: str, sent_bytes: float) -> None:
+        """Count an exchange that begins."""
+        self._add((axis, operation, wire), Exchanged(int(sent_bytes), 1))
+
+    def took(self, axis: str, operation: Operation, wire: str, seconds: float, exposed: float) -> None:
+        """Count the time of one that has ended.
+
+        Args:
+            axis, operation, wire: as it began.
+            seconds: from its start to its end.
+            exposed: of these, in which the rank waited for it.
+        """
+        self._add((axis, operation, wire), Exchanged(0, 0, seconds, min(exposed, seconds)))
+
+    def _add(self, kind: Kind, more: Exchanged) -> None:
+        with self._lock:
+            self._sums[kind] = self._sums.get(kind, Exchanged()) + more
+
+    @property
+    def total(self) -> Mapping[Kind, Exchanged]:
+        """Since the counter was made."""
+        with self._lock:
+            return dict(self._sums)
+
+    def take(self) -> dict[Kind, Exchanged]:
+        """Since the last call; kinds without an exchange are left out."""
+        with self._lock:
+            found = {kind: now - self._taken.get(kind, Exchanged()) for kind, now in self._sums.items()}
+            self._taken = dict(self._sums)
+        return {kind: one for kind, one in found.items() if one != Exchanged()}
+
+
+def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that one of so many ranks sends at the least, so that all get the result of a collective.
+
+    Args:
+        operation: of them.
+        tensor_bytes: of the whole tensor: what each rank reduces, sends to all, or ends up with.
+        ranks: in the group.
+
+    Example:
+        >>> whole_bytes("all_gather", 400, 4), whole_bytes("all_reduce", 400, 4)
+        (300.0, 600.0)
+    """
+    return tensor_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
+
+
+def _fields(one: Exchanged) -> tuple[int, int, float, float]:
+    return one.sent_bytes, one.exchanges, one.seconds, one.exposed_s

@@ -1,0 +1,103 @@
+"""What ranks send each other, as bytes: FP32 values in a wire format, and their sum where they arrive.
+
+| wire | bytes per value | what is lost |
+|---|---|---|
+| `fp32` | 4 | nothing |
+| `bf16` | 2 | rounded to 8 bits of mantissa |
+| `fp8` | 1 + 1/128 | rounded to E4M3, under a power-of-two scale per 128 values |
+
+A row is what one rank gets: its codes, then the exponents of its scales (E8M0), one per tile of 128 values. Codes are
+those of `formats` and `ops.quantize`. Sums are FP32, in the order of the ranks, so that all who add the same rows have
+the same bits. A value that is infinite or NaN arrives as NaN in `fp8`, as itself in the others; it spoils no neighbour.
+
+Legend: R rows, one per rank  N values  T tiles of 128  B bytes of a row.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewright.core.config.sections.parallel import WireName
+from tilewright.formats.encode import E8M0_BIAS, decode, decode_e8m0
+from tilewright.formats.spec import E4M3, FP32_MANTISSA_BITS
+from tilewright.formats.tiled import FP8_ROW
+from tilewright.ops.kernels import Kernels
+
+TILE = FP8_ROW.tile.cols
+"""Values that share a scale. What begins at a multiple of it shares none with what is before."""
+
+
+def row_bytes(values: int, wire: WireName) -> int:
+    """Bytes of a row of so many values.
+
+    Example:
+        >>> row_bytes(1280, "fp32"), row_bytes(1280, "bf16"), row_bytes(1280, "fp8")
+        (5120, 2560, 1290)
+    """
+    if wire == "fp8":
+        return values + -(-values // TILE)
+    return values * (4 if wire == "fp32" else 2)
+
+
+def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
+    """FP32 rows as bytes: uint8 [R, B].
+
+    Args:
+        x_RN: FP32, contiguous.
+        wire: the format.
+        kernels: whose `quantize` makes FP8 codes.
+    """
+    rows, values = x_RN.shape
+    if wire != "fp8":
+        sent = x_RN if wire == "fp32" else x_RN.to(torch.bfloat16)
+        return sent.contiguous().view(torch.uint8).view(rows, row_bytes(values, wire))
+    even = values > 0 and values % TILE == 0
+    tiled = kernels.quantize(x_RN.reshape(-1, TILE) if even else x_RN, FP8_ROW)
+    # A normal power of two has its exponent alone in its bits.
+    exponents = (tiled.scale_inv.contiguous().view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
+    return torch.cat([tiled.qdata.reshape(rows, values), exponents.view(rows, -(-values // TILE))], dim=1)
+
+
+def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
+    """The values of rows of bytes: FP32 [R, N]."""
+    return torch.stack([_values(row_B, values, wire) for row_B in packed_RB])
+
+
+def sum_rows(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
+    """The sum of rows of bytes, FP32 [N], added in their order."""
+    first, *others = packed_RB
+    total_N = _values(first, values, wire)
+    for row_B in others:
+        total_N += _values(row_B, values, wire)
+    return total_N
+
+
+def _values(row_B: Tensor, values: int, wire: WireName) -> Tensor:
+    """FP32 [N], in memory of its own."""
+    if wire == "fp32":
+        return row_B.clone().view(torch.float32)
+    if wire == "bf16":
+        return row_B.clone().view(torch.bfloat16).to(torch.float32)
+    codes, exponents_T = row_B[:values], row_B[values:]
+    value_N = _code_values(row_B.device).index_select(0, codes.to(torch.int32))
+    scale_T = _powers(row_B.device).index_select(0, exponents_T.to(torch.int32))
+    whole = values // TILE * TILE
+    value_N[:whole].view(-1, TILE).mul_(scale_T[: whole // TILE, None])
+    if whole < values:
+        value_N[whole:].mul_(scale_T[-1])
+    return value_N
+
+
+@lru_cache(maxsize=8)
+def _code_values(device: torch.device) -> Tensor:
+    """The value of each code, as `formats` decodes it."""
+    return decode(torch.arange(256, dtype=torch.uint8), E4M3).to(device)
+
+
+@lru_cache(maxsize=8)
+def _powers(device: torch.device) -> Tensor:
+    """The scale of each exponent."""
+    powers = decode_e8m0(torch.arange(256, dtype=torch.uint8))
+    assert powers[E8M0_BIAS] == 1.0
+    return powers.to(device)
