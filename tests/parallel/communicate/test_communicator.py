@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.communicate.exchanges import ThreadTransport, on_threads
+from benchmarks.exchanges import ThreadTransport, on_threads
 from tests.ranks import on_ranks
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback

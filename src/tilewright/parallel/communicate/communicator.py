@@ -34,7 +34,7 @@ from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, w
 from tilewright.parallel.communicate.transport import (
     GroupTransport,
     Transport,
-    Worker,
+    ExchangeThread,
     all_gather_rows,
     own_group,
     reduce_scatter_rows,
@@ -127,7 +127,7 @@ class AsyncCommunicator:
             self._size, self._rank = transport.size, transport.rank
         elif group is not None:
             self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._worker: Worker | None = None
+        self._worker: ExchangeThread | None = None
         self._transport = transport
         self.stream: torch.cuda.Stream | None = None
         """Of exchanges on a GPU, from the first one on."""
@@ -257,7 +257,7 @@ class AsyncCommunicator:
         if result.is_cuda:
             return self._in_stream(result, work)
         if self._worker is None:
-            self._worker = Worker()
+            self._worker = ExchangeThread()
 
         def timed() -> float:
             with torch.no_grad():

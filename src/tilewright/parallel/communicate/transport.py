@@ -84,7 +84,7 @@ def own_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Proce
     return made
 
 
-class Worker:
+class ExchangeThread:
     """A thread that does one piece of work after another, in the order in which they came. It ends with its owner; what
     is under way in it is no reason for a process to stay."""
 

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the code of the ranks, without processes. And a link of known speed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -78,10 +78,3 @@ class PacedTransport:
 
     def all_reduce(self, values: Tensor) -> None:
         self._send(2 * values.nbytes * (self.size - 1) / self.size)
-
-
-def layers_backward(send: Callable[[int], Any], seconds: Sequence[float]) -> None:
-    """Layers that each compute for so long, and send their gradients then."""
-    for number, duration in enumerate(seconds):
-        time.sleep(duration)
-        send(number)
