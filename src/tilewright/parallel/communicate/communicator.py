@@ -32,9 +32,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.feedback import ErrorFeedback
 from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes
 from tilewright.parallel.communicate.transport import (
+    ExchangeThread,
     GroupTransport,
     Transport,
-    ExchangeThread,
     all_gather_rows,
     own_group,
     reduce_scatter_rows,

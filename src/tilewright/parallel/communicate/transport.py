@@ -77,7 +77,7 @@ def reduce_scatter_rows(found: Tensor, whole: Tensor, **options: Any) -> Any:
 
 
 def own_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Another group of the same ranks, which all call this: what a thread exchanges meets nobody else's exchanges."""
+    """Another group of the same ranks, which all call this: what a thread exchanges is apart from what others do."""
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"

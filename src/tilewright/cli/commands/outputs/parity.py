@@ -206,6 +206,9 @@ def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
     loss, gradient, weight = TOLERANCE["fp32" if mode in ("fp32", "tf32") else "16-bit"]
     if recipe.optim.kind == "muon" or recipe.optim.moments != "fp32":  # the update itself computes in BF16, or rounds
         weight = max(weight, TOLERANCE["16-bit"][2])
+    if recipe.parallel.grad_sync != "fp32":  # ranks alone round what they send
+        _, *rounded = TOLERANCE["8-bit" if recipe.parallel.grad_sync == "fp8" else "16-bit"]
+        gradient, weight = (max(pair) for pair in zip((gradient, weight), rounded, strict=True))
     return loss, gradient, weight
 
 
