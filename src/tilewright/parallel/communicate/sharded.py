@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewright.parallel.communicate.communicator import AsyncCommunicator, wire_name
 from tilewright.parallel.communicate.traffic import Operation, whole_bytes
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
-from tilewright.parallel.experts.hold import expert_meshes
+from tilewright.parallel.inside.experts.hold import expert_meshes
 from tilewright.parallel.shard import fsdp_modules
 from tilewright.precision.assign.gathered import param_groups
 
