@@ -28,6 +28,11 @@ def test_each_format_is_accepted(wire):
             [{"parallel.grad_sync": "fp8"}, {"parallel.grad_feedback": "false"}],
         ),
         (
+            {"parallel.grad_sync": "fp8", "parallel.tp": "2"},
+            "parallel.tp",
+            [{"parallel.grad_sync": "fp32"}, {"parallel.tp": "1"}],
+        ),
+        (
             {"parallel.grad_sync": "fp8", **LAYER_MAJOR},
             "grad_sync",
             [{"parallel.grad_sync": "fp32"}, {"memory.executor": "standard"}],

@@ -10,8 +10,8 @@ from tilewright.core import env
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.communicate.whole import WholeTensors
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World, join
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore

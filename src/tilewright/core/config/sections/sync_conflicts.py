@@ -17,6 +17,14 @@ def sync_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             "a wire format that rounds",
             "--parallel.grad_sync fp8, or --parallel.grad_feedback false",
         )
+    if parallel.grad_sync != "fp32" and parallel.tp > 1:
+        yield Conflict(
+            ("parallel.grad_sync", "parallel.tp"),
+            "Wire formats of gradients have not been tried with matrices that are cut",
+            f"parallel.grad_sync = {parallel.grad_sync!r}, parallel.tp = {parallel.tp}",
+            "gradients sent as FP32, or whole matrices",
+            "--parallel.grad_sync fp32, or --parallel.tp 1",
+        )
     if parallel.grad_sync != "fp32" and recipe.memory.can.offload:
         yield Conflict(
             ("parallel.grad_sync", "memory.executor"),
