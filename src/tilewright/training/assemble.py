@@ -352,21 +352,11 @@ def build(
         # 6. The executor, which gives parameters and states their homes.
         executor = setup.executor.make(
             ExecutorInputs(
-                recipe=recipe,
-                model=model,
-                optimizer=optimizer,
-                memory_plan=memory_plan,
-                clip=clip,
-                scaler=scaler,
-                control=None if control is None else control.control,
-                memory_tracker=memory_tracker,
-                kernels=setup.kernels,
-                world=world,
-                folder=setup.offload_dir,
-                values=values,
-                sync=sync,
+                recipe=recipe, model=model, optimizer=optimizer, memory_plan=memory_plan, clip=clip, scaler=scaler,
+                control=None if control is None else control.control, memory_tracker=memory_tracker,
+                kernels=setup.kernels, world=world, folder=setup.offload_dir, values=values, sync=sync,
             )
-        )
+        )  # fmt: skip
         modes = PrecisionModes(
             model, policy, schedule, schedule.at(0), scaled, executor.weights, reports if in_stages else {}
         )
