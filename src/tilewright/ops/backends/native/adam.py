@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,16 +144,6 @@ def _compiled_update() -> Update:
     return torch.compile(update, dynamic=True, options=compile_options())
 
 
-def compiled(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    numbers: Sequence[int],
-    hyper: AdamHyper,
-    firsts: Sequence[int] = (),
-    weights: Sequence[Tensor] = (),
-    skips: Sequence[int] = (),
-) -> None:
-    """The reference's update, fused into one loop over each tensor."""
-    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights, skips)
+def compiled(*lists: Any, **more: Any) -> None:
+    """The reference's update, fused into one loop over each tensor: the arguments of `update_all` behind its first."""
+    update_all(_compiled_update(), *lists, **more)

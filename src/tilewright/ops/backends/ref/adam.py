@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,16 +158,6 @@ def update_all(
                 tensor.copy_(copy.view(tensor.shape))
 
 
-def adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    numbers: Sequence[int],
-    hyper: AdamHyper,
-    firsts: Sequence[int] = (),
-    weights: Sequence[Tensor] = (),
-    skips: Sequence[int] = (),
-) -> None:
-    """See `ops.adam`."""
-    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, weights, skips)
+def adam(*lists: Any, **more: Any) -> None:
+    """See `ops.adam`: the arguments of `update_all` behind its first."""
+    update_all(update, *lists, **more)
