@@ -22,6 +22,23 @@ def rows() -> Iterator[Row]:
     """All of them."""
     yield from _waiting_stages()
     yield from _recipe()
+    yield from _real_layers()
+
+
+def _real_layers() -> Iterator[Row]:
+    if not (RESULTS / "pipeline_layers.json").exists():
+        return
+    result = read("pipeline_layers")
+    found = result.results
+    verdict = turns(found["ratio_on_paper"]["samples"], lambda ratio: f"{ratio:.2f}", at_most=0.8)
+    metric = "step of real layers on log-normal documents, ZBV balanced over 1F1B with a fixed number per micro-batch"
+    metric += "; processor seconds of passes, run again on paper with a core per rank"
+    yield Row("pipeline_layers ratio", metric, "at most 0.8", verdict, result)
+    errors = found["cost_model"]["error_after_20_steps"]["samples"]
+    verdict = turns(errors, lambda error: f"{100 * error:.1f} %", at_most=0.1)
+    yield Row("pipeline_layers error", "error of the cost model on a step, after 20", "at most 10 %", verdict, result)
+    verdict = turns([found["loss_off"]], lambda off: f"{off:.1e}", at_most=1e-6)
+    yield Row("pipeline_layers loss", "losses of both, greatest relative difference", "at most 1e-6", verdict, result)
 
 
 def _recipe() -> Iterator[Row]:

@@ -118,3 +118,19 @@ def test_a_step_without_seconds_teaches_nothing():
     fit.learn([StageSeconds(StageWork({}, 0, 0), 0, 0.0)])
     assert fit.steps == 0
     assert fit.model == PRIOR
+
+
+def test_after_a_restart_the_first_step_is_held_against_the_model_that_was_kept():
+    """The error that the report shows is of what was said before the step, also where another process had said it."""
+    draw, speeds = random.Random(7), (1, 1, 0.8, 1)
+    model, straight = truth(draw), CostFit(PRIOR, 4)
+    for _ in range(10):
+        straight.learn(step(model, speeds, draw, noise=0.06))
+    again = CostFit(PRIOR, 4)
+    again.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    assert math.isnan(again.error), "nothing was said yet in this process"
+    later = step(model, speeds, draw, noise=0.06)
+    for fit in (straight, again):
+        fit.learn(later)
+    assert again.error == pytest.approx(straight.error, rel=1e-12)
+    assert again.error < 0.2

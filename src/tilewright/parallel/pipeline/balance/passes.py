@@ -25,6 +25,7 @@ class PassClock:
 
     Args:
         device: that computes them.
+        read: another clock, of seconds: that of the processor, say, where ranks share cores.
 
     Example:
         >>> clock = PassClock(torch.device("cpu"))
@@ -37,10 +38,8 @@ class PassClock:
         ([('forward', 0, 0)], ['gradients'])
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._read: Callable[[], Any] = time.perf_counter
-        if device.type == "cuda":
-            self._read = _recorded
+    def __init__(self, device: torch.device, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read: Callable[[], Any] = _recorded if device.type == "cuda" else read
         self._marks: list[_Mark] = []
         self._began: Any = 0.0
 
