@@ -97,8 +97,8 @@ def test_a_plan_builds_asks_and_traces_a_model_once_for_each_thing_that_differs(
     assert run(["plan", str(foreign), *settings_of(tmp_path, talks), "--on", "4090", "--json"]) == 0
     built = {"hf_shapes": 1, "load_hf": 3}  # what is checked has real integers, and adapters differ by way
     asked = {"document_styles": 1, "has_plain_head": 1}
-    # Of a layer all is measured in 6 passes, of 8 bits without traffic in 5, of their twin's traffic in 1.
-    traced = {"convert": 4, "trace": 8, "_run": 2 * (6 + 5 + 1 + 6), "_flops_with_recomputation": 3}
+    # Of a layer all is measured in 4 passes, of 8 bits without traffic in 3, of their twin's traffic in 1.
+    traced = {"convert": 4, "trace": 8, "_run": 2 * (4 + 3 + 1 + 4), "_flops_with_recomputation": 3}
     assert counts == built | asked | traced
 
 
