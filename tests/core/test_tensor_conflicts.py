@@ -23,6 +23,7 @@ REFUSED = {
     "optim.master_weights": {"optim.master_weights": "stochastic"},
     "precision.mode": {"precision.mode": "pure_fp16"},
     "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
+    "precision.rules": {"precision.rules": '[{match = "*", compute = "int8"}]'},
     "train.compile": {"train.compile": "on"},
     "ops.cross_entropy": {"ops.cross_entropy": "ref"},
 }
@@ -55,6 +56,8 @@ def test_each_row_of_the_table_has_a_case():
 @pytest.mark.support("fp16", "tensor", refused=True)
 @pytest.mark.support("controller", "tensor", refused=True)
 @pytest.mark.support("offload", "tensor", refused=True)
+@pytest.mark.support("integers", "tensor", refused=True)
+@pytest.mark.support("teacher", "tensor", refused=True)
 @pytest.mark.support("compiled", "tensor", refused=True)
 @pytest.mark.support("layer_major", "tensor", refused=True)
 @pytest.mark.parametrize("field", REFUSED)

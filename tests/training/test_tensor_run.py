@@ -66,3 +66,48 @@ def test_parameters_are_told_of_all_ranks(ran):
         for name in ("both", "alone")
     ]
     assert starts[0]["parameters"] == starts[1]["parameters"]
+
+
+WIDE = {"model__dim": 128, "model__num_heads": 4, "model__head_dim": 64, "model__ffn_dim": 256}
+"""Parts of two ranks hold whole blocks of 128 columns."""
+KINDS = {
+    "bits": WIDE | {"optim__moments": "8bit"},
+    "bf16_moments": {"optim__moments": "bf16"},
+    "bf16": {"precision__mode": "bf16_mixed"},
+    "fp8": WIDE | {"precision__mode": "fp8_tile"},
+    "tiled": {"memory__mlp_chunks": 2},
+    "documents": {"data__rows": "documents"},
+    "clipped": {"optim__clip_norm": 0.01, "optim__clip_adaptive": 0.5, "optim__clip_elements": 0.001},
+    "odd": {"data__vocab_size": 301, "model__tie_embeddings": "false"},
+}
+BOUNDS = {"bits": 1e-3, "bf16_moments": 1e-3, "bf16": 1e-2, "fp8": 1e-2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.support("adam", "tensor")
+@pytest.mark.support("clip", "tensor")
+@pytest.mark.support("tiled", "tensor")
+def test_kinds_of_runs(data, tmp_path):
+    """Where the order of a sum decides what a number is rounded to, two steps on are others too."""
+    launch = Launches(data, tmp_path, DENSE)
+    launch(1, {f"{kind}_alone": of_kind for kind, of_kind in KINDS.items()}, seconds=180)
+    launch(2, {kind: of_kind | CUT for kind, of_kind in KINDS.items()}, seconds=180)
+    for kind in KINDS:
+        for rank in range(2):
+            assert not isinstance(launch.found[kind, 2, rank], str), launch.found[kind, 2, rank]
+        assert launch.found[kind, 2, 0] == launch.found[kind, 2, 1]
+        check_same(tmp_path / kind, tmp_path / f"{kind}_alone", bound=BOUNDS.get(kind, 2e-6))
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_and_what_is_refused(data, tmp_path):
+    launch = Launches(data, tmp_path, DENSE)
+    launch(2, {"nan": CUT | {"optim__lr": "1e30"}, "blocks": CUT | {"optim__moments": "8bit"}})
+    launch(4, {"nan4": CUT | {"optim__lr": "1e30"}, "uneven": CUT | {"model__ffn_dim": 66}})
+    for rank in range(2):
+        assert "Non-finite gradient in 3 steps in a row" in launch.found["nan", 2, rank]
+        assert "multiple of 256 columns" in launch.found["blocks", 2, rank]
+    for rank in range(4):
+        assert "Non-finite gradient in 3 steps in a row" in launch.found["nan4", 4, rank]
+        assert "rows that divide by tp x dp_shard = 4" in launch.found["uneven", 4, rank]

@@ -23,16 +23,30 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
             assert found["norm"] <= 1e-6
 
 
+@pytest.mark.support("decoder", "tensor")
+@pytest.mark.support("accumulation", "tensor")
 def test_on_two_ranks():
-    cases = [Case(2, kind=kind) for kind in ("gqa", "untied", "mla", "mla_q", "odd_vocabulary")]
-    cases += [
-        Case(2, settings={"activation_checkpoint": mode}) for mode in ("full", "selective", "matmuls", "attention")
-    ]
-    cases += [Case(2, kind="mla_q", settings=FULL), Case(2, chunks=2, number=3), Case(2, chunks=2, settings=FULL)]
+    cases = [Case(2), Case(2, kind="mla_q", settings=FULL), Case(2, kind="odd_vocabulary", chunks=2, number=3)]
+    check(cases, on_ranks(2, compare, cases))
+
+
+@pytest.mark.slow
+@pytest.mark.support("checkpointing", "tensor")
+@pytest.mark.support("tiled", "tensor")
+def test_more_on_two_ranks():
+    cases = [Case(2, kind=kind) for kind in ("untied", "mla", "mla_q")]
+    cases += [Case(2, settings={"activation_checkpoint": mode}) for mode in ("selective", "matmuls", "attention")]
+    cases += [Case(2, chunks=2, settings=FULL)]
     check(cases, on_ranks(2, compare, cases))
 
 
 def test_on_four_ranks():
-    cases = [Case(4), Case(4, kind="mla", settings=FULL), Case(2, 2), Case(2, 2, kind="mla_q", settings=FULL)]
-    cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3), Case(2, 2, chunks=2)]
+    cases = [Case(4, settings=FULL), Case(2, 2, kind="mla_q", settings=FULL), Case(2, 2, chunks=2)]
+    check(cases, on_ranks(4, compare, cases))
+
+
+@pytest.mark.slow
+def test_more_on_four_ranks():
+    cases = [Case(4, kind="mla", settings=FULL), Case(2, 2, reshard=False), Case(2, 2, kind="mla")]
+    cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3)]
     check(cases, on_ranks(4, compare, cases))

@@ -62,6 +62,10 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "formats that stay: it reads whole weights", "--precision.controller.enabled false",
     ),
     (
+        lambda r: r.precision.enabled and any(rule.compute.startswith("int") for rule in r.precision.rules),
+        "precision.rules", "Weights that are trained for integers", "floating-point formats", "--precision.rules []",
+    ),
+    (
         lambda r: r.train.compile == "on",
         "train.compile", "Compiled layers", "layers as they are", "--train.compile off",
     ),
