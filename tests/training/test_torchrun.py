@@ -57,6 +57,11 @@ def test_a_rank_of_experts_that_is_killed_changes_no_weight(tmp_path):
     _same_after_a_kill(tmp_path, {"parallel.ep": "2", "model.num_experts": "4", "model.expert_dim": "64"})
 
 
+@pytest.mark.support("kill", "tensor")
+def test_a_rank_of_cut_matrices_that_is_killed_changes_no_weight(tmp_path):
+    _same_after_a_kill(tmp_path, {"parallel.tp": "2", "optim.moments": "fp32"})
+
+
 def _same_after_a_kill(tmp_path, changes):
     settings = SAVES | {"train.steps": "24"} | changes
     whole = Job(tmp_path / "whole", 2, **settings)
