@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.ranks import on_ranks
 from tilewright import DynamicScaler, dynamic_quantize, load_recipe
+from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.precision.policy.schedule import ModeSchedule
 
 
@@ -121,3 +124,30 @@ def test_the_printed_codes_mean_nothing_by_themselves():
     assert ours.nbytes == x.nbytes // 4 + 5
     assert dynamic_quantize(x, bit_width=4)[0].nbytes == x.nbytes // 8 + 5
     assert (values - x).abs().max() <= (x.max() - x.min()) / 255
+
+
+class ArticleCommunicator:
+    """The article's class over ours: made of a rank and a world's size, it returns a handle and lets work go on.
+
+    The printed one can't be run: it has no NCCL binding, no communicator, and reduces into a buffer that nobody reads.
+    """
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+        self.communicator = AsyncCommunicator(dist.group.WORLD, wire="bf16")
+
+    def async_all_reduce(self, tensor):
+        return self.communicator.async_all_reduce(tensor)
+
+
+def article_sample(rank):
+    communicator = ArticleCommunicator(rank, dist.get_world_size())
+    tensor = torch.full((1000,), 1.0 + rank)
+    handle = communicator.async_all_reduce(tensor)
+    computed = torch.ones(8, 8) @ torch.ones(8, 8)
+    return handle.wait().tolist() == [3.0] * 1000, float(computed.sum()), handle.done()
+
+
+@pytest.mark.dist
+def test_the_asynchronous_communicator_returns_before_the_sum_is_there():
+    assert on_ranks(2, article_sample) == [(True, 512.0, True)] * 2

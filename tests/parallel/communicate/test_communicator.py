@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.exchanges import ThreadTransport, on_threads
+from benchmarks.exchanges import PacedTransport, ThreadTransport, on_threads
 from tests.ranks import on_ranks
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback
@@ -204,3 +204,18 @@ def test_feedback_of_a_step_that_is_skipped_is_forgotten():
     again.load(feedback.tensors())
     assert again.owed("a", like).tolist() == [1.0] * 4
     assert again.nbytes == feedback.nbytes == 8
+
+
+@pytest.mark.slow
+def test_on_a_paced_link_two_thirds_are_hidden():
+    """Eight layers that take 0.1 s each, and as long a transfer of each one's gradient as half of that."""
+    link = PacedTransport(2, rate=1e6, latency=0.01)
+    communicator = AsyncCommunicator(None, wire="fp8", transport=link)
+    handles = []
+    for _ in range(8):
+        time.sleep(0.1)
+        handles.append(communicator.async_all_reduce(torch.ones(32_000)))
+    for handle in handles:
+        handle.wait()
+    ((_, total),) = communicator.traffic.total.items()
+    assert total.hidden_s >= 0.65 * total.seconds, total

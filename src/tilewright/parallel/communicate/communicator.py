@@ -30,7 +30,7 @@ from torch import Tensor
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.feedback import ErrorFeedback
-from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes
+from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import (
     ExchangeThread,
     GroupTransport,
@@ -332,14 +332,3 @@ class AsyncCommunicator:
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def wire_name(dtype: torch.dtype) -> str:
-    """The wire format of what is sent as it is.
-
-    Example:
-        >>> wire_name(torch.float32), wire_name(torch.int64)
-        ('fp32', 'int64')
-    """
-    name = str(dtype).removeprefix("torch.")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.parallel.communicate.communicator import AsyncCommunicator, wire_name
-from tilewright.parallel.communicate.traffic import Operation, whole_bytes
+from tilewright.parallel.communicate.communicator import AsyncCommunicator
+from tilewright.parallel.communicate.traffic import Operation, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
 from tilewright.parallel.inside.experts.hold import expert_meshes
 from tilewright.parallel.shard import fsdp_modules

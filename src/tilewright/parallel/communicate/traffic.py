@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
 
+import torch
+
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
 Kind = tuple[str, Operation, str]
 """Axis, operation and wire format. The format of what is sent as it is: its dtype's name."""
@@ -80,6 +82,18 @@ class TrafficCounter:
         with self._lock:
             return dict(self._sums)
 
+    def numbers(self) -> dict[str, float]:
+        """Since the last call of `take`, for a row of metrics: all that was sent, its seconds exposed and hidden, and
+        bytes by axis, operation and format. Nothing where nothing was sent."""
+        found = self.take()
+        if not found:
+            return {}
+        return {
+            "sent_bytes": sum(one.sent_bytes for one in found.values()),
+            "exchange_exposed_s": sum(one.exposed_s for one in found.values()),
+            "exchange_hidden_s": sum(one.hidden_s for one in found.values()),
+        } | {f"sent_bytes.{'.'.join(kind)}": one.sent_bytes for kind, one in found.items() if one.sent_bytes}
+
     def take(self) -> dict[Kind, Exchanged]:
         """Since the last call; kinds without an exchange are left out."""
         with self._lock:
@@ -105,3 +119,14 @@ def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
 
 def _fields(one: Exchanged) -> tuple[int, int, float, float]:
     return one.sent_bytes, one.exchanges, one.seconds, one.exposed_s
+
+
+def wire_name(dtype: torch.dtype) -> str:
+    """The wire format of what is sent as it is.
+
+    Example:
+        >>> wire_name(torch.float32), wire_name(torch.int64)
+        ('fp32', 'int64')
+    """
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)

@@ -14,11 +14,14 @@ Rows travel in their own dtype. How they are written for the way is `_AllToAll`'
 Legend: P rows of all tokens' experts  D model width  E experts  R ranks.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.models.decoder.moe import RunExperts, permuted
+from tilewright.parallel.communicate.traffic import TrafficCounter, wire_name
 from tilewright.parallel.world import Group
 
 
@@ -28,10 +31,12 @@ class ExpertExchange:
     Args:
         group: the ranks. The first holds the first experts.
         num_experts: of a layer, on all of them.
+        traffic: counts what is sent; None: a counter of its own.
     """
 
-    def __init__(self, group: Group, num_experts: int) -> None:
+    def __init__(self, group: Group, num_experts: int, traffic: TrafficCounter | None = None) -> None:
         self.group, self.num_experts = group, num_experts
+        self.traffic = TrafficCounter() if traffic is None else traffic
         self.sent_bytes = 0
         """Of rows, results and their gradients, that this rank has sent to others."""
 
@@ -81,9 +86,15 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx, rows: Tensor, sends: list[int], gets: list[int], exchange: ExpertExchange) -> Tensor:
         ctx.sends, ctx.gets, ctx.exchange = sends, gets, exchange
         found = rows.new_empty(sum(gets), *rows.shape[1:])
+        began, kind = time.perf_counter(), ("ep", "all_to_all", wire_name(rows.dtype))
         dist.all_to_all_single(found, rows.contiguous(), gets, sends, group=exchange.group.handle)
         others = sum(sends) - sends[exchange.group.rank]
-        exchange.sent_bytes += others * rows[:1].numel() * rows.element_size() if len(rows) else 0
+        sent = others * rows[:1].numel() * rows.element_size() if len(rows) else 0
+        exchange.sent_bytes += sent
+        exchange.traffic.sent(*kind, sent)
+        if not rows.is_cuda:
+            took = time.perf_counter() - began
+            exchange.traffic.took(*kind, took, took)
         return found
 
     @staticmethod

@@ -60,7 +60,7 @@ def hold_experts(model: nn.Module, world: World) -> None:
     mesh = world.expert_fsdp_mesh
     assert mesh is not None, "ep > 1 has a second mesh"
     for layer in mixtures(model):
-        exchange = ExpertExchange(world.experts, layer.num_experts)
+        exchange = ExpertExchange(world.experts, layer.num_experts, world.traffic)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
         layer.exchange = exchange
