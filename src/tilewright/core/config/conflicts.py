@@ -32,7 +32,7 @@ def executor_conflicts(recipe: Recipe, can: Capabilities, named: str = "") -> It
         named: how errors name it; empty: as the recipe does.
     """
     train, executor = recipe.train, named or f'memory.executor = "{recipe.memory.executor}"'
-    if recipe.data.format == "preferences" and not can.whole_model:
+    if recipe.data.format == "preferences" and not can.whole_model and not can.stages:  # see `stage_conflicts`
         yield Conflict(
             ("data.format", "memory.executor"),
             "Preferences need the standard executor",

@@ -23,8 +23,15 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
     ),
     (
         lambda r: bool(r.distill.teacher),
-        "distill.teacher", "A teacher", "a loss of labels alone: the teacher's scores are nowhere sent",
+        "distill.teacher", "A teacher",
+        "a loss of labels alone: a teacher is whole on a process, and the one with the last stage would wait for it",
         '--distill.teacher ""',
+    ),
+    (
+        lambda r: r.data.format == "preferences",
+        "data.format", "Pairs of answers (DPO)",
+        "one answer per row: the loss of a pair is of both, and of a reference that passes the stages before",
+        "--data.format chat",
     ),
     (
         lambda r: r.train.compile == "on" and r.parallel.schedule in DEFERRING,
