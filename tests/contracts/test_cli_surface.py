@@ -60,8 +60,8 @@ SURFACE = {
     "doctor": ["--device", "--help", "--json", "--parallel", "--quiet", "--verbose", "recipe"],
     "plan": [
         *("--compare", "--device-memory", "--disk-memory", "--fastest", "--help", "--host-memory", "--html", "--json"),
-        "--largest",
-        *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),
+        *("--largest", "--link", "--nodes"),
+        *("--on", "--out", "--quiet", "--verbose", "--why", "--world", "recipe"),
     ],
     "simulate": [
         *("--attention", "--data", "--dgrad", "--documents", "--dp", "--forward", "--help", "--html", "--json"),

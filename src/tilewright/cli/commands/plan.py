@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.commands.chat_models.plan_model import named_model, plan_model
+from tilewright.cli.commands.machine.plan_mesh import check_options, plan_mesh
 from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import gc_paused
@@ -52,6 +53,14 @@ if TYPE_CHECKING:
 @click.option(
     "--html", default="", metavar="FILE", help="Write an HTML page with memory over a step and memory against time."
 )
+@click.option("--world", default=0, metavar="N", type=click.IntRange(0), help="Search the fastest mesh over N GPUs.")
+@click.option("--nodes", default="", metavar="NODESxGPUS", help="With --world: nodes and GPUs in each, as in 32x8.")
+@click.option(
+    "--link",
+    multiple=True,
+    metavar="NAME=RATE",
+    help="With --world: intra or inter nodes per GPU, as inter=50GB/s or inter=ethernet-100.",
+)
 @verbosity
 @click.pass_context
 def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
@@ -62,14 +71,21 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
 
     The plan is that of `tilewright train` on this machine, or on another one with --on: the recipe unchanged where it
     fits, else what changes it least. With --fastest it is the fastest plan that fits: for each kind of layer where its
-    tensors are stored and which activations are kept, and all that the command line leaves open. Exit code 3: the run
-    does not fit; 6: its memory cannot be predicted.
+    tensors are stored and which activations are kept, and all that the command line leaves open. With --world it is the
+    best of all meshes over many GPUs of --on, their steps simulated. Exit code 3: the run does not fit; 6: its memory
+    cannot be predicted.
     """
+    world = options.pop("world")
+    check_options(world, options)
     if (model := named_model(recipe)) is not None:
-        _of_model(model, overrides(ctx), as_json, options)
+        _of_model(model, overrides(ctx), as_json, options | {"world": world})
         return
     loaded = load_recipe(recipe, overrides(ctx))
+    if world:
+        plan_mesh(loaded, world, options, as_json=as_json)
+        return
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
+    options = {name: value for name, value in options.items() if name not in ("nodes", "link")}
     with gc_paused():
         from tilewright.cli.plan_output import show, to_json
         from tilewright.data.common.progress import ProgressBar
@@ -106,7 +122,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
 
 def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, Any]) -> None:
     """The ways to fine-tune a model, instead of one recipe's plan."""
-    for name in ("fastest", "largest", "why", "compare", "out", "html"):
+    for name in ("fastest", "largest", "why", "compare", "out", "html", "world", "nodes", "link"):
         if options.pop(name):
             raise ConfigError(
                 f"--{name} is of the plan of one recipe",

@@ -63,7 +63,7 @@ def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loa
     loaded = pinned(loaded, weights=False)
     if loaded.recipe.model.path:
         check_rows(loaded.recipe)
-    site = site_of(loaded, request, _vocab_size(loaded.recipe), quiet=quiet)
+    site = site_of(loaded, request, vocab_size_of(loaded.recipe), quiet=quiet)
     if not request.device_memory:
         return loaded, site
     device = _size(request.device_memory, "--device-memory", None, "")
@@ -164,6 +164,17 @@ def _owner(ranks: int) -> str:
     return "this machine" if ranks == 1 else f"each of {ranks} ranks on this machine"
 
 
+def device_budget(text: str, machine: Machine) -> float:
+    """Bytes of a device that may be used, as typed; empty: all of it.
+
+    Raises:
+        ConfigError: a size that is none, or more than the machine has.
+    """
+    if not text:
+        return float(machine.device_memory_bytes)
+    return float(_size(text, "--device-memory", machine.device_memory_bytes, machine.device_name))
+
+
 def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
     if options.device_memory:
         _size(options.device_memory, "--device-memory", machine.device_memory_bytes, owner)
@@ -237,7 +248,7 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
     return size
 
 
-def _vocab_size(recipe: Recipe) -> int:
+def vocab_size_of(recipe: Recipe) -> int:
     """Tokens of the tokenizer that the run would use, of a built dataset its own; classes of images."""
     source = Path(recipe.data.source).expanduser()
     if not recipe.data.sources and os.path.isdir(source):  # False, too, for what no file can be called

@@ -1,0 +1,161 @@
+"""Bytes of a rank by phase and owner: the phases of a plan of one device, for what the rank holds of the model.
+
+What a pipeline adds: activations of all micro-batches that its schedule has in flight on the rank; a gradient of the
+residual stream that is received; and where weight gradients wait, the gradients of outputs that they are made of.
+Tensor parallelism divides all but the process. No update of the optimizer and no gather overlaps with another owner's
+peak in a way that phases do not have.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilewright.core.memory_plan import LayerMemory
+from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost
+from tilewright.planner.cost.owners import owners_at
+from tilewright.planner.cost.phases import FRAGMENTS, OffloadFlags, phases
+from tilewright.planner.cost.rows import PlanRow
+from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.weights import Weights
+from tilewright.planner.simulate.mesh.model import NO_LINKS, MeshModel, StageLayers
+from tilewright.planner.simulate.mesh.setting import MeshSetting
+
+Owners = Mapping[str, float]
+_DEVICE = OffloadFlags(is_offloaded=False, on_disk=False)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a schedule has under way on a rank, at most."""
+
+    micro_batches: float
+    """Whose activations the rank keeps, each through all of its layers."""
+    waiting: float = 0.0
+    """Whose gradients of inputs are done and those of weights are not, counted likewise."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank."""
+
+    phases: Mapping[str, Owners]
+    """By phase and owner, as a plan has them."""
+
+    def with_flight(self, extra: "Extra", flight: InFlight, tp: int) -> "RankMemory":
+        """With what a schedule has in flight, and of a rank whose matrices are cut so often."""
+        found = {}
+        for name, before in self.phases.items():
+            owners = dict(before)
+            process = owners.pop("process")
+            if name in extra.in_flight:
+                owners["activations"] += (flight.micro_batches - 1) * extra.kept + flight.waiting * extra.waiting
+                owners["work"] += extra.received
+            found[name] = {owner: size / tp for owner, size in owners.items()} | {"process": process}
+        return RankMemory(found)
+
+    @cached_property
+    def peak(self) -> float:
+        """Of the busiest phase."""
+        return max(sum(owners.values()) for owners in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """Which that is."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def owners(self) -> Owners:
+        """Of the busiest phase."""
+        return self.phases[self.peak_phase]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a schedule adds to a rank's phases, in bytes of one micro-batch."""
+
+    kept: float
+    """From forward to backward."""
+    waiting: float
+    """Between the gradient of the input and those of the weights."""
+    received: float
+    """A gradient of the residual stream."""
+    in_flight: frozenset[str]
+    """Phases in which micro-batches are under way."""
+
+
+def rank_memory(
+    model: MeshModel, setting: MeshSetting, held: StageLayers, device_bytes: float
+) -> tuple[RankMemory, Extra]:
+    """What a rank needs for one micro-batch in flight, its matrices whole; and what more of them add.
+
+    Args:
+        model: of the run.
+        setting: of all ranks.
+        held: what this one holds.
+        device_bytes: of its budget, of which an allocator loses a share.
+    """
+    whole, recipe = model.shape(setting.master, setting.sizes.ep), model.recipe_with(setting.master)
+    shape, config = part_of(whole, held), model.config(setting)
+    ends = [
+        end_class(name, weights, shape)
+        for name, weights in (("embedding", shape.embedding), ("head", shape.head))
+        if weights.count
+    ]
+    rows = [_row(found, model, setting, config, shape) for found in (*shape.classes, *ends)]
+    named = phases(shape, config, recipe, model.machine, frozenset(found.name for found in ends), _DEVICE)
+    cpu, found = model.machine.device == "cpu", {}
+    for phase in named:
+        owners = owners_at(phase, shape, config, rows, cpu)
+        owners["process"] += 0.0 if cpu else FRAGMENTS * device_bytes
+        found[phase.name] = owners
+    stream = float(setting.rows * shape.seq_len * shape.dim * shape.stream_bytes)
+    staged = setting.sizes.pp > 1
+    extra = Extra(
+        math.fsum(row.count * row.cost.kept for row in rows if row.indices),
+        _waiting_bytes(shape, setting),
+        stream if staged else 0.0,
+        frozenset(phase.name for phase in named if phase.kept and not phase.freed) if staged else frozenset(),
+    )
+    return RankMemory(found), extra
+
+
+def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:
+    """The model as a rank has it: some of its layers, and its ends or not."""
+    pairs = zip(shape.classes, held.counts, strict=True)
+    classes = tuple(replace(found, indices=found.indices[:count]) for found, count in pairs if count)
+    rest = shape.rest if held.last else LayerClass("rest", (-1,), Weights(), 0)
+    none = Weights()
+    head = shape.head if held.last else none
+    if held.last and shape.tied and not held.first:  # the head's own copy of the embedding's matrix
+        head = head + shape.embedding
+    embedding = shape.embedding if held.first else none
+    return replace(
+        shape, classes=classes, rest=rest, embedding=embedding, head=head, plain_head=shape.plain_head and held.last
+    )
+
+
+def _row(
+    found: LayerClass,
+    model: MeshModel,
+    setting: MeshSetting,
+    config: GlobalConfig,
+    shape: ModelShape,
+) -> PlanRow:
+    is_end = found.indices == (-1,)
+    choice = LayerMemory() if is_end else LayerMemory(activations=setting.activations)
+    recipe = model.recipe_with(setting.master)
+    matmuls = GemmCost(found, setting.rows, shape, model.rates)
+    cost = layer_cost(found, choice, config, shape, recipe, model.rates, NO_LINKS, matmuls)
+    return PlanRow(found.name, () if is_end else found.indices, choice, cost)
+
+
+def _waiting_bytes(shape: ModelShape, setting: MeshSetting) -> float:
+    """Of a micro-batch: gradients of the outputs of all matmuls of a rank's layers, which those of weights are made of;
+    their inputs are among the activations."""
+    tokens, total = setting.rows * shape.seq_len, 0.0
+    for found in shape.classes:
+        outputs = (gemm.share * gemm.num_out for gemm in found.matmuls if not gemm.frozen)
+        total += found.count * tokens * shape.matmul_bytes * math.fsum(outputs)
+    return total

@@ -1,0 +1,90 @@
+"""One way to run a model on a mesh: what a search chooses between. No torch."""
+
+from dataclasses import dataclass, replace
+
+from tilewright.core.memory_plan import KIND_OF, Activations
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+
+_MODES = {kind: mode for mode, kind in KIND_OF.items()}
+
+
+@dataclass(frozen=True)
+class MeshSetting:
+    """How ranks share a run, and what each of them does.
+
+    Example:
+        >>> str(MeshSetting(MeshSizes(dp_shard=4, tp=2), Pipeline(1), 2, 8, "keep", "fp32", "fp32"))
+        'dp_shard 4, tp 2; 8 micro-batches of 2 rows; none; fp32 moments'
+    """
+
+    sizes: MeshSizes
+    pipeline: Pipeline
+    rows: int
+    """Of a micro-batch."""
+    count: int
+    """Micro-batches per step and row of ranks."""
+    activations: Activations
+    moments: str
+    master: str
+    reduce_each: bool = False
+    """Gradients are reduced after each micro-batch; without stages alone."""
+
+    @property
+    def ep_stride(self) -> int:
+        """Between ranks that have other experts: they are neighbours in `dp_shard`."""
+        return self.sizes.tp
+
+    def settings(self) -> dict[str, object]:
+        """As a recipe has them."""
+        sizes = self.sizes
+        found: dict[str, object] = {f"parallel.{axis}": getattr(sizes, axis) for axis in ("pp", "tp", "ep")}
+        found |= {"parallel.dp_replicate": sizes.dp_replicate, "parallel.dp_shard": sizes.dp_shard}
+        if sizes.pp > 1:
+            found["parallel.schedule"] = self.pipeline.schedule
+            if self.pipeline.schedule.startswith("interleaved"):
+                found["parallel.virtual_stages"] = self.pipeline.virtual
+            if self.pipeline.layers:
+                found["parallel.split"] = self.pipeline.layers
+        if self.reduce_each:
+            found["parallel.reduce_each"] = True
+        found["train.micro_batch_size"] = self.rows
+        found["train.activation_checkpoint"] = _MODES[self.activations]
+        found["optim.moments"], found["optim.master_weights"] = self.moments, self.master
+        return {name: value for name, value in found.items() if value != _USUAL.get(name)}
+
+    def mesh_words(self) -> str:
+        """Its axes of more than one rank."""
+        names = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
+        words = [f"{axis} {getattr(self.sizes, axis)}" for axis in names if getattr(self.sizes, axis) > 1]
+        return ", ".join(words) or "one rank"
+
+    def schedule_words(self) -> str:
+        """Order of passes; empty without stages."""
+        if self.sizes.pp == 1:
+            return ""
+        return self.pipeline.schedule + (f" x{self.pipeline.virtual}" if self.pipeline.virtual > 1 else "")
+
+    def optimizer_words(self) -> str:
+        """Formats of the optimizer."""
+        master = "" if self.master == "fp32" else f", {self.master} weights"
+        return f"{self.moments} moments{master}"
+
+    def __str__(self) -> str:
+        """In few words."""
+        parts = [self.mesh_words(), self.schedule_words(), f"{self.count} micro-batches of {self.rows} rows"]
+        parts += [_MODES[self.activations] + (", reduced each" if self.reduce_each else ""), self.optimizer_words()]
+        return "; ".join(filter(None, parts))
+
+    @property
+    def recomputed(self) -> str:
+        """`train.activation_checkpoint`."""
+        return _MODES[self.activations]
+
+    def without_layers(self) -> Pipeline:
+        """Its pipeline as schedules see it."""
+        return replace(self.pipeline, layers=())
+
+
+_USUAL: dict[str, object] = {"parallel.tp": 1, "parallel.ep": 1}
+"""Left out: a recipe has no other word for it yet, or it is the default."""

@@ -1,0 +1,257 @@
+"""A step of a setting on a cluster: seconds of every stage's passes with their traffic, a bound from below, the step.
+
+What is hidden and what is not:
+
+    tensor parallelism   each layer gathers and reduces its rows twice forward and twice backward; nothing hides it
+    experts              rows of tokens travel there and back, forward and backward; nothing hides it
+    shards               a layer's parameters are gathered while the layer before computes; of that, what takes longer
+                         than the computation is waited for. Under stages once per step, before the first micro-batch
+    gradients            reduced while the layer below computes, where there are no stages; under stages after the last
+                         pass, all at once (torch's runtime), and summed over copies likewise
+    stages               messages travel while ranks compute (`events.simulate`)
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from tilewright.core.memory_plan import Activations
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.model.weights import Weights
+from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts
+from tilewright.planner.simulate.mesh.cluster import Cluster
+from tilewright.planner.simulate.mesh.model import MeshModel, PassSeconds, StageLayers
+from tilewright.planner.simulate.mesh.setting import MeshSetting
+from tilewright.planner.simulate.step import SimulatedStep
+from tilewright.planner.simulate.table import ScheduleTable
+
+ROUNDS = 4
+"""Times the ranks of a row, as micro-batches that are simulated; more of them take as long as the slowest rank."""
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds of a step in which a rank only communicates, outside of passes."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.gather + self.reduce
+
+
+class MeshRates:
+    """Seconds of stages of a model on a cluster; each is worked out once.
+
+    Args:
+        model: of the run.
+        cluster: that it runs on.
+    """
+
+    def __init__(self, model: MeshModel, cluster: Cluster) -> None:
+        self.model, self.cluster = model, cluster
+        self.layer = cache(self._layer)
+        self.stage = cache(self._stage)
+        self.held = cache(self._held)
+        self.update_s = cache(self._update_s)
+        self.exposed = cache(self._exposed)
+
+    def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
+        """What stages hold, and what ranks do."""
+        ranges = pipeline.split(self.model.shape("fp32", 1).num_layers)
+        stages = tuple(self.model.layers_of(ranges, [stage]) for stage in range(len(ranges)))
+        return stages, tuple(self.model.layers_of(ranges, pipeline.stages_of(rank)) for rank in range(pipeline.pp))
+
+    def _layer(self, place: int, one: "PassKey") -> PassSeconds:
+        """Of a layer of the class at this place, with its traffic."""
+        found = self.model.passes(place, one.rows, one.activations, one.master, one.ep).times(1 / one.tp)
+        there, again = self._traffic(place, one), 1.0 if one.activations == "recompute" else 0.0
+        return PassSeconds(
+            found.forward + there, found.recompute + again * there, found.dgrad + there, found.wgrad,
+            (2 + again) * there,
+        )  # fmt: skip
+
+    def _traffic(self, place: int, one: "PassKey") -> float:
+        """Of a layer's pass in one direction: rows of tokens that ranks of a group exchange."""
+        shape = self.model.shape("fp32", 1)
+        rows = float(one.rows * shape.seq_len * shape.dim * shape.matmul_bytes)
+        seconds = 4 * self.cluster.ring_s(rows, one.tp, 1)
+        if shape.classes[place].routes and one.ep > 1:
+            chosen = self.model.recipe.model.num_experts_per_token / one.tp
+            seconds += 2 * self.cluster.exchange_s(chosen * rows, one.ep, one.tp)
+        return seconds
+
+    def _stage(self, held: StageLayers, one: "PassKey") -> PassSeconds:
+        """Of one micro-batch in some layers and ends."""
+        found = PassSeconds()
+        for place, count in enumerate(held.counts):
+            if count:
+                found = found.plus(self.layer(place, one).times(count))
+        return found.plus(self.model.head(one.rows).times(1 / one.tp)) if held.last else found
+
+    def _update_s(self, held: StageLayers, setting: "UpdateKey") -> float:
+        """Of the optimizer."""
+        weights = self.model.weights(held, setting.master, setting.ep)
+        return self.model.update_s(weights, setting.moments, setting.master, setting.dp_shard) / setting.tp
+
+    def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, reduce_each: bool) -> Exposed:
+        """Of shards and copies, what is not hidden."""
+        gather = reduce = 0.0
+        alone, shape, shards = sizes.pp == 1, self.model.shape(one.master, sizes.ep), sizes.dp_shard
+        if shards > 1:
+            resharded = alone and self.model.recipe.parallel.reshard_after_forward
+            forwards = count if resharded else 1
+            scatters = count if alone and reduce_each else 1
+            for place, layers in enumerate(held.counts):
+                tensors, passes = shape.classes[place].weights.tensors, self.layer(place, one)
+                whole = self._over_shards(tensors.gathered(shards), sizes)
+                back = self._over_shards(tensors.gradients(shards), sizes)
+                gather += layers * forwards * max(0.0, whole - passes.forward)
+                if alone:
+                    again = whole if resharded else 0.0
+                    gather += layers * (forwards - scatters) * max(0.0, again - passes.backward) * (forwards > scatters)
+                    reduce += layers * scatters * max(0.0, again + back - passes.backward)
+                else:
+                    reduce += layers * back
+            ends = shape.embedding if held.first else Weights()
+            ends = ends + shape.head if held.last else ends
+            gather += self._over_shards(ends.tensors.gathered(shards), sizes)
+            reduce += self._over_shards(ends.tensors.gradients(shards), sizes)
+        if sizes.dp_replicate > 1:
+            part = self.model.part(held, one.master, sizes.ep, shards)
+            stride = sizes.tp * shards
+            reduce += 2 * self.cluster.ring_s(FP32 * part.trained / sizes.tp, sizes.dp_replicate, stride)
+        return Exposed(gather, reduce)
+
+    def _over_shards(self, num_bytes: float, sizes: MeshSizes) -> float:
+        return self.cluster.ring_s(num_bytes / sizes.tp, sizes.dp_shard, sizes.tp)
+
+
+class PassKey(NamedTuple):
+    """What decides how long passes of a layer take."""
+
+    rows: int
+    activations: Activations
+    master: str
+    tp: int
+    ep: int
+
+
+class UpdateKey(NamedTuple):
+    """What decides how long an update takes."""
+
+    moments: str
+    master: str
+    dp_shard: int
+    tp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class MeshCosts:
+    """What a step of a setting costs."""
+
+    rates: MeshRates
+    setting: MeshSetting
+
+    @property
+    def model(self) -> MeshModel:
+        """Of the run."""
+        return self.rates.model
+
+    @cached_property
+    def key(self) -> PassKey:
+        """Of its passes."""
+        one = self.setting
+        return PassKey(one.rows, one.activations, one.master, one.sizes.tp, one.sizes.ep)
+
+    @cached_property
+    def held(self) -> tuple[StageLayers, ...]:
+        """By rank of a row."""
+        return self.rates.held(self.setting.pipeline)[1]
+
+    @cached_property
+    def stages(self) -> list[PassSeconds]:
+        """Of each stage, one micro-batch."""
+        return [self.rates.stage(held, self.key) for held in self.rates.held(self.setting.pipeline)[0]]
+
+    @cached_property
+    def ranks(self) -> list[PassSeconds]:
+        """Of each rank of a row, one micro-batch."""
+        return [self.rates.stage(held, self.key) for held in self.held]
+
+    @cached_property
+    def update_s(self) -> float:
+        """Of the rank whose update takes longest."""
+        one, sizes = self.setting, self.setting.sizes
+        key = UpdateKey(one.moments, one.master, sizes.dp_shard, sizes.tp, sizes.ep)
+        return max(self.rates.update_s(held, key) for held in dict.fromkeys(self.held))
+
+    @cached_property
+    def exposed(self) -> Exposed:
+        """Of shards and copies, on the rank that waits longest."""
+        one = self.setting
+        found = [
+            self.rates.exposed(held, self.key, one.count, one.sizes, one.reduce_each)
+            for held in dict.fromkeys(self.held)
+        ]
+        return max(found, key=lambda each: each.total)
+
+    # ---- the step ----
+
+    @cached_property
+    def least_s(self) -> float:
+        """A step takes no less, whatever is kept, and however layers are split: the passes of a rank on average."""
+        total = sum(one.total - one.recompute for one in self.stages)
+        return self.setting.count * total / self.setting.pipeline.pp
+
+    @cached_property
+    def bound_s(self) -> float:
+        """A step takes no less: of each rank all its passes, after the first forward pass has reached it, and before
+        the last backward pass has left it."""
+        count, defers = self.setting.count, self.setting.pipeline.defers
+        first = {self.setting.pipeline.rank_of(stage): stage for stage in range(len(self.stages) - 1, -1, -1)}
+        fills = [0.0, *itertools.accumulate(one.forward for one in self.stages)]
+        backs = (one.backward - (one.wgrad if defers else 0.0) for one in self.stages)
+        drains = [0.0, *itertools.accumulate(backs)]
+        longest = 0.0
+        for rank, seconds in enumerate(self.ranks):
+            fill, drain = fills[first[rank]], drains[first[rank]]
+            ends = count * (seconds.total - seconds.wgrad) + drain if defers else count * seconds.total + drain
+            longest = max(longest, fill + max(ends, count * seconds.total))
+        return longest + self.exposed.total + self.update_s
+
+    @property
+    def simulated_count(self) -> int:
+        """Micro-batches of the table that is simulated."""
+        pp, count = self.setting.pipeline.pp, self.setting.count
+        return count if count <= (ROUNDS + 1) * pp else ROUNDS * pp
+
+    def pass_costs(self, count: int) -> PassCosts:
+        """Of one row and so many micro-batches."""
+        pp = self.setting.pipeline.pp
+        sums = PassSeconds()
+        for one in self.stages:
+            sums = sums.plus(one)
+        kinds = KindSeconds(sums.forward / pp, (sums.recompute + sums.dgrad) / pp, sums.wgrad / pp)
+        shares = tuple(one.total / kinds.total for one in self.stages)
+        return PassCosts(kinds, ((1.0,) * count,), (shares,), ((1.0,) * pp,))
+
+    def simulated(self, table: ScheduleTable) -> SimulatedStep:
+        """A row's passes; of `simulated_count` micro-batches."""
+        sizes, shape = self.setting.sizes, self.model.shape("fp32", 1)
+        message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes / sizes.tp
+        network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))
+        costs = StepCosts(self.pass_costs(table.num_microbatches), float(message), network)
+        return SimulatedStep.of(table, costs)
+
+
+def in_all(step_s: float, costs: MeshCosts) -> float:
+    """Seconds of the passes of a whole step, from those of a simulated one with fewer micro-batches."""
+    more = costs.setting.count - costs.simulated_count
+    return step_s + more * max(one.total for one in costs.ranks)

@@ -1,0 +1,108 @@
+"""A search over meshes: as good as pricing every setting, the same twice, and what it says where nothing fits."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from tilewright.core.config.load import load_recipe
+from tilewright.core.hardware import detect_machine
+from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
+from tilewright.planner.simulate.mesh.cluster import cluster_of
+from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.search import MeshSearch
+from tilewright.planner.simulate.mesh.space import Space
+from tilewright.planner.simulate.mesh.step import MeshRates
+
+DENSE = {
+    "model.dim": "4096", "model.num_layers": "16", "model.num_heads": "32", "model.num_kv_heads": "8",
+    "model.ffn_dim": "14336", "model.tie_embeddings": "false", "data.vocab_size": "128256", "data.seq_len": "4096",
+    "precision.mode": "bf16_mixed", "train.global_batch_size": "16",
+}  # fmt: skip
+MOE = DENSE | {
+    "model.num_experts": "16", "model.num_experts_per_token": "2", "model.expert_dim": "4096",
+    "model.num_dense_layers": "1",
+}  # fmt: skip
+ROUNDING = 1e-9
+
+
+def rates_of(settings, world, nodes=""):
+    recipe = load_recipe("default", settings, environ={}).recipe
+    row = find_published("h100")
+    machine = row.machine(detect_machine("cpu"), HOST_BYTES)
+    model = MeshModel(recipe, recipe.data.vocab_size, machine, row.ceilings())
+    return MeshRates(model, cluster_of("h100", world, nodes, []))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return rates_of(DENSE, 8, "2x4")
+
+
+def search_of(rates, gib, **changes):
+    world, gpus = rates.cluster.world, rates.cluster.gpus
+    space = replace(Space.of(rates.model.recipe, world, gpus, 16), **changes)
+    return MeshSearch(rates, space, gib * 2**30, 989.5e12)
+
+
+@pytest.mark.parametrize("gib", [20, 28, 70])
+def test_as_good_as_every_setting(dense, gib):
+    few = {"schedules": ("1f1b", "zbv"), "kinds": ("keep", "recompute")}
+    search = search_of(dense, gib, **few)
+    found = search.best(3, [("fp32", "fp32")])
+    every = sorted((one for one in search.all("fp32", "fp32") if one.fits), key=lambda one: one.seconds)
+    best = [one.seconds for one in found.best]
+    print([one.seconds for one in every[:3]], best, found.simulated, found.settings)
+    assert len(best) == min(3, len(every))
+    for mine, other in zip(best, every, strict=False):
+        assert mine <= other.seconds * (1 + ROUNDING)
+
+
+def test_the_same_answer_twice(dense):
+    first, second = (search_of(dense, 30).best(5, [("fp32", "fp32")]) for _ in range(2))
+    assert [str(one.setting) for one in first.best] == [str(one.setting) for one in second.best]
+    assert [one.seconds for one in first.best] == [one.seconds for one in second.best]
+
+
+def test_no_step_is_below_its_bound_and_shares_add_up(dense):
+    space = Space.of(dense.model.recipe, 8, 4, 16)
+    search = MeshSearch(dense, space, 80 * 2**30, 989.5e12)
+    groups = random.sample(list(space.settings("fp32", "fp32")), 16)
+    costs = [search._costs(group, kind) for group in groups for kind in ("keep", "recompute")]
+    search._fetch(costs)
+    for one in costs:
+        step = search.simulated(one)
+        assert one.least_s <= one.bound_s * (1 + ROUNDING), str(one.setting)
+        assert step.seconds >= one.bound_s * (1 - ROUNDING), str(one.setting)
+        assert math.fsum(step.parts.values()) == pytest.approx(1.0, abs=1e-6), (str(one.setting), step.parts)
+        assert all(share >= -ROUNDING for share in step.parts.values()), (str(one.setting), step.parts)
+        assert sum(step.setting.pipeline.layers or (16,)) == 16
+
+
+def test_narrower_formats_come_in_only_where_the_wide_ones_do_not_fit(dense):
+    formats = [("fp32", "fp32"), ("8bit", "fp32")]
+    assert search_of(dense, 70).best(1, formats).formats == ("fp32", "fp32")
+    few = {"schedules": ("1f1b",), "kinds": ("recompute",)}
+    for gib in (10, 12, 14, 16, 18, 20, 24):
+        found = search_of(dense, gib, **few).best(1, formats)
+        if found.best:
+            break
+    assert found.formats == ("8bit", "fp32"), gib
+
+
+def test_nothing_fits(dense):
+    found = search_of(dense, 1).best(5, [("fp32", "fp32")])
+    assert not found.best
+    assert found.nearest is not None
+    assert found.nearest.worst.peak > 2**30
+
+
+def test_experts_are_spread_where_that_pays():
+    rates = rates_of(MOE, 8, "1x8")
+    found = search_of(rates, 70).best(5, [("fp32", "fp32")])
+    assert found.best
+    whole = {one.setting.sizes.ep for one in found.best}
+    assert max(whole) > 1, whole
+    for one in found.best:
+        assert one.setting.sizes.dp_shard % one.setting.sizes.ep == 0
