@@ -38,11 +38,8 @@ def test_what_is_written_is_a_recipe_that_train_reads(capsys, tmp_path):
     assert tomllib.loads(text)["extends"] == "default"
     for name, value in best["settings"].items():
         section, _, field = name.partition(".")
-        if name == "parallel.tp":
-            assert "# parallel.tp = " in text
-        else:
-            read = getattr(getattr(recipe, section), field)
-            assert (list(read) if isinstance(read, tuple) else read) == value, name
+        read = getattr(getattr(recipe, section), field)
+        assert (list(read) if isinstance(read, tuple) else read) == value or f"# {name} = " in text, name
     assert len(found["best"]) == 5
     assert sum(best["parts"].values()) == pytest.approx(1)
     assert [one["seconds"] for one in found["best"]] == sorted(one["seconds"] for one in found["best"])

@@ -11,7 +11,7 @@ from tilewright.core.units import format_bytes
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
-    from tilewright.planner.simulate.mesh.search import Found
+    from tilewright.planner.simulate.mesh.search import BestMeshes
 
 BEST = 5
 """Settings that are shown."""
@@ -90,7 +90,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], *, as_js
         _write(loaded, found, world, options, quiet=as_json)
 
 
-def _search(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[Found, tuple[str, ...]]":
+def _search(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[BestMeshes, tuple[str, ...]]":
     with gc_paused():
         from tilewright.core.hardware import detect_machine
         from tilewright.data.common.progress import ProgressBar
@@ -124,7 +124,7 @@ def _search(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[
     return found, (*published_notes(options["on"]), *cluster.notes, *guessed, *model.shape("fp32", 1).notes)
 
 
-def _show(found: "Found", world: int, on: str, loaded: "Loaded", notes: Sequence[str]) -> None:
+def _show(found: "BestMeshes", world: int, on: str, loaded: "Loaded", notes: Sequence[str]) -> None:
     from tilewright.planner.simulate.mesh import describe
 
     best = found.best[0]
@@ -145,7 +145,7 @@ def _show(found: "Found", world: int, on: str, loaded: "Loaded", notes: Sequence
         echo(f"note: {note}")
 
 
-def _write(loaded: "Loaded", found: "Found", world: int, options: Mapping[str, Any], *, quiet: bool) -> None:
+def _write(loaded: "Loaded", found: "BestMeshes", world: int, options: Mapping[str, Any], *, quiet: bool) -> None:
     from tilewright.core.atomic_io import write_whole
     from tilewright.core.log import say
     from tilewright.planner.simulate.mesh import describe

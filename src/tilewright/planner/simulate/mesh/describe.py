@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import tomlkit
 
-from tilewright.core.config.edit import accepted
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.schema import nested
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
-from tilewright.planner.simulate.mesh.search import Found, MeshStep
+from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep
 
 COLUMNS = (
     *("", "mesh", "schedule", "micro-batches", "recomputation", "step", "tokens/s", "MFU", "GiB"),
     *("idle", "exposed", "binds"),
 )
-_NO_SETTING = {"parallel.tp": "tensor parallelism, which train does not have yet"}
 
 
 def row_of(place: int, step: MeshStep) -> list[str]:
@@ -45,7 +45,7 @@ def why_lost(first: MeshStep, other: MeshStep) -> str:
     return f"{format_share(slower)} longer: {format_seconds(more[most])} more {most}"
 
 
-def verdict(found: Found, world: int, on: str) -> str:
+def verdict(found: BestMeshes, world: int, on: str) -> str:
     """The answer in a sentence."""
     best = found.best[0]
     return (
@@ -64,13 +64,12 @@ def miss_words(step: MeshStep) -> str:
 
 
 def refused_by_train(recipe: Recipe, step: MeshStep) -> dict[str, str]:
-    """Settings that `train` does not take, each with the reason."""
+    """Settings that `train` does not take together with the recipe's others, each with the reason."""
     settings = step.setting.settings()
-    found = {name: why for name, why in _NO_SETTING.items() if name in settings}
-    taken = {name: value for name, value in settings.items() if name not in found}
-    if accepted(recipe, taken) is None:
-        alone = [name for name in taken if accepted(recipe, {name: taken[name]}) is None]
-        found |= dict.fromkeys(alone or ["parallel.pp"], "train refuses it with this recipe")
+    found: dict[str, str] = {}
+    for one in conflicts(changed(recipe, settings)):
+        mine = [name for name in one.fields if name in settings]
+        found |= dict.fromkeys(mine or ["parallel.dp_shard"], one.what)
     return found
 
 
@@ -92,7 +91,7 @@ def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) 
     return "\n".join([*lines, f'extends = "{name}"', "", tomlkit.dumps(nested(kept))])
 
 
-def to_json(found: Found) -> dict[str, object]:
+def to_json(found: BestMeshes) -> dict[str, object]:
     """Numbers of the best."""
     return {
         "settings": found.settings,

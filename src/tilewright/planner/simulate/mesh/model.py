@@ -100,7 +100,8 @@ class MeshModel:
 
     def _recipe_with(self, master: str) -> Recipe:
         """The recipe with another storage of weights, and one process."""
-        alone = {"parallel.pp": 1, "parallel.dp_shard": 1, "parallel.dp_replicate": 1, "parallel.ep": 1}
+        alone = {"parallel.pp": 1, "parallel.dp_shard": 1, "parallel.dp_replicate": 1}
+        alone |= {"parallel.tp": 1, "parallel.ep": 1}
         return changed(self.recipe, alone | {"optim.master_weights": master})
 
     def _marked(self, master: str) -> ModelShape:

@@ -102,7 +102,7 @@ class MeshStep:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestMeshes:
     """What a search found."""
 
     best: tuple[MeshStep, ...]
@@ -137,7 +137,7 @@ class MeshSearch:
         self._least = cache(self._least_bytes)
         self._alone = cache(self._rank_alone)
 
-    def best(self, number: int, formats: Sequence[tuple[str, str]]) -> Found:
+    def best(self, number: int, formats: Sequence[tuple[str, str]]) -> BestMeshes:
         """The fastest settings that fit, with the first formats of the optimizer with which anything does.
 
         Args:
@@ -150,11 +150,11 @@ class MeshSearch:
             tried += len(groups) * len(self._space.kinds)
             found, simulated = self._climb(groups, number)
             if found:
-                return Found(tuple(found), None, tried, simulated, (moments, master))
+                return BestMeshes(tuple(found), None, tried, simulated, (moments, master))
         few = sorted(groups, key=lambda one: (self._static(one), one.rows))[:FEW]
         steps = [self.priced(self._costs(one, kind), 1.0, None) for one in few for kind in self._space.kinds]
         nearest = min(steps, key=lambda step: step.worst.peak)
-        return Found((), replace(nearest, seconds=nearest.costs.bound_s), tried, 0, formats[-1])
+        return BestMeshes((), replace(nearest, seconds=nearest.costs.bound_s), tried, 0, formats[-1])
 
     def all(self, moments: str, master: str) -> Iterator[MeshStep]:
         """Every setting, simulated."""

@@ -87,4 +87,4 @@ class MeshSetting:
 
 
 _USUAL: dict[str, object] = {"parallel.tp": 1, "parallel.ep": 1}
-"""Left out: a recipe has no other word for it yet, or it is the default."""
+"""Left out where they are the defaults."""
