@@ -107,7 +107,7 @@ def rank_memory(
     named = phases(shape, config, recipe, model.machine, frozenset(found.name for found in ends), _DEVICE)
     cpu, found = model.machine.device == "cpu", {}
     for phase in named:
-        owners = owners_at(phase, shape, config, rows, cpu)
+        owners = owners_at(phase, rows)
         owners["process"] += 0.0 if cpu else FRAGMENTS * device_bytes
         found[phase.name] = owners
     stream = float(setting.rows * shape.seq_len * shape.dim * shape.stream_bytes)
