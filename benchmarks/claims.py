@@ -383,6 +383,7 @@ def _costs() -> Iterator[Row]:
 
 UNUSED = {
     "pipeline_ladder": "simulated, not measured; the log has the table, with the cases that fail",
+    "pipeline_simulated": "simulated steps beside the clock: 27 runs of stages that wait; the log has the numbers",
     "data_scores_avx512": "noise that is made, in the text of one Python; processor time, beside other jobs",
     "encodings": "files of another project's tests, which are not in this repository; the changelog has the number",
     "golden_avx512": "reference values of a test, not a claim",
