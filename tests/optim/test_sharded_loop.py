@@ -23,7 +23,12 @@ FORMATS = {
     "8bit_split24": (BF16, {"moments": "8bit", "master": "split24"}),
     "8bit_master": (BF16, {"moments": "8bit"}),
 }
-EVERY_FORMAT = pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+ODD = ("bf16_stochastic", "8bit_split24")
+"""What the other formats have, and random bits or halves of weights besides."""
+EVERY_FORMAT = pytest.mark.parametrize(
+    ("dtype", "options"),
+    [pytest.param(*of, id=name, marks=() if name in ODD else pytest.mark.slow) for name, of in FORMATS.items()],
+)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
@@ -31,7 +36,7 @@ def test_fsdp2_equals_adamw_on_one_process(sizes):
     on_ranks(torch.Size(sizes).numel(), loops.fsdp_beside_adamw, sizes)
 
 
-@pytest.mark.parametrize("name", ["8bit_split24", "bf16_stochastic"])
+@pytest.mark.parametrize("name", ODD)
 def test_states_go_through_dcp_and_load_at_any_number_of_ranks(tmp_path, name):
     """Weights and states have the saved bits; at the same number of ranks training goes on with the same bits."""
     saved = pickle.loads(on_ranks(2, loops.save_with_dcp, str(tmp_path), *FORMATS[name])[0])
@@ -68,7 +73,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all():
     on_ranks(2, loops.overflows)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((3,), marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.support("clip", "shards", "hsdp")
 def test_clipping_and_loss_scale_decide_as_one_process_does(sizes):
     want, mean, weights = loops.decisions(0, ())

@@ -165,10 +165,11 @@ INPUTS_IN_8_BITS = {"activation_checkpoint": "full", "checkpoint_inputs": "fp8"}
 @pytest.mark.parametrize(
     ("mode", "checkpoint"),
     [
-        ("fp32", {}), ("bf16_mixed", INPUTS_IN_8_BITS),
+        ("bf16_mixed", INPUTS_IN_8_BITS),
         *(pytest.param(*case, marks=pytest.mark.slow)
           for case in (
-              ("fp32", INPUTS_IN_8_BITS), ("bf16_mixed", {}), ("fp8_tile", {}), ("fp8_tile", INPUTS_IN_8_BITS),
+              ("fp32", {}), ("fp32", INPUTS_IN_8_BITS), ("bf16_mixed", {}), ("fp8_tile", {}),
+              ("fp8_tile", INPUTS_IN_8_BITS),
           )),
     ],
 )  # fmt: skip

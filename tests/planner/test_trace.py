@@ -118,7 +118,11 @@ def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_pa
     assert sum(experts.values()) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "bert", "vit", *LONGER])
+PLAIN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert")]
+"""Layers of one kind, with nothing that the others lack: windows (gemma3), experts (deepseek), no tokens (vit)."""
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "gemma3_text", "deepseek_v3", "vit", *LONGER])
 def test_classes_and_what_stands_around_them_add_up_to_the_whole_model(name, tmp_path):
     """The skeleton's layers, each times its number, and the rest are what all layers together are."""
     recipe = recipe_of(FAMILIES[name], tmp_path)

@@ -76,11 +76,28 @@ def ran(data, tmp_path_factory):
     piped["fp8"] = PIPED | FP8 | {"parallel__schedule": "dualpipe_v"}
     launch(2, piped | {"alone_first": INTERLEAVED | HALF})
     launch(1, {"piped_first": HALF})
-    launch(4, {"shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
-               "copies": PIPED | {"parallel__dp_replicate": 2},
-               "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
+    launch(4, {"copies": PIPED | {"parallel__dp_replicate": 2},
                "tied_shards": PIPED | TIED | {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}})  # fmt: skip
     return folder, found
+
+
+SHARDS = {
+    "shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
+    "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
+}
+
+
+@pytest.mark.slow
+def test_other_stages_in_shards(ran, data):
+    """Uneven ones, and a schedule with a gradient in two parts on more than two stages."""
+    folder, found = ran
+    found = found | {
+        (name, 4, rank): value
+        for rank, of_rank in enumerate(on_ranks(4, runs, str(data), str(folder), SHARDS))
+        for name, value in of_rank.items()
+    }
+    for name in SHARDS:
+        test_it_is_the_run_of_one_process((folder, found), name, 4, "alone")
 
 
 @pytest.mark.support("run", "stages")
@@ -93,9 +110,7 @@ def ran(data, tmp_path_factory):
         ("experts", 2, "experts_alone"),
         ("tied", 2, "tied_alone"),
         ("tied_shards", 4, "tied_alone"),
-        ("shards", 4, "alone"),
         ("copies", 4, "alone"),
-        ("bubbles", 4, "alone"),
         ("fp8", 2, "fp8_alone"),
     ],
 )

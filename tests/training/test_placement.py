@@ -124,8 +124,7 @@ def test_random_placements_change_no_number(of, delayed, tmp_path):
     assert len(set(want[0][0])) == 3, "it learned"
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("name", ["gqa", "tied", "gqa_moe"])
+@pytest.mark.parametrize(("name", "delayed"), covering(("gqa", "tied", "gqa_moe"), (False, True), pairs=False))
 def test_a_change_between_steps_changes_no_number(name, delayed, tmp_path):
     """A new memory plan, drawn at random, before each step."""
     made = steps(5)
@@ -252,8 +251,7 @@ class OneOperationFails(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("name", ["tied", "gqa_moe"])
+@pytest.mark.parametrize(("name", "delayed"), covering(("tied", "gqa_moe"), (False, True), pairs=False))
 def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, delayed, tmp_path):
     """Failures at random operations, also between the gradients of two parameters, and after some are added up."""
     made, want = steps(2), None

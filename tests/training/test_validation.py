@@ -108,7 +108,7 @@ def test_conversations_beside_the_held_out_part_are_read_as_conversations(files,
     assert last["eval_other"]
 
 
-@pytest.mark.parametrize("rows_per_step", [4, 8])
+@pytest.mark.parametrize("rows_per_step", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_preferences_beside_the_held_out_part_are_read_as_preferences(files, model, tmp_path, rows_per_step):
     """Their loss before the first step is log 2: the model is its own reference."""
     how = {"data__eval_source": files["preferences"] / "valid.jsonl", "data__holdout": 0.1}
