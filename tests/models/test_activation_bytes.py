@@ -87,7 +87,7 @@ def unpadded_experts(monkeypatch):
     monkeypatch.setattr("tilewright.models.decoder.moe._row_multiple", lambda mean_rows, device_type: 1)
 
 
-def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool) -> int:
+def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool, spread: bool = False) -> int:
     config = SHAPES[name]
     layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
@@ -98,7 +98,9 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
         if gemms.wgrad.scaled and (policy != "fp8_value" or name in experts)
     }
     fused = frozenset(name for name, form in qdata.items() if tiled[name].fprop.scaled and form.in_rows)
-    storage = Storage(STREAM[policy], PRODUCT[policy], compiled, tiled=frozenset(tiled), qdata=qdata, fused=fused)
+    storage = Storage(
+        STREAM[policy], PRODUCT[policy], compiled, tiled=frozenset(tiled), qdata=qdata, fused=fused, spread=spread
+    )
     per_token = layer_bytes(config, layer, mode, storage)
     fixed = weight_copy_bytes(config, layer, mode, storage)
     # Of the 64 tokens some go to each of the experts, none gets more than 128: a tile of rows each.
@@ -121,6 +123,22 @@ def test_eager_layer(name, mode, policy):
 @pytest.mark.parametrize("name", ["gqa", "mla_q_rank"])
 def test_eager_layer_with_scales_of_any_tile(name, mode, policy):
     test_eager_layer(name, mode, policy)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
+@pytest.mark.parametrize("name", ["gqa_moe", "deepseek"])
+def test_a_layer_whose_experts_are_on_several_ranks(name, mode, policy):
+    """It keeps where its tokens went, to send them there again."""
+    _, block, layer, (leaf, *rest) = make_block(name, mode, policy)
+    before = block.mlp.exchange
+    block.mlp.exchange = lambda rows, counts, run: torch.cat(run(rows.split(counts.tolist())))  # of one rank
+    with AliveStorages() as storages:
+        out = block(leaf * 1, *rest)
+    returned = sum(t.nbytes for t in out if t is not None)
+    kept = storages.alive_bytes() - returned
+    assert before is None
+    assert kept == predicted(name, block, layer, mode, policy, compiled=False, spread=True)
 
 
 FAST = ("gqa", "none", "bf16_mixed")

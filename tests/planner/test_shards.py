@@ -141,6 +141,21 @@ def test_a_layer_is_gathered_without_the_experts_of_other_ranks():
     assert found[4] == (found[4][0], found[4][0]), "gradients in FP32 as parameters"
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
+def test_a_recomputed_layer_keeps_where_its_tokens_went(mode):
+    """Where its experts are on several ranks: 8 bytes for each expert that a token chose, as
+    `tests/models/test_activation_bytes.py` measures them."""
+    bytes_ = {}
+    for ep in (1, 2):
+        parallel, train = {"dp_shard": 2, "ep": ep}, {"compile": "off", "activation_checkpoint": mode}
+        shape = ShapeFinder(509, CPU).find(make_recipe(model=MOE, parallel=parallel, train=train))
+        mixture = next(each for each in shape.classes if each.routes)
+        kept = {"full": mixture.input, "selective": mixture.kept_selective, "attention": mixture.kept_attention}
+        bytes_[ep] = kept[mode](3)
+    recipe = make_recipe(model=MOE)
+    assert bytes_[2] - bytes_[1] == 8 * recipe.model.num_experts_per_token * 3 * recipe.data.seq_len
+
+
 def plan_of(machine=CPU, **sections):
     recipe = make_recipe(**{"train": {"global_batch_size": 16, "micro_batch_size": 4}} | sections)
     budget = Budget(1e12, 1e12, unmeasured(machine))

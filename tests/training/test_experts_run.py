@@ -1,11 +1,13 @@
 """A run whose experts are on several ranks is the run of one process: losses, evaluations, samples, checkpoints."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import on_ranks
 from tests.training.test_pipeline_run import EXPORT, runs
-from tests.training.tiny import last_state, rows
+from tests.training.tiny import WORDS, last_state, rows
 
 pytestmark = pytest.mark.dist
 MIXED = {
@@ -48,7 +50,8 @@ def ran(data, tmp_path_factory):
     """Some runs stop half-way, and go on elsewhere."""
     launch = Launches(data, tmp_path_factory.mktemp("spread"))
     launch(1, {"alone": EXPORT, "from_one": STOP})
-    launch(2, {"two": SPREAD | EXPORT, "from_one": SPREAD, "from_two": SPREAD | STOP})
+    launch(2, {"two": SPREAD | EXPORT, "from_one": SPREAD} | dict.fromkeys(("from_two", "to_one"), SPREAD | STOP))
+    launch(1, {"to_one": {}})
     launch(4, {"from_two": SPREAD | FULL})
     return launch
 
@@ -79,7 +82,7 @@ def test_it_is_the_run_of_one_process(ran):
 
 @pytest.mark.support("resume", "experts_spread")
 @pytest.mark.support("reshard", "experts_spread")
-@pytest.mark.parametrize("name", ["from_one", "from_two"])
+@pytest.mark.parametrize("name", ["from_one", "from_two", "to_one"])
 def test_it_goes_on_with_other_ranks(ran, name):
     ends = {key: value for key, value in ran.found.items() if key[0] == name}
     assert {value if isinstance(value, str) else value[0] for value in ends.values()} == {3, 6}
@@ -130,6 +133,47 @@ def test_it_is_the_run_of_shards(data, tmp_path, kind):
     assert any(told[0])
     if kind in ("tiled", "muon"):
         assert told[0] == pytest.approx(told[1], rel=1e-6), "of each micro-batch, which are others on one process"
+
+
+def write_pairs(path):
+    """Two answers to each prompt."""
+    words = [WORDS[number % len(WORDS)] for number in range(200)]
+    told = [{"prompt": f"{a} {b}?", "chosen": f"yes {b}", "rejected": f"no {a}"} for a, b in zip(words, words[3:])]  # noqa: B905
+    path.write_text("".join(json.dumps(row) + "\n" for row in told))
+
+
+TEACHER = {"distill__teacher": "teacher"}
+PAIRS = {"data__format": "preferences", "data__source": "pairs.jsonl", "data__holdout": 0, "train__eval_interval": 0,
+         "train__sample_tokens": 0}  # fmt: skip
+STARTS = {"precision__mode": "bf16_mixed", "precision__start_mode": "fp32", "precision__start_fraction": 0.5}
+UNTIL = {"precision__mode": "fp8_tile", "precision__fp8_until": 0.5}
+USES = {
+    "documents": ({"data__rows": "documents", "data__seq_len": 48}, 2e-6), "teacher": (TEACHER, 2e-6),
+    "pairs": (PAIRS, 2e-6), "starts": (STARTS, 1e-3), "until": (UNTIL, 1e-3),
+}  # fmt: skip
+"""What a recipe has beside its experts, and how far two runs may be apart: in 16 and 8 bits sums in another order are
+rounded to other numbers."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.support("teacher", "experts_spread")
+@pytest.mark.support("pairs", "experts_spread")
+def test_whatever_it_learns_from_it_is_the_run_of_one_process(data, tmp_path):
+    """Whole documents, a teacher, preferences, formats that change on the way."""
+    write_pairs(tmp_path / "pairs.jsonl")
+    places = {"distill__teacher": tmp_path / "teacher", "data__source": tmp_path / "pairs.jsonl"}
+    given = {
+        use: {name: str(places.get(name, value)) for name, value in changes.items()}
+        for use, (changes, _) in USES.items()
+    }
+    launch = Launches(data, tmp_path)
+    launch(1, {"teacher": {"train__steps": 2}} | {f"{use} alone": of_use for use, of_use in given.items()}, seconds=280)
+    launch(2, {f"{use} spread": SPREAD | of_use for use, of_use in given.items()}, seconds=280)
+    for use, (_, bound) in USES.items():
+        for key in ((f"{use} alone", 1, 0), (f"{use} spread", 2, 0), (f"{use} spread", 2, 1)):
+            assert not isinstance(launch.found[key], str), f"{key}: {launch.found[key]}"
+        check_same(tmp_path / f"{use} spread", tmp_path / f"{use} alone", bound=bound)
 
 
 @pytest.mark.slow

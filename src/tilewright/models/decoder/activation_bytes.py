@@ -42,6 +42,7 @@ class Storage:
             the weight itself or codes that someone else keeps.
         qdata: those of them that keep their input in codes, with its format.
         fused: those of them that take it in 8 bits from the norm or SwiGLU before them, if all its readers do so.
+        spread: experts are on several ranks: a layer that is recomputed keeps which ones its tokens went to.
     """
 
     stream: int = 2
@@ -51,6 +52,7 @@ class Storage:
     tiled: frozenset[str] = frozenset()
     qdata: Mapping[str, "OperandFormat"] = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
+    spread: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -85,6 +87,8 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
     """
     entry = config.dim * storage.stream
     moe = config.is_moe(layer)
+    if moe and storage.spread and mode != "none":
+        entry += _INT64 * config.num_experts_per_token
     if mode == "full":
         exact = storage.inputs == "exact" or moe
         return entry if exact else config.dim + FP32 * -(-config.dim // TILE)

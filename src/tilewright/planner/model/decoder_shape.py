@@ -130,7 +130,13 @@ class _Decoder:
         prefix = f"{self.skeleton.names[place]}."
         every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
         matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
-        storage = storage_in(policy, matmuls, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
+        storage = storage_in(
+            policy,
+            matmuls,
+            compiled=self.compiled,
+            inputs=self.recipe.train.checkpoint_inputs,
+            spread=self.recipe.parallel.ep > 1,
+        )
         rounded = rounding_kept(matmuls, seq_len, BYTES[policy.activation])
         rounded += self._dropped(prefix, share_of_tokens)
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
@@ -153,7 +159,7 @@ class _Decoder:
             kept_selective=kept["selective"],
             kept_matmuls=kept["matmuls"],
             kept_attention=kept["attention"],
-            input=Line(0, seq_len * config.dim * BYTES[policy.stream]),
+            input=self._kept(index, "full", replace(storage, inputs="exact")),
             routes=moe,
             work=Line(0, work * kept["none"].per_row) + operands,
             moved=passed.times(element_passes(fused)) + rounding_moved(matmuls, seq_len, compiled=fused),
@@ -209,7 +215,9 @@ class _Decoder:
         return need / (kept.per_row / self.seq_len)
 
 
-def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
+def storage_in(
+    policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs, spread: bool
+) -> Storage:
     """What a layer's activations are kept in.
 
     Args:
@@ -217,9 +225,10 @@ def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool,
         matmuls: of the layer.
         compiled: whether it is.
         inputs: what a layer that is recomputed keeps of its input.
+        spread: its experts are on several ranks.
     """
     gemms = {role(matmul.fqn): matmul.gemms for matmul in matmuls if matmul.gemms.any_scaled}
-    kept = Storage(BYTES[policy.stream], BYTES[policy.activation], compiled, inputs)
+    kept = Storage(BYTES[policy.stream], BYTES[policy.activation], compiled, inputs, spread=spread)
     return _with_codes(kept, gemms, policy.keep)
 
 
