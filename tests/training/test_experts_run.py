@@ -143,8 +143,10 @@ def write_pairs(path):
 
 
 TEACHER = {"distill__teacher": "teacher"}
-PAIRS = {"data__format": "preferences", "data__source": "pairs.jsonl", "data__holdout": 0, "train__eval_interval": 0,
-         "train__sample_tokens": 0}  # fmt: skip
+PAIRS = {
+    "data__format": "preferences", "data__source": "pairs.jsonl", "data__chat_template": "chatml", "data__seq_len": 128,
+    "data__holdout": 0, "train__eval_interval": 0, "train__sample_tokens": 0,
+}  # fmt: skip
 STARTS = {"precision__mode": "bf16_mixed", "precision__start_mode": "fp32", "precision__start_fraction": 0.5}
 UNTIL = {"precision__mode": "fp8_tile", "precision__fp8_until": 0.5}
 USES = {
@@ -156,24 +158,21 @@ rounded to other numbers."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.support("teacher", "experts_spread")
 @pytest.mark.support("pairs", "experts_spread")
-def test_whatever_it_learns_from_it_is_the_run_of_one_process(data, tmp_path):
+@pytest.mark.parametrize("use", USES)
+def test_whatever_it_learns_from_it_is_the_run_of_one_process(data, tmp_path, use):
     """Whole documents, a teacher, preferences, formats that change on the way."""
+    changes, bound = USES[use]
     write_pairs(tmp_path / "pairs.jsonl")
     places = {"distill__teacher": tmp_path / "teacher", "data__source": tmp_path / "pairs.jsonl"}
-    given = {
-        use: {name: str(places.get(name, value)) for name, value in changes.items()}
-        for use, (changes, _) in USES.items()
-    }
+    given = {name: str(places.get(name, value)) for name, value in changes.items()}
     launch = Launches(data, tmp_path)
-    launch(1, {"teacher": {"train__steps": 2}} | {f"{use} alone": of_use for use, of_use in given.items()}, seconds=280)
-    launch(2, {f"{use} spread": SPREAD | of_use for use, of_use in given.items()}, seconds=280)
-    for use, (_, bound) in USES.items():
-        for key in ((f"{use} alone", 1, 0), (f"{use} spread", 2, 0), (f"{use} spread", 2, 1)):
-            assert not isinstance(launch.found[key], str), f"{key}: {launch.found[key]}"
-        check_same(tmp_path / f"{use} spread", tmp_path / f"{use} alone", bound=bound)
+    launch(1, ({"teacher": {"train__steps": 2}} if use == "teacher" else {}) | {"alone": given})
+    launch(2, {"spread": SPREAD | given})
+    for key in (("alone", 1, 0), ("spread", 2, 0), ("spread", 2, 1)):
+        assert not isinstance(launch.found[key], str), f"{key}: {launch.found[key]}"
+    check_same(tmp_path / "spread", tmp_path / "alone", bound=bound)
 
 
 @pytest.mark.slow
