@@ -128,39 +128,30 @@ def stop_after_a_step(patched):
     patched.setattr(Run, "_between_steps", stops)
 
 
-def test_a_stopped_run_goes_on_bitwise(data, small, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
+    train(tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="whole", share=-0.2))
     loaded = tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="parts", share=-0.2)
     with monkeypatch.context() as patched:
         stop_after_a_step(patched)
         assert train(loaded).step == 1
     train(loaded)
-    assert_same_run(tmp_path / "parts", small[0])
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
     assert read_plan(tmp_path / "parts" / "plan.toml").settings["train.micro_batch_size"] < 8
     assert events(tmp_path / "parts", "recipe_change") == []
 
 
-@pytest.fixture(scope="module")
-def small(data, tmp_path_factory):
-    """A run that fits with smaller micro-batches alone, and what it returned."""
-    runs = tmp_path_factory.mktemp("small")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
-        result = train(tight(data, runs, *OPEN, train__global_batch_size=16, share=-0.2, run__name="small"))
-    return runs / "small", result
-
-
-def test_a_smaller_micro_batch_is_told_and_written_down(small):
-    run, result = small
+def test_a_smaller_micro_batch_is_told_and_written_down(data, tmp_path):
+    result = train(tight(data, tmp_path, *OPEN, train__global_batch_size=16, share=-0.2, run__name="small"))
     assert result.step == 6
-    told = [row for row in events(run) if row.get("setting") == "train.micro_batch_size"]
+    told = [row for row in events(tmp_path / "small") if row.get("setting") == "train.micro_batch_size"]
     assert told
     assert told[0]["before"] == 8
     assert told[0]["after"] < 8
-    assert told[0]["least_bytes"] > read_plan(run / "plan.toml").machine["device_bytes"]
+    assert told[0]["least_bytes"] > read_plan(tmp_path / "small" / "plan.toml").machine["device_bytes"]
     assert f"train.micro_batch_size 8 -> {told[0]['after']}" in told[0]["message"]
-    text = (run / "run.toml").read_text()
+    text = (tmp_path / "small" / "run.toml").read_text()
     assert f"micro_batch_size = {told[0]['after']} # plan auto" in text
-    again = load_recipe(run / "run.toml", environ={})
+    again = load_recipe(tmp_path / "small" / "run.toml", environ={})
     assert again.recipe.train.micro_batch_size == told[0]["after"]
 
 
