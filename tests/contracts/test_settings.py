@@ -70,6 +70,7 @@ class Probe:
 
 _CONTROLLER = "tests/training/test_controller_run.py::test_settings_of_the_controller"
 
+_ENERGY = "tests/training/test_energy_run.py"
 _STAGES = "tests/training/test_pipeline_run.py::test_it_is_the_run_of_one_process"
 _SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
 
@@ -224,6 +225,13 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.tp": Probe("2", "error"),
+    "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
+    "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",
+    "energy.measure": f"{_ENERGY}::test_it_can_be_left_out_and_changes_no_number",
+    "energy.idle_seconds": f"{_ENERGY}::test_the_idle_machine_is_measured_before_the_run",
+    "energy.assume_watts": f"{_ENERGY}::test_an_estimate_is_called_one",
+    "energy.intensity": f"{_ENERGY}::test_an_estimate_is_called_one",
+    "energy.intensity_source": f"{_ENERGY}::test_an_estimate_is_called_one",
     "parallel.ep": Probe("2", "error"),
     "parallel.reshard_after_forward": _SHARDED,
     "parallel.cpu_offload": _SHARDED,

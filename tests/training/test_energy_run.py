@@ -90,6 +90,14 @@ def test_an_estimate_is_called_one(data, tmp_path, monkeypatch, capsys):
     assert "grid operator 2025" in page
 
 
+def test_the_idle_machine_is_measured_before_the_run(data, tmp_path, counted):
+    folder = train(tiny(data, tmp_path, **QUIET | {"energy__idle_seconds": 0.1})).run_dir
+    assert energy(folder)["idle_watts"] == pytest.approx(40, rel=0.02)
+    assert "The idle machine took 40.0 W" in write_report(folder).read_text()
+    other = train(tiny(data, tmp_path, **QUIET, run__name="other")).run_dir
+    assert energy(other)["idle_watts"] is None
+
+
 def test_a_resumed_run_adds_up(data, tmp_path, counted):
     folder = train(tiny(data, tmp_path, **QUIET, train__steps=4)).run_dir
     first = energy(folder)
