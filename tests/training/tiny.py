@@ -106,6 +106,7 @@ def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None
     assert meta == expected_meta
     measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")
     measured += ("memory_phases", "memory_tiers", "energy_j", "energy_j_per_step")
+    measured += ("exchange_exposed_s", "exchange_hidden_s")
     strip = [
         [{key: value for key, value in row.items() if key not in measured} for row in rows(folder / "metrics.jsonl")]
         for folder in (run, reference)

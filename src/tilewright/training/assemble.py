@@ -195,7 +195,7 @@ class Components:
     """Parameters of the whole model: those that are trained, and all."""
     hooks: tuple[StepHook, ...]
     """What rides along with the steps, in order."""
-    sync: GradientSync
+    sync: GradientSync | None
     """How gradients are summed over the ranks."""
 
     @cached_property
@@ -218,7 +218,8 @@ class Components:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
         small |= by_name(self.hooks, taken=small)
-        return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world, self.sync.feedback)
+        lost = None if self.sync is None else self.sync.feedback
+        return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world, lost)
 
     def hook(self, kind: type[H]) -> H | None:
         """The hook of this class; None where there is none."""
@@ -361,7 +362,8 @@ def build(
             model, policy, schedule, schedule.at(0), scaled, executor.weights, reports if in_stages else {}
         )
     memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
-    memory_tracker.count_beside(sync.owned_bytes)
+    if sync is not None:
+        memory_tracker.count_beside(sync.owned_bytes)
     # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
     heap = FreeHeap(memory_tracker, setup.plan.allocated_bytes)
     draw_apart(world)

@@ -220,6 +220,8 @@ class TrainSession:
                 found = found.at_length(setup.recipe, times.spent_s)
             with self._assembled(setup, found, pulse) as run:
                 run.begin(self.began)
+                if self.energy is not None:
+                    run.recorder.event(found.step, "energy", self.energy.said())
                 with StopRequest() as stop, self.watch.blaming():
                     result = run.train(stop)
                     if self.energy is not None:
@@ -262,8 +264,6 @@ class TrainSession:
             scaled=parts.scaler is not None,
         )
         try:
-            if self.energy is not None:
-                recorder.event(found.step, "energy", self.energy.said())
             for text, numbers in setup.plan.events:
                 recorder.event(found.step, "plan", text, **numbers)
             self.world.at("reference")

@@ -223,7 +223,8 @@ class Run:
         """The step, its row of metrics written; what is due with a line is done, and measured."""
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
-        more = self.setup.world.traffic.numbers() | (parts.stream.documents.numbers() if parts.stream.documents else {})
+        more = {} if parts.sync is None else self.setup.world.traffic.numbers()
+        more |= parts.stream.documents.numbers() if parts.stream.documents else {}
         for _, numbers in self._calls_numbers if step.due else ():
             more |= numbers(step)
         row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, more)
@@ -244,9 +245,8 @@ class Run:
 
     def _at(self, phase: str, *, long: bool = False) -> None:
         """Note where the run is, for its user; of several ranks for those that watch this one, too."""
-        if phase != self._phase:
-            for _, goes_on in self._calls_phase:
-                goes_on(phase)
+        for _, goes_on in self._calls_phase if phase != self._phase else ():
+            goes_on(phase)
         self._phase = phase
         if (heartbeat := self.setup.world.heartbeat) is not None:
             heartbeat.at(self.step + 1, phase, long=long)

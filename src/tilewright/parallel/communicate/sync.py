@@ -48,8 +48,10 @@ class GradientSync:
         )
 
     @staticmethod
-    def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync":
-        """Of a model that is cut: see `attach`."""
+    def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync | None":
+        """Of a model that is cut: see `attach`. None of one process, which sends nothing."""
+        if world.size == 1:
+            return None
         sync = GradientSync(world, section, kernels)
         sync.attach(model)
         return sync

@@ -28,7 +28,7 @@ class Space:
     Example:
         >>> space = Space(world=4, gpus=4, layers=8, heads=2, experts=0, batch=8)
         >>> sorted({str(sizes) for sizes in space.meshes()})[:2]
-        ['dp_replicate = 1, dp_shard = 1, pp = 2, tp = 2', 'dp_replicate = 1, dp_shard = 1, pp = 4']
+        ['dp_replicate = 1, dp_shard = 2, tp = 2', 'dp_replicate = 1, dp_shard = 4']
     """
 
     world: int
