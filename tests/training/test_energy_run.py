@@ -109,6 +109,19 @@ def test_a_resumed_run_adds_up(data, tmp_path, counted):
     assert [part["joules"] for part in second["parts"]] == [pytest.approx(second["total_j"])]
 
 
+def test_what_was_counted_stays_where_the_run_goes_on_without_a_counter(data, tmp_path, counted, monkeypatch, capsys):
+    folder = train(tiny(data, tmp_path, **QUIET, train__steps=4)).run_dir
+    first = energy(folder)
+    monkeypatch.setattr(energy_hook, "processor_counters", lambda: FoundCounters(reasons=("no zone of RAPL",)))
+    train(tiny(data, tmp_path, **QUIET, train__steps=8))
+    second = energy(folder)
+    assert (second["state"], second["total_j"]) == ("measured", pytest.approx(first["total_j"]))
+    assert "no zone of RAPL" in second["reasons"]
+    later = [row for row in rows(folder / "metrics.jsonl") if row["step"] > 4]
+    assert not any("energy_j_per_step" in row for row in later), "nothing was counted, and that is no zero"
+    assert "energy: measured: before this process alone; not counted: no zone of RAPL" in capsys.readouterr().out
+
+
 def test_a_record_that_is_damaged_is_said(data, tmp_path, counted, capsys):
     folder = train(tiny(data, tmp_path, **QUIET, train__steps=4)).run_dir
     (folder / "energy.json").write_text('{"state": "measured", "joules": "many"}')

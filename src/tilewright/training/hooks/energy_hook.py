@@ -59,7 +59,8 @@ class RunEnergy:
         self._reasons = (*reasons, *unknown)
         self._began, self._first_of_machine = time.monotonic(), world.local_rank == 0
         self._cpu_s, self._busy_s = _own_cpu_s(), _busy_cpu_s()
-        self._counts = any(gather(world.everyone.handle, bool(counters)))
+        self._reads = any(gather(world.everyone.handle, bool(counters)))
+        self._counts = self._reads or bool(self._before["parts"])  # what was counted elsewhere stays
 
     @property
     def state(self) -> str:
@@ -134,7 +135,8 @@ class RunEnergy:
         reasons = "; ".join(self._reasons)
         if self.state == MEASURED:
             parts = ", ".join(f"{part.covers} ({part.how})" for part in self.meter.parts)
-            return f"measured: {parts or 'on other ranks'}" + (f"; not counted: {reasons}" if reasons else "")
+            parts = parts or ("on other ranks" if self._reads else "before this process alone")
+            return f"measured: {parts}" + (f"; not counted: {reasons}" if reasons else "")
         if self.state == ESTIMATED:
             watts = self.section.assume_watts
             return f"no counter ({reasons}); estimated as {watts:g} W per machine (energy.assume_watts) times seconds"
@@ -169,7 +171,7 @@ class EnergyHook(StepHook):
         joules = table["total_j"] if measured else table["estimate"]["joules"]
         before, self._last = self._last, (step.number, joules)
         name = "energy_j" if measured else "estimated_j"
-        if before is None or before[0] >= step.number:
+        if before is None or before[0] >= step.number or joules == before[1]:  # no counter is read any more: no zero
             return {name: joules}
         return {name: joules, f"{name}_per_step": (joules - before[1]) / (step.number - before[0])}
 
