@@ -7,6 +7,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from torch.distributed.pipelining import PipelineStage
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import started
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 LIMIT_S, SECONDS = 12, 60
 """`parallel.timeout_minutes`, in seconds; and in how many both ranks have ended since one fell asleep."""
 SHARDS, COPIES = {"parallel__dp_shard": 2}, {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}
+STAGES = {"parallel__pp": 2, "data__rows": "documents", "parallel__schedule": "gpipe", "parallel__balance": "on"}
 DRY = {"dry_run": True}
 SAVE = {"train__steps": 4, "checkpoint__interval": 2, "checkpoint__async_save": "false"}
 
@@ -56,13 +58,22 @@ PHASES = {
     "evaluate": (1, run, "evaluate_texts", 1, SHARDS | {"train__eval_interval": 1}, "hangs in step 2, evaluate"),
     "save": (1, writing._Writer, "write_data", 1, SHARDS | SAVE, "hangs in step 3, save"),
     "save beside": (1, writing._Writer, "write_data", 1, COPIES | SAVE | {"checkpoint__async_save": "true"}, "save"),
+    "pass": (1, PipelineStage, "backward_one_chunk", 2, STAGES, "hangs in step 1, backward of micro-batch 2, stage 2"),
+    "first pass": (
+        0,
+        PipelineStage,
+        "forward_one_chunk",
+        1,
+        STAGES,
+        "hangs in step 1, forward of micro-batch 1, stage 1",
+    ),
     "dry data": (0, assemble, "prepare_data", 1, COPIES | DRY, "hangs in data preparation"),
     "dry batches": (1, Stream, "next_step", 2, SHARDS | DRY, "hangs in data of step 2"),
     "dry forward": (0, Decoder, "loss", 1, SHARDS | DRY, "hangs in forward"),
     "sample": (1, run, "run_samples", 1, COPIES | {"train__steps": 2}, "hangs in step 3, samples"),
 }
 """Who sleeps, in which call of what, in which run, and what is said of it."""
-SOON = ("launch", "data", "dry data")
+SOON = ("launch", "data", "pass", "dry data")
 """Of the tests that run by default."""
 
 
@@ -115,7 +126,7 @@ def _said(end, folder):
 
 
 @pytest.mark.parametrize("phases", [SOON, pytest.param(tuple(PHASES), marks=pytest.mark.slow)], ids=["soon", "all"])
-@pytest.mark.support("hangs", "copies", "shards")
+@pytest.mark.support("hangs", "copies", "shards", "stages")
 def test_who_hangs_is_named_and_all_end(phases, data, tmp_path):
     for name, (said, seconds) in ended(phases, data, tmp_path).items():
         print(f"{name}: {seconds:.0f} s")

@@ -52,6 +52,9 @@ class RankRecord:
     """Phases since the step began: ranks do the same, so of two in one step the one with fewer is behind."""
     waiting: bool = False
     """For others, its own part of the phase done."""
+    passes: int = 0
+    """Passes of a pipeline in this step, from 1 on; 0 outside of them. Ranks run them in different orders, so their
+    number says nothing of who is behind: who is in a pass is, while others wait between two of theirs."""
     aside: str = ""
     """What a thread of it does beside the steps."""
     aside_moves: int = 0
@@ -75,14 +78,14 @@ class RankRecord:
         return f"step {self.step}, {doing}" if self.step else doing
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, bool]:
         """How far it has got in the run."""
-        return self.lap, self.step, self.moves
+        return self.lap, self.step, self.moves, self.waiting and self.passes > 0
 
     @property
     def progress(self) -> tuple[int, ...]:
         """What stands still where it does nothing more."""
-        return (*self.place, self.aside_moves, self.worked)
+        return (*self.place, self.passes, self.aside_moves, self.worked)
 
     @property
     def has_failed(self) -> bool:
@@ -107,7 +110,7 @@ class Heartbeat:
     def __init__(self, folder: Path, rank: int, beat_s: float = BEAT_S) -> None:
         self._record = RankRecord(rank, platform.node(), os.getpid(), long=True)
         self._lock = threading.Lock()
-        self._work = WorkMeter()
+        self._work, self._in_passes = WorkMeter(), False
         path = folder / FOLDER / f"{rank:05d}.json"
         path.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -128,7 +131,7 @@ class Heartbeat:
         """
         with self._lock:
             moves = self._record.moves + 1 if step == self._record.step else 0
-            self._set(step=step, phase=phase, moves=moves, waiting=False, long=long)
+            self._set(step=step, phase=phase, moves=moves, passes=0, waiting=False, long=long)
 
     def begin(self, phase: str) -> None:
         """The same, of a start: what follows is further than all steps before."""
@@ -136,8 +139,32 @@ class Heartbeat:
             self._set(lap=self._record.lap + 1, step=0, moves=0, phase=phase, waiting=False, long=True)
 
     def phase(self, phase: str) -> None:
-        """The same, of the step that it is in."""
+        """The same, of the step that it is in. Where passes of a pipeline are its phases, nothing."""
+        if self._in_passes:
+            return
         self.at(self._record.step, phase, long=self._record.long)
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[Callable[[str], contextlib.AbstractContextManager[None]]]:
+        """Inside, ranks run the passes of a pipeline, each in an order of its own: between two of them a rank waits for
+        others. Gives what is to be called with a pass's name, and is open while the pass runs."""
+        with self._lock:
+            self._in_passes = True
+            self._set(moves=self._record.moves + 1, passes=1, waiting=True)
+        try:
+            yield self._pass
+            with self._lock:
+                self._set(moves=self._record.moves + 1, passes=0, waiting=False)
+        finally:
+            self._in_passes = False
+
+    @contextlib.contextmanager
+    def _pass(self, name: str) -> Iterator[None]:
+        with self._lock:
+            self._set(phase=name, passes=self._record.passes + 1, waiting=False)
+        yield
+        with self._lock:
+            self._set(waiting=True)
 
     def waits(self) -> None:
         """Its part of the phase is done. Whoever does not come here holds the others up."""

@@ -7,8 +7,8 @@ parameters. torch's runtime drives FSDP2 inside a stage: nothing is reduced befo
 that is clipped is of the gradients of all stages.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ class PipelineExecutor(StandardExecutor):
         super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
         self._steps = PipelineSteps(model, self.device, self._watch)
+        self._tell_pass: Callable[[str], AbstractContextManager[None]] = _untold
+        """Told of each pass, open while it runs."""
         self.clock = PassClock(self.device)
         """Of the passes of this rank's stages in the last step."""
         for queue in self._steps.queues if self.memory_tracker is not None else ():
@@ -71,7 +73,8 @@ class PipelineExecutor(StandardExecutor):
         factor, aux = scale / max(num_targets, 1), dict[str, Tensor]()
         targets = [count_targets([batch]) for batch in microbatches]
         self.clock.begin()
-        results = self._steps.run([to_device(batch, self.device) for batch in microbatches], factor)
+        with self._told_of_passes():
+            results = self._steps.run([to_device(batch, self.device) for batch in microbatches], factor)
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         for result, count in zip(results, targets, strict=True):
             if result.loss_sum is not None:
@@ -110,13 +113,27 @@ class PipelineExecutor(StandardExecutor):
             super()._apply(lr, progress)
 
     @contextmanager
+    def _told_of_passes(self) -> Iterator[None]:
+        """While the passes of a step run."""
+        heartbeat = self._world.heartbeat
+        if heartbeat is None:
+            yield
+            return
+        with heartbeat.passing() as self._tell_pass:
+            yield
+
+    @contextmanager
     def _watch(self, action: str, stage: int, number: int) -> Iterator[None]:
         """A pass of a stage: a phase of memory, and of this rank's record by the stage's name."""
         phase = "backward" if action == "backward of inputs" else action
-        with self._phase(phase), self.clock.measure(action, stage, number):
-            if self._world.heartbeat is not None:
-                self._world.heartbeat.phase(f"{action} of micro-batch {number + 1}, stage {stage + 1}")
+        told = self._tell_pass(f"{action} of micro-batch {number + 1}, stage {stage + 1}")
+        with told, self._phase(phase), self.clock.measure(action, stage, number):
             yield
+
+
+def _untold(name: str) -> AbstractContextManager[None]:
+    """Of a run that nobody watches."""
+    return nullcontext()
 
 
 def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
