@@ -56,7 +56,7 @@ BOXES = {
     "text": Box("text", "files, jsonl, parquet", 0, 1, "file"),
     "data": Box("data", "clean, split, tokenise, pack", 1, 1),
     "step": Box("training/executor", "forward, backward, update", 2, 1),
-    "loop": Box("training/loop", "steps, evaluation, saves", 3, 1),
+    "loop": Box("training/run", "steps, evaluation, saves", 3, 1),
     "weights": Box("model folder", "config.json, safetensors", 0, 2, "file"),
     "models": Box("models", "layers on the meta device", 1, 2),
     "layers": Box("precision, memory, optim", "formats, offload, AdamW", 2, 2),
