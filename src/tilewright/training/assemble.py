@@ -306,7 +306,7 @@ def build(
     Args:
         setup: machine, data and plan.
         fresh: give the model its initial weights; False where a checkpoint overwrites them.
-        memory plan: what is done with each layer; None: what the plan, or the recipe, says.
+        memory_plan: what is done with each layer; None: what the plan, or the recipe, says.
         values_of: gives a model its first weights where they are written late (layer by layer, shards); None: those
             that the recipe says.
     """

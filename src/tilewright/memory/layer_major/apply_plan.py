@@ -113,7 +113,7 @@ class PlanApplier:
 
     Args:
         run: its layer groups are stored as `memory_plan` says, and so are the inputs.
-        memory plan: the first one; None: all on the device, everything recomputed.
+        memory_plan: the first one; None: all on the device, everything recomputed.
         weights: 8-bit codes of weights stored on the device, which follow them.
 
     Raises:

@@ -39,7 +39,7 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
 
     Args:
         model: converted.
-        memory plan: of its layers.
+        memory_plan: of its layers.
         compile: layers are compiled.
 
     Raises:
@@ -94,7 +94,7 @@ class ActivationPolicy:
 
     Args:
         model: treated as `memory_plan` says.
-        memory plan: the first one.
+        memory_plan: the first one.
 
     Raises:
         ConfigError: see `checkpoint_layers`.

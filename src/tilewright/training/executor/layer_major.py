@@ -109,8 +109,8 @@ class LayerMajorExecutor:
         inputs: keeps layer inputs; by default on the device.
         residence: brings layer groups to the device; by default they live there.
         weights: 8-bit codes to refresh after updates.
-        memory tracker: measures memory by phase, if given.
-        memory plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
+        memory_tracker: measures memory by phase, if given.
+        memory_plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
         data: ranks that read different rows; a layer group's gradient is summed over them. None on one rank.
         everyone: all ranks; None on one rank.
 

@@ -92,7 +92,7 @@ class StandardExecutor:
         scaler: dynamic loss scale, None for no scaling.
         clip: clipping, and the threshold above which a step is skipped.
         device: where batches are moved.
-        memory tracker: measures memory by phase, if given.
+        memory_tracker: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
         policy: what the model's layers keep for backward, if that is to be read and changed.
         data: ranks that read different rows; None where this one reads all.
@@ -207,7 +207,7 @@ class StandardExecutor:
     def _guarded(
         self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
     ) -> tuple[StandardAttempt, str | None]:
-        """The step, and why it was computed again in wider formats, if it was: where `precision_hook` finds it bad."""
+        """The step, and why it was computed again in wider formats, if it was: where the controller finds it bad."""
         before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
         attempts: list[StandardAttempt] = []
 

@@ -141,7 +141,7 @@ class StepTransaction:
 
         Args:
             work: continues where it stood when it is called again, or starts over.
-            relief: frees what can be computed again; called before `work` is called again.
+            on_oom: frees what can be computed again; called before `work` is called again.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last try.

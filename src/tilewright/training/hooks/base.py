@@ -6,7 +6,8 @@
         def before_step(self, step):
             return replace(step, lr=step.lr * min(1.0, step.number / 100))
 
-Precision, teacher, free memory, ranks, re-planning and energy are hooks; `assemble` and `loop` list them in order.
+Precision, teacher, free memory, ranks, re-planning, pipelines and energy are hooks; `assemble` and `loop` list them in
+order.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
