@@ -97,7 +97,7 @@ SURFACE = {
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
     "watch": ["--help", "--open", "--port", "--quiet", "--verbose", "runs"],
-    "bench": ["--help", "--json", "--quiet", "--steps", "--verbose", "recipe", "what"],
+    "bench": ["--help", "--json", "--out", "--quiet", "--ranks", "--sizes", "--steps", "--verbose", "recipe", "what"],
 }
 
 

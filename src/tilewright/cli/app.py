@@ -77,11 +77,14 @@ COMMANDS = {
         "tilewright.cli.commands.outputs.watch:watch",
         "Show runs live in the browser: curves over each other, differing settings, load of the machine.",
     ),
-    "bench": ("tilewright.cli.commands.machine.bench:bench", "Measure matmuls or a training step on this machine."),
+    "bench": (
+        "tilewright.cli.commands.machine.bench:bench",
+        "Measure matmuls, a training step, or exchanges between processes on this machine.",
+    ),
 }
 
-ON_RANKS = ("train", "finetune", "data")
-"""Commands that torchrun may start; `data build` with `--executor rank`."""
+ON_RANKS = ("train", "finetune", "data", "bench")
+"""Commands that torchrun may start; `data build` with `--executor rank`, `bench` with `comm`."""
 
 
 @dataclass
@@ -102,7 +105,7 @@ def check_one_process(command: str) -> None:
         raise HardwareError(
             f"Command {command} runs in one process",
             got=f"{world} processes",
-            need="1; train, finetune and data build --executor rank share their work",
+            need="1; train, finetune, bench comm and data build --executor rank share their work",
             try_=f"tilewright {command}, without torchrun; or unset WORLD_SIZE",
         )
 
