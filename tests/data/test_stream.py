@@ -1,8 +1,11 @@
 """The stream: the same samples at any number of ranks, through any stop and resume; a thread that behaves."""
 
 import json
+import shutil
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,12 +119,15 @@ def test_prefetch_changes_nothing_but_time():
     world=st.integers(1, 2),
 )
 def test_the_samples_of_a_step_are_told_after_any_changes_of_its_size(runs, world):
-    """Each run has a size of its own and takes some steps, also none, from where the one before it stopped."""
+    """Each run has a size of its own and takes some steps, also none, from where the one before it stopped. Of the
+    steps before it the log tells."""
     taken, state = [], None
+    log = Path(tempfile.mkdtemp()) / "mixture.jsonl"
     for size, num in runs:
         stream = make(batch_size=size * world, world=world)
         if state is not None:
             stream.load_state_dict(json.loads(json.dumps(state)))
+        assert stream.keep_log(log) == (None, [])
         for _ in range(num):
             start = stream.state_dict()["next_sample"]
             stream.next_step()
@@ -129,6 +135,7 @@ def test_the_samples_of_a_step_are_told_after_any_changes_of_its_size(runs, worl
         state = stream.state_dict()
         assert [stream.samples_of(step) for step in range(len(taken))] == taken
         assert stream.samples_of(len(taken))[0] == state["next_sample"], "of the step that comes next"
+    shutil.rmtree(log.parent)
 
 
 def test_a_state_without_sizes_is_of_steps_of_one_size():

@@ -226,7 +226,7 @@ def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
     assert "train.steps: 3 -> 6" in said
     assert "the order of the data stays that of the checkpoint's seed" in said
     assert "the new data.weights hold from sample" in said
-    assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
+    assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == [1.0, 0.0]
 
 
 def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
@@ -238,8 +238,28 @@ def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
     train(tiny(data, tmp_path, run__name="whole", **changed))
     shutil.copy(tmp_path / "whole" / "run.toml", tmp_path / "killed" / "run.toml")
     train(tiny(data, tmp_path, run__name="killed", **changed))
-    assert last_state(tmp_path / "whole")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
+    assert last_state(tmp_path / "whole")[1]["parts"]["stream"]["stages"][-1][1] == [1.0, 0.0]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    logs = [(tmp_path / name / "mixture.jsonl").read_bytes() for name in ("killed", "whole")]
+    assert logs[0] == logs[1]
+    rows = [json.loads(line) for line in logs[0].splitlines()]
+    assert [row["kind"] for row in rows] == ["stage", "size", "size", "stage"]
+    assert last_state(tmp_path / "whole")[1]["parts"]["stream"]["log"][0] == len(rows)
+
+
+def test_a_lost_log_of_the_mixture_is_said_and_changes_no_sample(data, tmp_path):
+    for name in ("lost", "whole"):
+        train(tiny(data, tmp_path, run__name=name, train__steps=3))
+    (tmp_path / "lost" / "mixture.jsonl").write_text("")
+    for name in ("lost", "whole"):
+        train(tiny(data, tmp_path, run__name=name, train__steps=6))
+    losses = [
+        [row["loss"] for row in rows(tmp_path / name / "metrics.jsonl") if "loss" in row] for name in ("lost", "whole")
+    ]
+    assert losses[0] == losses[1]
+    said = [row["message"] for row in rows(tmp_path / "lost" / "events.jsonl") if row["kind"] == "mixture_log"]
+    assert len(said) == 1
+    assert "samples before" in said[0]
 
 
 def test_a_finished_run_says_so(data, tmp_path, capsys):

@@ -18,6 +18,7 @@ from typing import Any
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import Pulse, say
+from tilewright.data.batches.move_log import FILE as MIXTURE
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
@@ -272,7 +273,7 @@ class TrainSession:
                 attach_reference(recipe, data, setup.device, lambda: _starting(setup, parts, found), self.world)
             pulse.at("loading the checkpoint" if resumed else "starting")
             self.world.at("restore")
-            restore(found, parts, recorder)
+            restore(found, parts, recorder, path / MIXTURE if shown else None)
             self.world.wait_for_all()
             if shown:
                 _write_facts(self.folder, setup, parts)

@@ -114,8 +114,14 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
     )
 
 
-def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> None:
+def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger, log: Path | None = None) -> None:
     """Load the checkpoint into the parts, and record what was found in the folder.
+
+    Args:
+        found: in the folder.
+        parts: of the run.
+        recorder: of the run.
+        log: file that keeps the moves of the stream from now on; None: none does.
 
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or data.
@@ -130,6 +136,7 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         text = f"{rejection.path.name} cannot be used: {rejection.reason}; set aside, the one before is used"
         recorder.event(found.step, "checkpoint_rejected", text)
     if found.checkpoint is None:
+        _keep_log(found.step, parts, recorder, log)
         if found.had_run:
             recorder.event(0, "restart", "no checkpoint: starting at step 1")
         return
@@ -147,6 +154,7 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         recorder.event(found.step, "recipe_change", text)
     for name in sorted(state.parts.keys() - kept.keys()):
         recorder.event(found.step, "recipe_change", f"`{name}` starts afresh: the checkpoint has no state of it")
+    _keep_log(found.step, parts, recorder, log)
     # The checkpoint says what is mixed, not run.toml: a run that was killed before its next checkpoint has written the
     # new weights there.
     if (first := parts.stream.mix_with(parts.setup.recipe.data.weights)) is not None:
@@ -158,6 +166,19 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         f"loaded in {format_seconds(load_s)}"
     )
     recorder.event(found.step, "resume", text, verify_s=found.verify_s, load_s=load_s)
+
+
+def _keep_log(step: int, parts: Components, recorder: MetricsLogger, log: Path | None) -> None:
+    """Have the stream's log in its file, on the first rank; what a user has asked to skip is skipped on all."""
+    if log is None:
+        return
+    kept = on_first(parts.setup.world, lambda: parts.stream.keep_log(log), named="the log of the mixture")
+    if kept.lost is not None:
+        recorder.event(step, "mixture_log", kept.lost)
+    for first, stop, why in kept.skips:
+        if (left := parts.stream.leave_out(first, stop, why)) is not None:
+            text = f"samples {left[0]:,} to {left[1] - 1:,} are left out ({why})"
+            recorder.event(step, "skip_samples", text, first=left[0], stop=left[1])
 
 
 def _counters(checkpoint: Path) -> tuple[int, float]:

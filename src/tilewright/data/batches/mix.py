@@ -1,14 +1,16 @@
-"""Which row of which domain is sample i: a pure function of the seed and of an append-only log of mixture weights.
+"""Which row of which domain is sample i: a pure function of the seed and of stages of mixture weights.
 
 Two parts. `apportion` spreads samples over domains in exact proportion to the weights, by integers: sample j of a
 stage goes to the first domain where round((j + 1) x) > round(j x), x being that domain's share of what is left over by
 the domains before it. Counts are sums of such steps, so they never fall; they stay within half the number of domains
 of the exact proportion; and sample j's index inside its domain needs no walk from the start. `permute` shuffles the
-rows of a domain again each epoch by a Feistel network, also without state. So a resume needs four things (seed,
-fingerprint, next sample, log) whatever the number of ranks.
+rows of a domain again each epoch by a Feistel network, also without state. A stage knows how many samples of each
+domain came before it, so a resume needs four things (seed, fingerprint, next sample, present stage) whatever the
+number of ranks and of stages before. Samples of earlier stages need these stages: `move_log` keeps them.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,37 +118,119 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return out.astype(np.int64)
 
 
-class Mixture:
-    """Samples over domains of `num_rows` rows each. `stages` is [(first sample, weights by domain), ...]."""
+@dataclass(frozen=True)
+class Stage:
+    """Samples that are mixed by one set of weights."""
 
-    def __init__(self, seed: int, num_rows: Mapping[str, int]):
+    start: int
+    """Its first sample, a multiple of `BLOCK`."""
+    weights: tuple[float, ...]
+    """Of each domain, in the mixture's order."""
+    before: tuple[int, ...]
+    """Samples of each domain before it."""
+
+
+class Mixture:
+    """Samples over domains of `num_rows` rows each.
+
+    Args:
+        seed: order of the rows.
+        num_rows: of each domain, in their order.
+        stages: that are known, one after the other; earlier ones may be left out.
+    """
+
+    def __init__(self, seed: int, num_rows: Mapping[str, int], stages: Iterable[Stage] = ()):
         self.seed = seed
         self.domains = tuple(num_rows)
-        self.stages: list[tuple[int, dict[str, float]]] = []
+        self.stages: list[Stage] = []
+        self.num_rows = dict(num_rows)
         self._num_rows = np.array([num_rows[d] for d in self.domains], np.int64)
+        self._starts: list[int] = []
         self._shares: list[np.ndarray] = []
-        self._base: list[np.ndarray] = []  # samples of each domain before the stage
         self._block: tuple[int, Picks] | None = None
+        self.skips: list[tuple[int, int]] = []
+        """Samples that are left out, as first and one behind the last; ascending and apart."""
+        for stage in stages:
+            self._append(stage)
 
-    def add_stage(self, start: int, weights: Mapping[str, float]) -> None:
+    def _append(self, stage: Stage) -> None:
+        """A stage that begins where the last one does replaces it."""
+        self._block = None
+        if self._starts and self._starts[-1] == stage.start:
+            self.stages.pop()
+            self._starts.pop()
+            self._shares.pop()
+        self.stages.append(stage)
+        self._starts.append(stage.start)
+        self._shares.append(shares_of(stage.weights))
+
+    def add_stage(self, start: int, weights: Mapping[str, float]) -> Stage:
         """From sample `start` on, a multiple of `BLOCK` not before the last stage, mix with `weights`.
 
         A stage that would begin where the last one does replaces it.
         """
         checked = check_weights(weights, self.domains)
-        if start % BLOCK or (not self.stages and start) or (self.stages and start < self.stages[-1][0]):
-            raise AssertionError(f"a stage cannot begin at sample {start} after {self.stages}")
-        self._block = None
-        if self.stages and self.stages[-1][0] == start:
-            self.stages.pop()
-            self._shares.pop()
-            self._base.pop()
-        base = np.zeros(len(self.domains), np.int64)
-        if self.stages:
-            base = self._base[-1] + counts_of(self._shares[-1], start - self.stages[-1][0])
-        self.stages.append((start, checked))
-        self._shares.append(shares_of(list(checked.values())))
-        self._base.append(base)
+        if start % BLOCK or (not self.stages and start) or (self.stages and start < self._starts[-1]):
+            raise AssertionError(f"a stage cannot begin at sample {start} after {self.stages[-1:]}")
+        before = self.counts(start) if self.stages else (0,) * len(self.domains)
+        self._append(Stage(start, tuple(checked.values()), before))
+        return self.stages[-1]
+
+    def skip(self, first: int, stop: int) -> None:
+        """Leave out the samples from `first` to before `stop`: no sample takes their place."""
+        merged: list[tuple[int, int]] = []
+        for a, b in sorted([*self.skips, (first, stop)]):
+            if merged and a <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], b)
+            else:
+                merged.append((a, b))
+        self.skips = merged
+
+    def following(self, start: int, number: int) -> np.ndarray:
+        """The next `number` samples from `start` on that are not left out, int64."""
+        parts, at = [], start
+        for a, b in self.skips:
+            if b > at:
+                parts.append(np.arange(at, min(max(a, at), at + number), dtype=np.int64))
+                number -= len(parts[-1])
+                at = b
+        return np.concatenate([*parts, np.arange(at, at + number, dtype=np.int64)])
+
+    def behind(self, start: int, number: int) -> int:
+        """The sample behind the next `number` ones from `start` on."""
+        for a, b in self.skips:
+            if number and b > start:
+                here = max(0, a - start)
+                if number <= here:
+                    break
+                number, start = number - here, b
+        return start + number
+
+    def weights(self) -> dict[str, float]:
+        """Of the last stage, by domain."""
+        return dict(zip(self.domains, self.stages[-1].weights, strict=True))
+
+    def counts(self, sample: int) -> tuple[int, ...]:
+        """Samples of each domain before this one, in the mixture's order. Exact at a block's start; inside a block,
+        whose order is shuffled, those of the block in proportion."""
+        at = self._stage_of(sample)
+        stage = self.stages[at]
+        inside = counts_of(self._shares[at], sample - stage.start)
+        return tuple((np.array(stage.before, np.int64) + inside).tolist())
+
+    def since(self, sample: int) -> list[Stage]:
+        """The stages of this sample and of those after it."""
+        return self.stages[self._stage_of(sample) :]
+
+    def knows(self, sample: int) -> bool:
+        """Whether the stage of this sample is among those that are known."""
+        return bool(self._starts) and self._starts[0] <= sample
+
+    def _stage_of(self, sample: int) -> int:
+        at = bisect_right(self._starts, sample) - 1
+        if at < 0:
+            raise AssertionError(f"the stage of sample {sample} is not known, only those from {self._starts[:1]} on")
+        return at
 
     def picks(self, samples: np.ndarray) -> Picks:
         """Domain, epoch and row of each sample; `samples` int64, any order."""
@@ -165,8 +249,8 @@ class Mixture:
         if cached and cached[0] == block:
             return cached[1]
         start = block * BLOCK
-        stage = max(i for i, (first, _) in enumerate(self.stages) if first <= start)
-        offset = start - self.stages[stage][0]
+        stage = self._stage_of(start)
+        offset = start - self._starts[stage]
         if offset + BLOCK > _MAX_STAGE:
             raise AssertionError(f"a stage of more than {_MAX_STAGE} samples")
         size = np.full(BLOCK, BLOCK, np.int64)
@@ -174,7 +258,7 @@ class Mixture:
         domain, index = apportion(self._shares[stage], offset + order)
         # The shuffle is of domains only: inside each domain the indices ascend, so that epochs follow one another.
         index[np.argsort(domain, kind="stable")] = index[np.lexsort((index, domain))]
-        index += self._base[stage][domain]
+        index += np.array(self.stages[stage].before, np.int64)[domain]
         num_rows = self._num_rows[domain]
         epoch = index // num_rows
         row = permute(index % num_rows, num_rows, hash64(self.seed, 2, domain, epoch))

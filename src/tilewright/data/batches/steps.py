@@ -136,7 +136,7 @@ class RowSteps:
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
         """A rank with fewer rows than the others is filled up with a row that has no targets."""
-        samples = np.arange(start + self._rank, start + self.size, self._world)
+        samples = mixture.following(start, self.size)[self._rank :: self._world]
         arrays = self._prepared.train_arrays(mixture.picks(samples), mixture.seed)
         most = -(-self.size // self._world)
         if len(samples) < most:
@@ -146,11 +146,11 @@ class RowSteps:
         bounds = [most * i // num_batches for i in range(num_batches + 1)]
         tensors = as_tensors(arrays)
         batches = [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
-        return BuiltStep(batches, start + self.size)
+        return BuiltStep(batches, mixture.behind(start, self.size))
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Steps of one size have one number of samples."""
-        return start + steps * size
+        return mixture.behind(start, steps * size)
 
 
 class DocumentSteps:
@@ -188,7 +188,8 @@ class DocumentSteps:
             length = padded_length(int(lengths_N[part].sum()), self.room.tokens)
             arrays = self._prepared.joined(_of(picks, part), mixture.seed, length)
             batches.append(as_tensors(arrays))
-        return BuiltStep(batches, start + len(lengths_N), StepDocuments(lengths_N, assignment, self.room.tokens))
+        end = mixture.behind(start, len(lengths_N))
+        return BuiltStep(batches, end, StepDocuments(lengths_N, assignment, self.room.tokens))
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Documents are counted, many steps of them at a time."""
@@ -199,7 +200,7 @@ class DocumentSteps:
             while steps and (end := int(np.searchsorted(ends_N, before + size, side="right"))) < number:
                 at = max(at + 1, end)
                 before, steps = int(ends_N[at - 1]), steps - 1
-            number, start = number if at else 2 * number, start + at
+            number, start = number if at else 2 * number, mixture.behind(start, at)
         return start
 
     def _next(self, mixture: Mixture, start: int, tokens: int) -> tuple[Picks, np.ndarray]:
@@ -231,7 +232,7 @@ def padded_length(tokens: int, most: int) -> int:
 
 
 def _picks(mixture: Mixture, start: int, number: int) -> Picks:
-    return mixture.picks(np.arange(start, start + number, dtype=np.int64))
+    return mixture.picks(mixture.following(start, number))
 
 
 def _of(picks: Picks, which: np.ndarray | slice) -> Picks:

@@ -1,20 +1,34 @@
 """The batches of a run, in order: this rank's micro-batches of one optimizer step after the other.
 
-The state is the same on every rank, under a kilobyte, and enough to continue at any number of ranks: seed, fingerprint
-of the data, next sample, log of mixture weights. Batches are made ahead in one thread; `wait_s` is the time that the
-caller really waited."""
+The state is the same on every rank, and enough to continue at any number of ranks: seed, fingerprint of the data, next
+sample, present weights and the samples of each domain before them. It does not grow with the moves of weights: these
+are in a log (`move_log`), which only questions about samples of earlier stages need. Batches are made ahead in one
+thread; `wait_s` is the time that the caller really waited."""
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tilewright.core.errors import CheckpointError
 from tilewright.data.batches.mix import BLOCK, Mixture, check_weights
+from tilewright.data.batches.move_log import FILE, Mark, MoveLog, unreadable
 from tilewright.data.batches.steps import BuiltStep, DocumentSteps, Rows, RowSteps, StepCut, StepDocuments
+from tilewright.data.batches.stream_state import (
+    KeptLog,
+    LoadedState,
+    Position,
+    asked_skips,
+    opening_rows,
+    read_rows,
+    size_row,
+    stage_row,
+    weights_key,
+)
 from tilewright.data.batches.tensors import Batch
 from tilewright.parallel.pipeline.assignment import Assign, Room, any_count
 
@@ -65,10 +79,15 @@ class Stream:
             self._cut = RowSteps(prepared, batch_size, micro_batch_size, rank, world)
         self._prepared, self._prefetch = prepared, prefetch
         self._next = self._step = 0
-        self._sizes = [(0, 0, batch_size)]  # steps of one size: their first one, its first sample, the size
         self._worker: _Worker | None = None
         self._mixture = Mixture(seed, prepared.num_rows)
-        self._mixture.add_stage(0, self._weights(weights))
+        self._log = MoveLog()
+        self._told: tuple[Mixture, list[Position]] | None = None  # of a log that was read
+        self._history: tuple[Mark, tuple[Mixture, list[Position]]] | None = None  # of the log as it was then
+        self._size = Position(0, 0, batch_size)
+        self._asked = weights_key(mine := self._weights(weights))
+        self._mixture.add_stage(0, mine)
+        self._log.begin(opening_rows(self._mixture, self._size))
 
     def _weights(self, weights: Mapping[str, float] | None) -> Mapping[str, float]:
         """Of samples, by domain."""
@@ -110,15 +129,38 @@ class Stream:
         self.close()
         self._cut.assign = assign
 
-    def samples_of(self, step: int) -> range:
+    @property
+    def num_samples(self) -> Mapping[str, int]:
+        """Samples of each domain up to the next step, near a block's end exact."""
+        return dict(zip(self._mixture.domains, self._mixture.counts(self._next), strict=True))
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of samples, by domain, that hold from the next block on."""
+        return self._mixture.weights()
+
+    def samples_of(self, step: int) -> Sequence[int]:
         """The samples of a step, over all ranks, also where the size of a step changed before it.
 
         Args:
             step: counted from 0.
+
+        Raises:
+            DataError: of a step before the state that was loaded, and the log is not at hand.
         """
-        first, sample, size = max((one for one in self._sizes if one[0] <= step), key=lambda one: one[0])
-        start = self._cut.skip(self._mixture, sample, step - first, size)
-        return range(start, self._cut.skip(self._mixture, start, 1, size))
+        if step >= self._step and self._told is None:
+            mixture, at = self._mixture, Position(self._step, self._next, self._cut.size)
+        else:
+            mixture, sizes = self._past()
+            known = [one for one in sizes if one.step <= step]
+            if not known:
+                raise unreadable(Path(FILE), f"rows of steps from {sizes[0].step + 1} on, none of step {step + 1}")
+            at = known[-1]
+        start = self._cut.skip(mixture, at.sample, step - at.step, at.size)
+        stop = self._cut.skip(mixture, start, 1, at.size)
+        if not any(start < b and a < stop for a, b in mixture.skips):
+            return range(start, stop)
+        return [one for one in range(start, stop) if not any(a <= one < b for a, b in mixture.skips)]
 
     def mix_with(self, weights: Mapping[str, float] | None) -> int | None:
         """Mix with `weights` (empty: in proportion to the rows) from the next block boundary on, where that is not
@@ -126,29 +168,106 @@ class Stream:
 
         Call it on every rank after the same step. What was made ahead is thrown away and made again.
         """
-        weights = self._weights(weights)
-        if weights == self._mixture.stages[-1][1]:
+        mine = self._weights(weights)
+        if weights_key(mine) == self._asked:
             return None
+        self._asked = weights_key(mine)
+        return self._add_stage(mine, "data.weights changed")
+
+    def move(self, weights: Mapping[str, float], why: str) -> int | None:
+        """As `mix_with`, of weights that nobody has asked for: what was asked for stays so, and a resume does not go
+        back to it.
+
+        Args:
+            weights: as for `mix_with`.
+            why: for the log.
+        """
+        mine = self._weights(weights)
+        return None if dict(mine) == self._mixture.weights() else self._add_stage(mine, why)
+
+    def _add_stage(self, weights: Mapping[str, float], why: str) -> int:
         start = -(-self._next // BLOCK) * BLOCK
         self.close()
-        self._mixture.add_stage(start, weights)
+        self._forget()
+        stage = self._mixture.add_stage(start, weights)
+        self._log.append(stage_row(self._mixture, stage, self._step, why))
         return start
 
+    def _forget(self) -> None:
+        """Stages that are over are in the log alone."""
+        seed, rows, skips = self._mixture.seed, self._prepared.num_rows, self._mixture.skips
+        self._mixture = Mixture(seed, rows, self._mixture.since(self._next))
+        self._mixture.skips = [one for one in skips if one[1] > self._next]
+
+    def leave_out(self, first: int, stop: int, why: str) -> tuple[int, int] | None:
+        """Leave out samples from `first` to before `stop`, those that are still to come; returns them, or None.
+
+        Call it on every rank after the same step.
+        """
+        first = max(first, self._next)
+        if first >= stop:
+            return None
+        self.close()
+        self._mixture.skip(first, stop)
+        self._log.append({"kind": "skip", "samples": [first, stop], "step": self._step, "why": why})
+        return first, stop
+
+    def keep_log(self, path: Path) -> KeptLog:
+        """Have the log in this file from now on, and in memory no longer; the first of several ranks does.
+
+        Args:
+            path: of the run's log, or of none. A log there that does not belong to this stream's state is renamed, and
+                another begun.
+
+        Returns:
+            What every rank is then to `leave_out`, and what is to be said.
+        """
+        behind, lost = self._log.keep_in(path)
+        if lost is not None:
+            self._log.begin(opening_rows(self._mixture, Position(self._step, self._next, self._cut.size)))
+            lost = f"{path.name} {lost}: it begins again here, so samples before {self._next:,} can no longer be told"
+        return KeptLog(lost, asked_skips(behind))
+
+    def read_log(self, path: Path, mark: Mark | None) -> None:
+        """Tell of samples what this log of the run says, also behind the state that was loaded.
+
+        Args:
+            path: of the log, which another process may be writing.
+            mark: `log` of the state that was loaded; None: of none.
+
+        Raises:
+            DataError: it is not the log of that state, or cannot be read.
+        """
+        self._told = read_rows(self._log.read_in(path, mark), self._mixture, path)
+
+    def _past(self) -> tuple[Mixture, list[Position]]:
+        """All stages and sizes of steps."""
+        if self._told is not None:
+            return self._told
+        if self._history is None or self._history[0] != self._log.mark:
+            self._history = self._log.mark, read_rows(self._log.rows(), self._mixture, Path(FILE))
+        return self._history[1]
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs; plain JSON values."""
+        """What a resume needs; plain JSON values, of one size however often the weights moved."""
+        skips = [list(one) for one in self._mixture.skips if one[1] > self._next]
         return {
             "seed": self._mixture.seed,
             "fingerprint": self._prepared.fingerprint,
             "next_sample": self._next,
             "step": self._step,
-            "sizes": [list(one) for one in self._sizes],
-            "stages": [[start, dict(weights)] for start, weights in self._mixture.stages],
+            "size": list(self._size),
+            "stages": [[one.start, list(one.weights), list(one.before)] for one in self._mixture.since(self._next)],
+            "asked": self._asked,
+            "log": list(self._log.mark),
+            **({"skips": skips} if skips else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, with its seed and weights and this stream's size of a step.
 
-        A state without sizes, of a version that did not keep them, counts as one of steps of this stream's size.
+        A state of a version that kept all stages brings its log with it. One without sizes counts as one of steps of
+        this stream's size.
 
         Raises:
             CheckpointError: the state was taken over other data, or is not a state.
@@ -161,29 +280,30 @@ class Stream:
                 try_="the same [data] settings and files as before, or checkpoint.resume = 'never' to start again",
                 where="data",
             )
-        missing = {"seed", "next_sample", "stages"} - set(state)
-        if missing:
-            raise CheckpointError(
-                "Saved data position is incomplete",
-                got=f"no {', '.join(sorted(missing))}",
-                need="seed, fingerprint, next_sample, stages",
-                try_="an earlier checkpoint of the run",
-            )
-        mixture = Mixture(state["seed"], self._prepared.num_rows)
-        for start, weights in state["stages"]:
-            mixture.add_stage(start, weights)
+        found = LoadedState.of(state, self._prepared.num_rows, self._cut.size)
         self.close()
-        self._mixture, self._next = mixture, state["next_sample"]
-        self._step = state.get("step", self._next // self._cut.size)
-        sizes = [tuple(one) for one in state.get("sizes", [(0, 0, self._cut.size)])]
-        if sizes[-1][2] != self._cut.size:
-            sizes = [one for one in sizes if one[0] < self._step]
-            sizes.append((self._step, self._next, self._cut.size))
-        self._sizes = sizes
+        self._mixture, self._next, self._step = found.mixture, found.next_sample, found.step
+        self._asked, self._size = found.asked, found.size
+        if found.rows is not None:
+            self._log.begin(found.rows)
+        else:
+            self._log.go_to(found.mark)
+        self._forget()
+        if self._size.size != self._cut.size:
+            self._size = Position(self._step, self._next, self._cut.size)
+            self._log.append(size_row(self._size))
 
     def explain(self, sample: int) -> dict[str, Any]:
-        """Where a sample comes from: domain, epoch, row and the documents in it. Needs no log of the run."""
-        picks = self._mixture.picks(np.array([sample], np.int64))
+        """Where a sample comes from: domain, epoch, row and the documents in it. Of a stage that is over the log tells.
+
+        Raises:
+            DataError: that is not at hand.
+        """
+        here = self._told is None and self._mixture.knows(sample)
+        mixture = self._mixture if here else self._past()[0]
+        if not mixture.knows(sample):
+            raise unreadable(Path(FILE), f"no row of sample {sample:,}")
+        picks = mixture.picks(np.array([sample], np.int64))
         domain, row = self._mixture.domains[int(picks.domain[0])], int(picks.row[0])
         return {
             "sample": sample,

@@ -2,7 +2,7 @@
 bytes and text.
 
 No log of samples is read: which rows a step takes is a function of the seed, the data, the weights of the mixture and
-the size of a step; of the last two the newest checkpoint has a log.
+the size of a step; of the last two the run folder has a log (`data.batches.move_log`).
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
+from tilewright.data.batches.move_log import FILE as LOG
 from tilewright.data.batches.steps import Rows
 from tilewright.data.batches.stream import Stream
 from tilewright.data.build.finished.open_built import built_at
@@ -91,8 +92,11 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         )
     with stream_of(recipe, _prepared(recipe), rank=0, world=1, prefetch=0) as stream:
         checkpoints = sorted((run / "checkpoints").glob("step_*/meta.json"))
-        if checkpoints:
-            stream.load_state_dict(read_meta(checkpoints[-1].parent)["parts"]["stream"])
+        state = read_meta(checkpoints[-1].parent)["parts"]["stream"] if checkpoints else None
+        if state is not None:
+            stream.load_state_dict(state)
+        if (run / LOG).exists():
+            stream.read_log(run / LOG, None if state is None or "log" not in state else tuple(state["log"]))
         return [stream.explain(sample) for sample in stream.samples_of(step - 1)]
 
 
