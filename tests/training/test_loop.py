@@ -248,11 +248,13 @@ def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
 
 
 def test_a_lost_log_of_the_mixture_is_said_and_changes_no_sample(data, tmp_path):
+    changed = {"data__weights": "{alpha = 1.0, beta = 0.0}"}
     for name in ("lost", "whole"):
-        train(tiny(data, tmp_path, run__name=name, train__steps=3))
+        train(tiny(data, tmp_path, run__name=name, train__steps=2))
+        train(tiny(data, tmp_path, run__name=name, train__steps=4, **changed))
     (tmp_path / "lost" / "mixture.jsonl").write_text("")
     for name in ("lost", "whole"):
-        train(tiny(data, tmp_path, run__name=name, train__steps=6))
+        train(tiny(data, tmp_path, run__name=name, train__steps=6, **changed))
     losses = [
         [row["loss"] for row in rows(tmp_path / name / "metrics.jsonl") if "loss" in row] for name in ("lost", "whole")
     ]

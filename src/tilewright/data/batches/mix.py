@@ -119,7 +119,7 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """Samples that are mixed by one set of weights."""
 
     start: int
@@ -139,10 +139,10 @@ class Mixture:
         stages: that are known, one after the other; earlier ones may be left out.
     """
 
-    def __init__(self, seed: int, num_rows: Mapping[str, int], stages: Iterable[Stage] = ()):
+    def __init__(self, seed: int, num_rows: Mapping[str, int], stages: Iterable[MixtureStage] = ()):
         self.seed = seed
         self.domains = tuple(num_rows)
-        self.stages: list[Stage] = []
+        self.stages: list[MixtureStage] = []
         self.num_rows = dict(num_rows)
         self._num_rows = np.array([num_rows[d] for d in self.domains], np.int64)
         self._starts: list[int] = []
@@ -153,7 +153,7 @@ class Mixture:
         for stage in stages:
             self._append(stage)
 
-    def _append(self, stage: Stage) -> None:
+    def _append(self, stage: MixtureStage) -> None:
         """A stage that begins where the last one does replaces it."""
         self._block = None
         if self._starts and self._starts[-1] == stage.start:
@@ -164,7 +164,7 @@ class Mixture:
         self._starts.append(stage.start)
         self._shares.append(shares_of(stage.weights))
 
-    def add_stage(self, start: int, weights: Mapping[str, float]) -> Stage:
+    def add_stage(self, start: int, weights: Mapping[str, float]) -> MixtureStage:
         """From sample `start` on, a multiple of `BLOCK` not before the last stage, mix with `weights`.
 
         A stage that would begin where the last one does replaces it.
@@ -173,7 +173,7 @@ class Mixture:
         if start % BLOCK or (not self.stages and start) or (self.stages and start < self._starts[-1]):
             raise AssertionError(f"a stage cannot begin at sample {start} after {self.stages[-1:]}")
         before = self.counts(start) if self.stages else (0,) * len(self.domains)
-        self._append(Stage(start, tuple(checked.values()), before))
+        self._append(MixtureStage(start, tuple(checked.values()), before))
         return self.stages[-1]
 
     def skip(self, first: int, stop: int) -> None:
@@ -218,7 +218,7 @@ class Mixture:
         inside = counts_of(self._shares[at], sample - stage.start)
         return tuple((np.array(stage.before, np.int64) + inside).tolist())
 
-    def since(self, sample: int) -> list[Stage]:
+    def since(self, sample: int) -> list[MixtureStage]:
         """The stages of this sample and of those after it."""
         return self.stages[self._stage_of(sample) :]
 

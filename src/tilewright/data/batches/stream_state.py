@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tilewright.core.errors import CheckpointError
-from tilewright.data.batches.mix import Mixture, Stage
+from tilewright.data.batches.mix import Mixture, MixtureStage
 from tilewright.data.batches.move_log import Mark, Row, unreadable
 
 
@@ -44,7 +44,7 @@ def weights_key(weights: Mapping[str, float]) -> str:
     return xxhash.xxh3_64_hexdigest(repr([float(weight) for weight in weights.values()]).encode())
 
 
-def stage_row(mixture: Mixture, stage: Stage, step: int, why: str) -> Row:
+def stage_row(mixture: Mixture, stage: MixtureStage, step: int, why: str) -> Row:
     """A stage, as the log has it."""
     by_domain = {
         "weights": dict(zip(mixture.domains, stage.weights, strict=True)),
@@ -82,7 +82,7 @@ def read_rows(rows: Sequence[Row], of: Mixture, path: Path) -> tuple[Mixture, li
         try:
             if row["kind"] == "stage":
                 columns = (tuple(row[name][domain] for domain in of.domains) for name in ("weights", "before"))
-                stages.append(Stage(int(row["start"]), *columns))
+                stages.append(MixtureStage(int(row["start"]), *columns))
             elif row["kind"] == "size":
                 sizes.append(Position(int(row["step"]), int(row["sample"]), int(row["size"])))
             elif row["kind"] == "skip":
@@ -132,7 +132,7 @@ class LoadedState:
 
     @classmethod
     def _new(cls, state: Mapping[str, Any], num_rows: Mapping[str, int]) -> "LoadedState":
-        stages = [Stage(start, tuple(weights), tuple(before)) for start, weights, before in state["stages"]]
+        stages = [MixtureStage(start, tuple(weights), tuple(before)) for start, weights, before in state["stages"]]
         if not stages or any(len(one.weights) != len(num_rows) or len(one.before) != len(num_rows) for one in stages):
             raise ValueError(f"stages of another number of domains than {len(num_rows)}")
         mixture = Mixture(state["seed"], num_rows, stages)
