@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ranks import on_ranks
-from tests.training.test_pipeline_run import _same, rows_of_export, runs
+from tests.training.test_pipeline_run import HALF, _same, rows_of_export, runs
 from tests.training.tiny import rows, save_tokenizer
 
 pytestmark = pytest.mark.dist
@@ -24,7 +24,14 @@ def ran(data, tmp_path_factory):
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     run = RUN | {"model__path": str(folder / "model")}
     refused = run | STAGES | {"parallel__schedule": "zbv"}
-    for world, changes in ((1, {"alone": run}), (2, {"stages": run | STAGES, "few": refused})):
+    whole = RUN | HALF | {"model__path": str(folder / "model"), "checkpoint__export_hf": "false"}
+    stop = whole | {"train__steps": 3}
+    launches = (
+        (1, {"alone": run, "whole": whole, "alone_first": stop}),
+        (2, {"stages": run | STAGES, "few": refused, "piped_first": stop | STAGES, "alone_first": whole | STAGES}),
+        (1, {"piped_first": whole}),
+    )
+    for world, changes in launches:
         for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
             found |= {(name, rank): value for name, value in of_rank.items()}
     return folder, found
@@ -40,6 +47,14 @@ def test_it_is_the_run_of_one_process(ran):
     assert found["stages", 0][2] == pytest.approx(found["alone", 0][2], rel=2e-6)
     ours, theirs = (rows(folder / run / "samples.jsonl") for run in ("stages", "alone"))
     assert [(row["prompt"], row["text"]) for row in ours] == [(row["prompt"], row["text"]) for row in theirs]
+
+
+@pytest.mark.parametrize("name", ["alone_first", "piped_first"])
+def test_tied_ends_go_on_in_stages_and_on_one_process(ran, name):
+    """One parameter of two ranks is saved once, and read by both."""
+    folder, found = ran
+    assert found[name, 0][0] == 6, found[name, 0]
+    _same(folder / name, folder / "whole")
 
 
 def test_its_folder_is_that_of_one_process(ran):
