@@ -76,9 +76,15 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
     [
         ("dp_shard=2", {}),
         ("pp=2", {"parallel__schedule": "interleaved", "model__num_experts": 4}),
+        ("pp=2", {"data__rows": "documents", "parallel__balance": "on", "train__global_batch_size": 8}),
         ("ep=2", {"model__num_experts": 4}),
         ("tp=2", {"ops__cross_entropy": "native", "model__num_kv_heads": 2, "optim__kind": "adamw"}),
         pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "pp=2,dp_shard=2",
+            {"data__rows": "documents", "parallel__balance": "on", "parallel__schedule": "zbv"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "dp_shard=2,tp=2", {"ops__cross_entropy": "native", "optim__kind": "adamw"}, marks=pytest.mark.slow
         ),
@@ -95,6 +101,8 @@ def test_several_processes_against_one(tmp_path, monkeypatch, mesh, more):
     arguments = [f"--{name}={value}" for name, value in given.items()]
     result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", mesh, "default", *arguments])
     assert result.exit_code == 0, result.output
+    documents = ", whole documents, placed by cost, tied ends" in " ".join(result.output.split())
+    assert documents == ("parallel__balance" in more)
     found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     assert found["beyond"] == 0
     kinds = {gap["kind"] for gap in found["gaps"]}

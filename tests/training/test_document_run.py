@@ -173,6 +173,18 @@ def test_memory_is_planned_for_the_longest_micro_batch(ran):
     assert not [text for text in said if text.startswith("shape")]
 
 
+def test_the_plan_says_what_it_took_documents_for(ran):
+    """Full rows, and beside it the lengths that the prepared data have."""
+    folder, _ = ran
+    for run in ("alone", "piped"):
+        notes = json.loads((folder / run / "plan.json").read_text())["notes"]
+        assert len([note for note in notes if note.startswith("whole documents are planned as full rows of 48")]) == 1
+        (told,) = [note for note in notes if note.startswith("documents of this data have ")]
+        mean, share = float(told.split()[5]), float(told.split(" takes ")[1].split()[0])
+        assert 5 < mean < 40
+        assert mean / 48 < share / 100 < 1, "long ones have most of the pairs"
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
+from tilewright.core.units import format_share
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
@@ -105,6 +106,18 @@ class PreparedData:
         if self.rows == "documents":
             return -(-sum(self.num_tokens.values()) // self.seq_len)
         return sum(self.num_rows.values())
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan, which is of full rows, says of the lengths of documents; nothing where rows are packed."""
+        if self.rows != "documents":
+            return ()
+        lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
+        share = format_share(float((lengths * lengths).sum() / max(1.0, lengths.sum() * self.seq_len)))
+        mean = lengths.sum() / max(1, len(lengths))
+        return (
+            f"documents of this data have {mean:.0f} tokens in the mean; their attention takes {share} of full rows'",
+        )
 
     def lengths(self, picks: Picks) -> np.ndarray:
         """Tokens of training documents, int64 [N]."""

@@ -40,6 +40,7 @@ class PreparedImages:
     tokenizer = None
     task = "image_classification"
     domains = eval_domains = (DOMAIN,)
+    notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, images: BuiltImages, summary: dict[str, Any]):
         self.folder = folder

@@ -30,7 +30,7 @@ from tilewright.planner.cost.phases import (
     phases,
     rollback_bytes,
 )
-from tilewright.planner.cost.rows import PlanRow
+from tilewright.planner.cost.rows import PlanRow, documents_notes
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
 from tilewright.planner.cost.traffic import communication
@@ -351,7 +351,8 @@ class Planner:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device
         host = {} if cpu else {**table.host, **on_host(rows)}
-        more = (*filter(None, [self.rates.load_note]), *slow_mode_notes(recipe, self.rates, self.machine), *more)
+        told = (*documents_notes(recipe), *slow_mode_notes(recipe, self.rates, self.machine))
+        more = (*filter(None, [self.rates.load_note]), *told, *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, self._around(table), table.narrowed,

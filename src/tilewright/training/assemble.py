@@ -279,7 +279,8 @@ def set_up(
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
         together = world.local_size == world.size
         at("planning")
-        site = Site(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together)
+        more = {"mesh": world.sizes, "one_machine": together, "notes": prepared.notes}
+        site = Site(prepared.vocab_size, machine, rates, offload_dir, **more)
         return *plan_run(loaded, site, run_plan=run_plan, resuming=resuming), site
 
     world.at("planning")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilewright.core.config.recipe import Tier
+from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import ranges
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes
@@ -58,3 +58,11 @@ def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
         found.setdefault((4.0 * part.trained, state_bytes(part, setting)), []).append(rank)
     parameters = shape.weights.part(shards.count).stored
     return [RankRow(tuple(ranks), parameters, *sizes) for sizes, ranks in found.items()]
+
+
+def documents_notes(recipe: Recipe) -> tuple[str, ...]:
+    """What a plan of whole documents is the plan of."""
+    if recipe.data.rows != "documents":
+        return ()
+    length = f"full rows of {recipe.data.seq_len:,} tokens"
+    return (f"whole documents are planned as {length}: bytes are a bound, and so are the seconds of attention",)

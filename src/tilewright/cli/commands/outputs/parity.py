@@ -104,7 +104,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
         loaded = with_small_model(loaded, Path(folder) / "model")
         recipe = tiny(loaded.recipe, sizes)
         _check_mesh(recipe, sizes)
-        say(f"{STEPS} steps on one process, then on {sizes.world}")
+        say(f"{STEPS} steps on one process, then on {sizes.world}{_checked(recipe, sizes)}")
         sides = []
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
@@ -113,6 +113,19 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
+
+
+def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
+    """What of a recipe is checked beside its mesh."""
+    documents = recipe.data.rows == "documents"
+    stages = sizes.pp > 1
+    found = {
+        f"stages in the order of {recipe.parallel.schedule}": stages,
+        "whole documents": documents,
+        "placed by cost": documents and stages and recipe.parallel.balance == "on",
+        "tied ends": stages and recipe.model.tie_embeddings,
+    }
+    return "".join(f", {text}" for text, there in found.items() if there)
 
 
 def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
