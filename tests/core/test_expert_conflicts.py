@@ -60,6 +60,10 @@ def test_it_is_refused_by_name(field):
         ({"parallel.ep": "3"}, "do not come out even over the processes", "1, 2, 4, 8"),
         ({"parallel.ep": "16", "parallel.dp_shard": "16"}, "do not come out even over the processes", "1, 2, 4, 8"),
         ({"parallel.ep": "4", "parallel.dp_shard": "6"}, "do not come out even over the shards", "dp_shard = 6"),
+        (
+            {"parallel.ep": "4", "parallel.dp_shard": "3", "parallel.tp": "2", "model.num_heads": "8"},
+            *("do not come out even over the shards", "parallel.tp = 2"),
+        ),
         ({"parallel.ep": "0"}, "parallel.ep", "1"),
     ],
 )

@@ -11,9 +11,7 @@ from tilewright.core.errors import ConfigError
 CUT = {"parallel.tp": "2"}
 REFUSED = {
     "model.kind": {"model.kind": "hf", "model.path": "some/folder"},
-    "model.num_experts": {"model.num_experts": "8"},
     "parallel.pp": {"parallel.pp": "2", "model.tie_embeddings": "false"},
-    "parallel.ep": {"parallel.ep": "2"},
     "parallel.dp_replicate": {"parallel.dp_replicate": "2"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
@@ -50,7 +48,6 @@ def test_each_row_of_the_table_has_a_case():
 
 
 @pytest.mark.support("hf", "tensor", refused=True)
-@pytest.mark.support("experts", "tensor", refused=True)
 @pytest.mark.support("lora", "tensor", refused=True)
 @pytest.mark.support("muon", "tensor", refused=True)
 @pytest.mark.support("fp16", "tensor", refused=True)

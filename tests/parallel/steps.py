@@ -135,7 +135,9 @@ def groups_of(world):
 def run(model, world, batches, **options):
     """One step; (optimizer with gradients, result)."""
     optimizer = Seen(model)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(0.0), **groups_of(world), **options)
+    executor = StandardExecutor(
+        model, optimizer, clip=GradClip(0.0, experts=world.experts.handle), **groups_of(world), **options
+    )
     return optimizer, executor.step(batches, 0.0)
 
 

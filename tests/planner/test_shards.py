@@ -116,6 +116,27 @@ def test_a_rank_holds_its_parts_of_cut_matrices(model, vocab, tp, shards):
         assert [part.stored, part.trained, state_bytes(part, setting)] == [4 * wanted, wanted, 8 * wanted]
 
 
+@pytest.mark.parametrize(("tp", "shards", "ep"), [(2, 2, 1), (2, 2, 2), (2, 2, 4), (4, 1, 1), (2, 1, 2)])
+def test_experts_are_in_parts_over_ranks_of_cut_matrices_too(tp, shards, ep):
+    model = MOE | {"num_experts": 8, "num_heads": 4, "num_kv_heads": 4, "num_shared_experts": 1}
+    recipe = make_recipe(model=model, parallel={"dp_shard": shards, "tp": tp, "ep": ep})
+    weights, setting = ShapeFinder(512, CPU).find(recipe).weights, GlobalConfig.of(recipe)
+    whole = build_model(recipe.model, 512, device="meta")
+    dims = {module.weight: dim for module, dim in cut_dims(whole, tp, shards).items()}
+    wanted = 0
+    for name, param in whole.named_parameters():
+        _, _, expert = name.partition(".experts.")
+        if expert:
+            here = int(expert.partition(".")[0]) < recipe.model.num_experts // ep
+            wanted += here * prod(part_shape(tuple(param.shape), shards * tp // ep))
+        else:
+            sizes = [size // (tp if dim == dims.get(param) else 1) for dim, size in enumerate(param.shape)]
+            wanted += prod(part_shape(tuple(sizes), shards))
+    part = weights.part(shards)
+    assert [part.stored, part.trained, state_bytes(part, setting)] == [4 * wanted, wanted, 8 * wanted]
+    assert setting.shards.cut, "experts are put together where nothing else is"
+
+
 def test_a_plan_says_that_matrices_are_cut():
     plan = plan_of(parallel={"dp_shard": 2, "tp": 2})
     shards = plan.setting.shards

@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.training.test_experts_run import ALONE, FULL, STOP, Launches, check_same
+from tests.training.test_experts_run import ALONE, FULL, MIXED, SPREAD, STOP, Launches, check_same
 from tests.training.test_pipeline_run import EXPORT
 from tests.training.tiny import rows
 
@@ -23,10 +23,13 @@ CUT, FOUR = {"parallel__tp": 2}, {"parallel__tp": 4}
 def ran(data, tmp_path_factory):
     """Some runs stop half-way, and go on elsewhere: from and to one process, other cuts, shards of cuts."""
     launch = Launches(data, tmp_path_factory.mktemp("cut"), DENSE)
-    launch(1, {"alone": EXPORT, "from_one": STOP, "latent_alone": LATENT})
-    launch(2, {"two": CUT | EXPORT, "from_one": CUT, "from_two": CUT | STOP, "to_one": CUT | STOP, "shards": STOP})
+    mixed = MIXED | {"model__num_heads": 4, "model__num_kv_heads": 4}
+    launch(1, {"alone": EXPORT, "from_one": STOP, "latent_alone": LATENT, "mixed_alone": EXPORT | mixed})
+    launch(2, {"two": CUT | EXPORT, "from_one": CUT, "from_two": CUT | STOP, "to_one": CUT | STOP, "shards": STOP,
+               "mixed": CUT | mixed | STOP | {"train__sample_tokens": 0}})  # fmt: skip
     launch(1, {"to_one": {}})
-    launch(4, {"from_two": CUT | FULL, "shards": FOUR, "both": CUT | EXPORT, "latent": CUT | LATENT})
+    launch(4, {"from_two": CUT | FULL, "shards": FOUR, "both": CUT | EXPORT, "latent": CUT | LATENT,
+               "mixed": CUT | SPREAD | EXPORT | mixed})  # fmt: skip
     return launch
 
 
@@ -35,7 +38,8 @@ def ran(data, tmp_path_factory):
 @pytest.mark.support("evaluation", "tensor")
 @pytest.mark.support("accumulation", "tensor")
 @pytest.mark.parametrize(
-    ("name", "world", "other"), [("two", 2, "alone"), ("both", 4, "alone"), ("latent", 4, "latent_alone")]
+    ("name", "world", "other"),
+    [("two", 2, "alone"), ("both", 4, "alone"), ("latent", 4, "latent_alone"), ("mixed", 4, "mixed_alone")],
 )
 def test_it_is_the_run_of_one_process(ran, name, world, other):
     ran.check(name, world, other)
@@ -52,9 +56,9 @@ def test_it_goes_on_with_other_ranks(ran, name):
 
 
 @pytest.mark.support("export", "tensor")
-@pytest.mark.parametrize("name", ["two", "both"])
-def test_its_folder_is_that_of_one_process(ran, name):
-    ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, "alone"))
+@pytest.mark.parametrize(("name", "other"), [("two", "alone"), ("both", "alone"), ("mixed", "mixed_alone")])
+def test_its_folder_is_that_of_one_process(ran, name, other):
+    ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, other))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert (ours[key] - tensor).abs().max() < 1e-4, key

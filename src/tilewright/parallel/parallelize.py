@@ -19,7 +19,7 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
-from tilewright.parallel.inside.experts.hold import hold_experts
+from tilewright.parallel.inside.experts.hold import expert_meshes, hold_experts, mixtures
 from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
@@ -60,11 +60,11 @@ def parallelize(
             fill_buffers(model, values)
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
-    if world.sizes.ep > 1:
+    if world.sizes.ep > 1 or (world.sizes.tp > 1 and any(mixtures(model))):
         hold_experts(model, world)
     if world.sizes.tp > 1:
         cut_tensors(model, world)
-    mesh, wait = world.fsdp_mesh, world.wait_for_all
+    mesh, wait = world.fsdp_mesh_beside(bool(expert_meshes(model))), world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:
         if values is not None and world.holds_parts:

@@ -70,7 +70,7 @@ class World:
     mesh: DeviceMesh | None = None
     """By axis name: `dp_replicate`, `dp_shard`, and other axes of more than one rank. None for one process."""
     expert_mesh: DeviceMesh | None = None
-    """The second view of the same ranks, see `MeshSizes.experts`; None where experts are not spread."""
+    """The second view of the same ranks, see `MeshSizes.experts`; None where experts are like everything else."""
     waiting_group: dist.ProcessGroup | None = None
     """All ranks, over gloo and with a timeout of a week: for work of one rank that the others wait for. Call `waits`
     before. None for one process."""
@@ -171,8 +171,15 @@ class World:
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded."""
-        if self.mesh is None or self.sizes.dp_shard == 1:
-            return None
+        return None if self.mesh is None or self.sizes.dp_shard == 1 else self._shards
+
+    def fsdp_mesh_beside(self, experts: bool) -> DeviceMesh | None:
+        """The same of a model whose experts have a mesh of their own: the rest may be in one shard then."""
+        return self._shards if experts and self.mesh is not None else self.fsdp_mesh
+
+    @property
+    def _shards(self) -> DeviceMesh:
+        assert self.mesh is not None, "of several ranks"
         return self.mesh[DATA_AXES] if self._fsdp_sums_copies else self.mesh["dp_shard"]
 
     @property
@@ -215,7 +222,7 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         return World.alone()
     axes = [axis for axis in AXES if axis in DATA_AXES or getattr(sizes, axis) > 1]
     mesh = _mesh(device, {axis: getattr(sizes, axis) for axis in axes})
-    expert_mesh = _mesh(device, sizes.experts) if sizes.ep > 1 else None
+    expert_mesh = _mesh(device, sizes.experts) if sizes.ep > 1 or sizes.tp > 1 else None
     if timeout is not None:  # those of a mesh would have half an hour
         meshes = [each for each in (mesh, expert_mesh) if each is not None]
         for group in (dist.group.WORLD, *(group for each in meshes for group in each.get_all_groups())):
@@ -234,7 +241,7 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         0.0 if timeout is None else timeout.total_seconds(),
         row=_group(sizes, ("pp",), timeout),
         tensor=_along(mesh, "tp") if sizes.tp > 1 else Group(),
-        experts=Group() if expert_mesh is None else _along(expert_mesh, "ep"),
+        experts=_along(expert_mesh, "ep") if expert_mesh is not None and sizes.ep > 1 else Group(),
     )
 
 

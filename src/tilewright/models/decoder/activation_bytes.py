@@ -164,7 +164,7 @@ def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     found["o_proj"] = (value_dim, dim)
     widths = {"": config.ffn_dim}
     if config.is_moe(layer):
-        widths = {"experts.": config.expert_dim, "shared_experts.": config.num_shared_experts * config.expert_dim}
+        widths = {"experts.": config.expert_dim, "shared_experts.": config.shared_width}
     for owner, width in widths.items():
         if width:
             shapes = ((dim, width), (dim, width), (width, dim))
@@ -250,7 +250,7 @@ def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
         projections = config.q_lora_rank + heads + _latent(config) + expanded
     elements = projections + config.dim
     if moe:
-        shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
+        shared = 2 * config.shared_width + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
         return storage.matmul * elements + FP32 * config.num_experts
     # A compiled layer sees that backward does not need the last matmul's output.
@@ -320,7 +320,7 @@ def _moe_none(config: DecoderConfig, storage: Storage) -> int:
     rows += _swiglu(config.expert_dim, storage, "experts.down_proj")
     shared = 0
     if config.num_shared_experts:
-        width = config.num_shared_experts * config.expert_dim
+        width = config.shared_width
         same = storage.stream == storage.matmul == FP32  # it is the router's input too
         shared = 0 if same else _kept_input(storage, dim, "shared_experts.gate_proj", "shared_experts.up_proj")
         shared += _swiglu(width, storage, "shared_experts.down_proj")

@@ -53,6 +53,8 @@ class DecoderConfig:
     num_limited_groups: int = 1
     routed_scaling: float = 1.0
     balance_rate: float = 1e-3
+    shared_dim: int = 0
+    """Hidden width of the shared experts together; 0: `expert_dim` for each."""
     architecture: Any = "decoder"
     """Whose layers these are: a name, or the caller's own `models.spec.ModelSpec`."""
 
@@ -105,6 +107,11 @@ class DecoderConfig:
     def value_head_dim(self) -> int:
         """Width of a value head."""
         return self.head_dim if self.attention == "gqa" else self.v_head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of the shared experts together; 0 where there are none."""
+        return self.shared_dim or self.num_shared_experts * self.expert_dim if self.num_experts else 0
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""

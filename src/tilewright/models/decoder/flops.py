@@ -79,8 +79,8 @@ def mlp_weights(config: DecoderConfig, layer: int) -> int:
     """Elements of a layer's MLP weights; with experts all of them and the router's."""
     if not config.is_moe(layer):
         return 3 * config.dim * config.ffn_dim
-    experts = config.num_experts + config.num_shared_experts
-    return experts * 3 * config.dim * config.expert_dim + config.num_experts * config.dim
+    widths = config.num_experts * config.expert_dim + config.shared_width
+    return 3 * config.dim * widths + config.num_experts * config.dim
 
 
 def hidden_width(config: DecoderConfig, layer: int) -> int:
@@ -149,7 +149,7 @@ def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> 
     )
     attention = 2 * config.num_heads * (config.qk_head_dim + config.value_head_dim) * pairs
     last = tuple(
-        2 * config.dim * (config.num_shared_experts * config.expert_dim if config.is_moe(layer) else config.ffn_dim)
+        2 * config.dim * (config.shared_width if config.is_moe(layer) else config.ffn_dim)
         for layer in range(config.num_layers)
     )
     return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)

@@ -10,6 +10,7 @@ Parameter names are those of Hugging Face's DeepSeek-V3 files.
 Legend: N tokens  D model width  E experts  K experts a token  G groups  B rows  S positions.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from tilewright.ops.kernels import Kernels
 
 RunExperts = Callable[[Sequence[Tensor]], list[Tensor]]
 """Some experts, each on its rows."""
+RunTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Tokens, each through its experts: `MoE.run_experts`."""
 
 
 class Router(nn.Module):
@@ -126,27 +129,27 @@ class MoE(nn.Module):
         self.num_experts = config.num_experts
         """Those of all ranks; `experts` may be some of them."""
         self.experts = nn.ModuleList(MLP(config.dim, config.expert_dim, kernels) for _ in range(config.num_experts))
-        self.shared_experts = (
-            MLP(config.dim, config.expert_dim * config.num_shared_experts, kernels)
-            if config.num_shared_experts
-            else None
-        )
+        self.shared_experts = MLP(config.dim, config.shared_width, kernels) if config.num_shared_experts else None
         self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
         """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
         self.exchange: Callable[[Tensor, Tensor, RunExperts], Tensor] | None = None
         """Takes rows sorted by expert, their number for each expert, and what runs the experts that are here; gives
         what the experts make of the rows. None where all are here. Set by `parallel.inside.experts`."""
+        self.divided: Callable[[RunTokens, Tensor, Tensor, Tensor], Tensor] | None = None
+        """Takes `run_experts` and what it takes, and gives the same; the experts see some of the tokens on each of
+        the ranks that have the same ones. None where other ranks have others. Set by `parallel.inside.tensor`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
+        run = self.run_experts if self.divided is None else functools.partial(self.divided, self.run_experts)
         if torch.compiler.is_compiling():
             from tilewright.ops.base.opaque import eager  # its decorators take seconds to import
 
-            out_ND = eager(self.run_experts, x_ND, weights_NK, experts_NK)
+            out_ND = eager(run, x_ND, weights_NK, experts_NK)
         else:
-            out_ND = self.run_experts(x_ND, weights_NK, experts_NK)
+            out_ND = run(x_ND, weights_NK, experts_NK)
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
         return out_ND.view_as(x_BSD), self._load(experts_NK, segments_of(segments))
@@ -177,9 +180,9 @@ class MoE(nn.Module):
 
     def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
         multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
-        # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing. Of experts
-        # that are spread all may be without rows here, and the result's dtype is theirs still.
-        all_run = torch.is_grad_enabled() or self.exchange is not None
+        # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing. Where ranks
+        # have other experts or other tokens all may be without rows here, and the result's dtype is theirs still.
+        all_run = torch.is_grad_enabled() or self.exchange is not None or self.divided is not None
         return [
             _run_padded(expert, x, multiple) for expert, x in zip(self.experts, rows, strict=True) if len(x) or all_run
         ]

@@ -38,7 +38,7 @@ class Shards:
 
     Example:
         >>> Shards(ranks=8, count=4)
-        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1)
+        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1, experts_apart=False)
     """
 
     ranks: int = 1
@@ -51,13 +51,16 @@ class Shards:
     """Parts are in host memory."""
     tp: int = 1
     """Ranks that read the same rows, each with a part of every matrix."""
+    experts_apart: bool = False
+    """Routed experts are in parts over these too, whatever `count` is."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
         """What a recipe says. `dp_shard = -1` is one part here: who knows the number of processes sets it before."""
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
-        if count == 1:
+        apart = parallel.tp > 1 and recipe.model.num_experts > 0
+        if count == 1 and not apart:
             return cls(parallel.dp_replicate, tp=parallel.tp)
         return cls(
             parallel.dp_replicate * count,
@@ -66,6 +69,7 @@ class Shards:
             parallel.reduce_each,
             parallel.cpu_offload,
             parallel.tp,
+            apart,
         )
 
     @property
@@ -75,8 +79,8 @@ class Shards:
 
     @property
     def cut(self) -> bool:
-        """Whether a rank holds parts."""
-        return self.count > 1
+        """Whether a rank holds parts that are put together."""
+        return self.count > 1 or self.experts_apart
 
     def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
         """What a plan leaves out of its seconds, and takes for granted in them.
@@ -103,7 +107,7 @@ class Shards:
         """
         copies = self.ranks // self.count
         shared = [f"{copies} copies"] if copies > 1 else []
-        shared += [f"{self.count} shards"] if self.cut else []
+        shared += [f"{self.count} shards"] if self.count > 1 else []
         cut = [f"matrices in {self.tp} parts"] if self.tp > 1 else []
         words = ", ".join([*([" in ".join(shared)] if shared else []), *cut])
         return f"{self.processes} ranks: {words}" if self.processes > 1 else ""

@@ -55,7 +55,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     )
     masked = not compiled and keeps_mask(attention, machine.device, number)
     narrow = skeleton.gathered_narrow(policy, kernels)
-    embedding, layers, head = skeleton.weights(policy, narrow, recipe.parallel.ep)
+    embedding, layers, head = skeleton.weights(policy, narrow, recipe.parallel.ep, recipe.parallel.tp)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     copies = not narrow or recipe.parallel.dp_shard <= 1
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled, copies)
@@ -121,12 +121,17 @@ class _Decoder:
     def seq_len(self) -> int:
         return self.recipe.data.seq_len
 
+    @property
+    def chosen(self) -> float:
+        """Experts that a token goes through on this rank: ranks of `tp` have other tokens there."""
+        return self.config.num_experts_per_token / self.recipe.parallel.tp
+
     def layer(self, place: int, weights: Weights, masked: bool) -> LayerClass:
         """The class of a layer. `masked`: attention keeps a mask of all pairs of positions."""
         config, policy, seq_len = self.config, self.policy, self.seq_len
         indices = self.skeleton.indices[place]
         index, moe = indices[0], bool(self.skeleton.layers[place].is_moe)
-        share_of_tokens = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
+        share_of_tokens = self.chosen / config.num_experts if config.num_experts else 1.0
         prefix = f"{self.skeleton.names[place]}."
         every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
         matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
@@ -146,7 +151,9 @@ class _Decoder:
         mlp = Line(0, self._mlp_share(index, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(index, "none", replace(storage, compiled=False))
-        inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
+        expert = 3 * config.dim * config.expert_dim * moe
+        inactive = (config.num_experts - config.num_experts_per_token) * expert
+        elsewhere = (config.num_experts_per_token - self.chosen) * expert
         flops, kept_codes = self.formulas.flops(config, seq_len), keeps_qdata(self.machine, self.recipe)
         widths = (self.formulas.width(config, index), config.dim)
         operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
@@ -168,9 +175,9 @@ class _Decoder:
             mlp_work=Line(0, work * mlp.per_row),
             mask=mask,
             matmuls=matmuls,
-            matmul_flops=float(flops.layers[index] * seq_len),
+            matmul_flops=float((flops.layers[index] - 2 * elsewhere) * seq_len),
             last_flops=float(flops.last[index] * seq_len),
-            mlp_flops=2.0 * seq_len * (self.formulas.mlp_weights(config, index) - inactive),
+            mlp_flops=2.0 * seq_len * (self.formulas.mlp_weights(config, index) - inactive - elsewhere),
             attention_flops=flops.attention * seq_len,
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
             cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
@@ -181,14 +188,24 @@ class _Decoder:
 
     def _kept(self, layer: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
         """Bytes that a layer keeps."""
-        stored, sizes = BYTES[self.policy.storage], []
+        stored, sizes, config = BYTES[self.policy.storage], [], self.config
+        without = replace(config, num_experts_per_token=0)
+        share = self.chosen / config.num_experts_per_token
         for rows in (1, 2):
             tokens = rows * self.seq_len
-            total = self.formulas.layer_bytes(self.config, layer, mode, storage) * tokens
-            total += self.formulas.tile_bytes(self.config, layer, mode, storage, tokens)
-            copies = self.formulas.weight_copy_bytes(self.config, layer, mode, storage, stored) if self.copies else 0
+            total = self._of_tokens(config, layer, mode, storage, tokens)
+            if share < 1:  # bytes are a straight line in the experts that a token goes through here
+                least = self._of_tokens(without, layer, mode, storage, tokens)
+                total = least + share * (total - least)
+            copies = self.formulas.weight_copy_bytes(config, layer, mode, storage, stored) if self.copies else 0
             sizes.append(total + copies)
         return Line.through(*sizes)
+
+    def _of_tokens(
+        self, config: DecoderConfig, layer: int, mode: ActivationCheckpoint, storage: Storage, tokens: int
+    ) -> float:
+        of_each = self.formulas.layer_bytes(config, layer, mode, storage)
+        return of_each * tokens + self.formulas.tile_bytes(config, layer, mode, storage, tokens)
 
     def _dropped(self, prefix: str, share_of_tokens: float) -> Line:
         """What dropout of adapters' inputs keeps: their numbers that are left, and which these are."""

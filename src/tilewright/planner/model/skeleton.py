@@ -66,16 +66,17 @@ class Skeleton:
         return found.keys() & inside
 
     def weights(
-        self, policy: Policy, narrow: Collection[nn.Module] = (), ep: int = 1
+        self, policy: Policy, narrow: Collection[nn.Module] = (), ep: int = 1, tp: int = 1
     ) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
-        where they come first. `narrow`: see `gathered_narrow`. `ep`: ranks that hold other experts."""
+        where they come first. `narrow`: see `gathered_narrow`. `ep`: ranks that hold other experts, `tp`: other
+        parts of matrices."""
         storage, seen = stored_formats(self.model, policy), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
         mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
-        spread = {module: ep for mixture in mixtures for module in mixture.experts.modules()}
+        spread = {module: (ep, tp) for mixture in mixtures for module in mixture.experts.modules()}
         layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices)
 

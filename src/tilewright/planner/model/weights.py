@@ -113,11 +113,14 @@ class TensorKind(NamedTuple):
     """Bytes of an element where the parts of ranks are put together."""
     spread: int = 1
     """Ranks that each hold other ones of these (experts, `parallel.ep`); each is in parts over the others."""
+    times: int = 1
+    """How many times as many ranks share these as share the rest (experts where matrices are cut, `parallel.tp`)."""
 
     def on_rank(self, shards: int) -> tuple[int, int]:
         """In how many parts one is, and of how many ranks this one holds its share."""
-        spread = self.spread if shards % self.spread == 0 else 1
-        return shards // spread, spread
+        ranks = shards * self.times
+        spread = self.spread if ranks % self.spread == 0 else 1
+        return ranks // spread, spread
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,12 @@ class Weights:
 
     def part(self, shards: int, rank: int = 0) -> "Weights":
         """What a rank holds of them; the first one holds most."""
-        if shards == 1:
+        if shards == 1 and all(kind.times == 1 for kind in self.tensors.kinds):
             return self
         total = Weights()
         for kind, count in self.tensors.kinds.items():
             parts, spread = kind.on_rank(shards)
-            shape = part_shape(kind.shape, parts, rank // spread) if kind.is_parameter else kind.shape
+            shape = part_shape(kind.shape, parts, rank * kind.times // spread) if kind.is_parameter else kind.shape
             total += Weights.of_kind(kind._replace(shape=shape)).times(count // spread)
         return total
 
@@ -210,7 +213,7 @@ class Weights:
         seen: set[int],
         matrices: Collection[Tensor] = (),
         narrow: Collection[nn.Module] = (),
-        spread: Mapping[nn.Module, int] = MappingProxyType({}),
+        spread: Mapping[nn.Module, tuple[int, int]] = MappingProxyType({}),
     ) -> "Weights":
         """The weights of some modules, each counted once.
 
@@ -220,7 +223,7 @@ class Weights:
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
-            spread: of modules in experts how many ranks hold other ones.
+            spread: of modules in experts how many ranks hold other ones, and how many times as many share them.
         """
         total = cls()
         for module in modules:
@@ -232,9 +235,9 @@ class Weights:
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
                 gathered = _NARROW if module in narrow and tensor is module.weight else each
-                ranks = spread.get(module, 1)
+                ranks = spread.get(module, (1, 1))
                 total += cls.of_kind(
-                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, ranks)
+                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, *ranks)
                 )
         return total
 

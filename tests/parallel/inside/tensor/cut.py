@@ -8,14 +8,14 @@ import torch
 from tests.models.shapes import KERNELS
 from tests.parallel.steps import microbatches, relative, run
 from tilewright.core import env
+from tilewright.core.config.recipe import ParallelSection
 from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.parallel.fill import fill_from_meta, shard_from_meta
-from tilewright.parallel.inside.tensor.hold import cut_tensors
+from tilewright.parallel.inside.experts.hold import mixtures
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.shard import Sharding
+from tilewright.parallel.parallelize import parallelize
 from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 
@@ -23,7 +23,12 @@ LIKE_ONE_PROCESS = 2e-6
 """Of a gradient in FP32, against its largest element: sums in another order, of some hundred summands."""
 WIDE = {"vocab_size": 64, "dim": 32, "num_heads": 8, "num_layers": 2, "ffn_dim": 96}
 LATENT = {"attention": "mla", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MIXED = {"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1, "expert_dim": 24, "num_dense_layers": 1}
 CONFIGS = {
+    "moe": DecoderConfig.of(**WIDE, **MIXED, num_kv_heads=4),
+    "latent_moe": DecoderConfig.of(
+        **WIDE, **LATENT, **MIXED | {"num_shared_experts": 0}, num_expert_groups=2, tie_embeddings=False
+    ),
     "gqa": DecoderConfig.of(**WIDE, num_kv_heads=4),
     "untied": DecoderConfig.of(**WIDE, num_kv_heads=4, tie_embeddings=False),
     "mla": DecoderConfig.of(**WIDE, **LATENT),
@@ -38,6 +43,7 @@ class Case:
 
     tp: int
     shards: int = 1
+    ep: int = 1
     kind: str = "gqa"
     mode: str = "fp32"
     number: int = 2
@@ -49,7 +55,7 @@ class Case:
     @property
     def sizes(self) -> MeshSizes:
         """The mesh."""
-        return MeshSizes(dp_shard=self.shards, tp=self.tp)
+        return MeshSizes(dp_shard=self.shards, tp=self.tp, ep=self.ep)
 
 
 def world_of(case: Case) -> World:
@@ -81,11 +87,8 @@ def cut(case: Case, world: World) -> Decoder:
         model = Decoder(CONFIGS[case.kind], KERNELS)
     values = random_values(model, 0)
     prepared(model, case)
-    cut_tensors(model, world)
-    if world.fsdp_mesh is None:
-        fill_from_meta(model, values, torch.device("cpu"))
-    else:
-        shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(case.reshard), values, torch.device("cpu"))
+    section = ParallelSection(reshard_after_forward=case.reshard)
+    parallelize(model, world, section, device=torch.device("cpu"), values=values)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
     return model
@@ -99,8 +102,15 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         model = cut(case, world)
         seen, result = run(model, world, microbatches(world.data.rank, case.number), **case.options)
         batches = [batch for other in range(world.data.size) for batch in microbatches(other, case.number)]
-        want, alone = run(whole(case), World.alone(), batches)
-        assert seen.grads.keys() == want.grads.keys()
+        reference = whole(case)
+        want, alone = run(reference, World.alone(), batches)
+        held = {number for layer in mixtures(model) for number, _ in layer.experts.named_children()}
+        assert seen.grads.keys() == {name for name in want.grads if _is_here(name, held)}
+        biases = [
+            torch.equal(ours.gate.e_score_correction_bias, theirs.gate.e_score_correction_bias)
+            for ours, theirs in zip(mixtures(model), mixtures(reference), strict=True)
+        ]
+        assert all(biases), "load is counted once over all ranks"
         assert seen.dtypes == {torch.float32}
         assert (result.num_targets, result.num_tokens) == (alone.num_targets, alone.num_tokens)
         found.append({
@@ -110,3 +120,9 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
             "exact": (result.loss, result.grad_norm),
         })  # fmt: skip
     return found
+
+
+def _is_here(name: str, held: set[str]) -> bool:
+    """Whether a rank with these experts has a parameter."""
+    _, routed, place = name.partition(".experts.")
+    return not routed or place.partition(".")[0] in held

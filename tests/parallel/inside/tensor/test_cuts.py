@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.models.shapes import KERNELS, SHAPES
+from tests.models.shapes import KERNELS
 from tests.parallel.inside.tensor.cut import CONFIGS
 from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
@@ -43,7 +43,10 @@ def test_a_rank_has_a_decoder_of_its_own_sizes(kind, tp, shards):
     ("model", "tp", "shards", "words"),
     [
         (lambda: nn.Linear(2, 2), 2, 1, ("Linear", "--parallel.tp 1")),
-        (lambda: on_meta(SHAPES["gqa_moe"]), 2, 1, ("mixture of experts", "--parallel.tp 1")),
+        (
+            lambda: on_meta(replace(CONFIGS["moe"], expert_dim=25)),
+            *(2, 1, ("Hidden width of the shared experts", "25 wide", "--parallel.tp 1")),
+        ),
         (lambda: on_meta(CONFIGS["gqa"]), 8, 1, ("num_kv_heads = 4", "divides 4: 1, 2, 4", "--parallel.tp 4")),
         (lambda: on_meta(CONFIGS["gqa"]), 3, 1, ("num_heads = 8", "divides 8: 1, 2, 4, 8", "--parallel.tp 2")),
         (lambda: on_meta(replace(CONFIGS["mla"], ffn_dim=90)), 4, 1, ("ffn_dim = 90", "--parallel.tp 2")),

@@ -42,13 +42,16 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if parallel.ep == 1:
         return
     yield from refused(recipe, "parallel.ep", REFUSED_WITH_EXPERTS, "cannot be with experts on several processes yet")
-    if parallel.dp_shard > 0 and parallel.dp_shard % parallel.ep:
+    if parallel.dp_shard > 0 and parallel.dp_shard * parallel.tp % parallel.ep:
+        tp, ep, shards = parallel.tp, parallel.ep, parallel.dp_shard
+        cut = f", parallel.tp = {tp}" if tp > 1 else ""
+        even = next(size for size in range(shards, shards + ep + 1) if not size * tp % ep)
         yield Conflict(
             ("parallel.ep", "parallel.dp_shard"),
             "Experts that do not come out even over the shards",
-            f"parallel.ep = {parallel.ep}, parallel.dp_shard = {parallel.dp_shard}",
-            "an ep that divides dp_shard: processes with other experts are shards of the rest",
-            f"--parallel.dp_shard {-(-parallel.dp_shard // parallel.ep) * parallel.ep}, or --parallel.ep 1",
+            f"parallel.ep = {ep}, parallel.dp_shard = {shards}{cut}",
+            f"an ep that divides dp_shard{' x tp' if cut else ''}: processes with other experts are shards of the rest",
+            f"--parallel.dp_shard {even}, or --parallel.ep 1",
         )
     if model.kind != "hf" and not model.path:
         yield from uneven_experts(model.num_experts, parallel.ep)

@@ -55,11 +55,12 @@ class ParallelSection(Section):
     tp: Count = Field(default=1, ge=1)
     """Processes that each hold a part of every matrix of a layer (tensor parallelism), and read the same rows: heads of
     attention, hidden width of MLPs, vocabulary. Divides the numbers of heads and the hidden width. With `dp_shard` each
-    of these parts is sharded over the processes that hold it."""
+    of these parts is sharded over the processes that hold it. Routed experts are not cut: they are sharded, or spread
+    (`ep`), over all of these processes, each of which sends other tokens through them."""
     ep: Count = Field(default=1, ge=1)
-    """Sharded: processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
-    `dp_shard` and the number of experts; each expert is sharded over the `dp_shard / ep` processes that hold it. Takes
-    torch 2.13."""
+    """Processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
+    `dp_shard x tp` and the number of experts; each expert is sharded over the `dp_shard x tp / ep` processes that hold
+    it. Takes torch 2.13."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""

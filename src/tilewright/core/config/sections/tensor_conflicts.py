@@ -13,16 +13,8 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "model.kind", "Other models", "tilewright's own decoder", "--parallel.tp 1: shards take any model",
     ),
     (
-        lambda r: r.model.kind == "decoder" and not r.model.path and r.model.num_experts > 0,
-        "model.num_experts", "Experts", "a dense model", "--model.num_experts 0",
-    ),
-    (
         lambda r: r.parallel.pp > 1,
         "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
-    ),
-    (
-        lambda r: r.parallel.ep > 1,
-        "parallel.ep", "Spread experts", "experts that are not spread", "--parallel.ep 1",
     ),
     (
         lambda r: r.parallel.dp_replicate > 1,
@@ -85,10 +77,14 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     yield from refused(recipe, "parallel.tp", REFUSED_WITH_TENSORS, cannot)
     if model.kind == "decoder" and not model.path:
         heads = model.num_kv_heads or model.num_heads
-        yield from uneven_widths(model.num_heads, heads if model.attention == "gqa" else 0, model.ffn_dim, parallel.tp)
+        heads = model.num_heads, heads if model.attention == "gqa" else 0
+        shared = model.num_shared_experts * model.expert_dim if model.num_experts else 0
+        yield from uneven_widths(*heads, model.ffn_dim, parallel.tp, shared)
 
 
-def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> Iterator[Conflict]:
+def uneven_widths(
+    num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int, shared_width: int = 0
+) -> Iterator[Conflict]:
     """Numbers that cannot be cut in so many parts; 0: there is none, or it is not known.
 
     Example:
@@ -101,6 +97,7 @@ def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> I
         ("num_heads", "Heads", num_heads),
         ("num_kv_heads", "Key and value heads", num_kv_heads),
         ("ffn_dim", "Hidden width", ffn_dim),
+        ("expert_dim", "Hidden width of the shared experts", shared_width),
     )
     common = gcd(*(number for *_, number in numbers))
     for field, what, number in numbers:
@@ -109,7 +106,7 @@ def uneven_widths(num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int) -> I
             yield Conflict(
                 ("parallel.tp", f"model.{field}"),
                 f"{what} that cannot be cut over the processes evenly",
-                f"parallel.tp = {tp}, model.{field} = {number}",
+                f"parallel.tp = {tp}, {f'{number} wide' if field == 'expert_dim' else f'model.{field} = {number}'}",
                 f"a tp that divides {number}: {', '.join(map(str, even[:8]))}{', ...' if len(even) > 8 else ''}",
                 f"--parallel.tp {max(size for size in even if size <= tp and common % size == 0)}",
             )

@@ -58,12 +58,12 @@ def hold_experts(model: nn.Module, world: World) -> None:
         )
     check_experts(model.config.num_experts, world.sizes.ep)
     mesh = world.expert_fsdp_mesh
-    assert mesh is not None, "ep > 1 has a second mesh"
+    assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
     for layer in mixtures(model):
         exchange = ExpertExchange(world.experts, layer.num_experts, world.traffic)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
-        layer.exchange = exchange
+        layer.exchange = exchange if world.experts.size > 1 else None
 
 
 def mixtures(model: nn.Module) -> Iterator[MoE]:

@@ -5,75 +5,159 @@
 | `spread` | nothing: each rank has the input | the sum over ranks, of each of which the gradient is a part |
 | `joined` | the sum over ranks | nothing: each rank has the gradient of the sum |
 | `gathered` | the columns of all ranks | this rank's columns |
+| `own_rows` | this rank's rows of what all have | the rows of all ranks |
+| `all_rows` | the rows of all ranks | this rank's rows of a gradient that all have |
 
 A matrix cut by rows of its weight (outputs) stands between `spread` and the next one, cut by columns of its weight
 (inputs), before `joined`. What is between them differs between ranks; all else is the same on each, and so are its
-gradients. All ranks have the bits of one sum: a reduction is sent to all of them.
+gradients. All ranks have the bits of one sum: a reduction is sent to all of them. Rows are shared as `Shard(0)` has
+them: the last ranks have fewer, or none, where they do not come out even.
 
 See: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilewright.formats.tiled import WithCopies
-from tilewright.parallel.world import Group
+from tilewright.ops.base.parts import rows_of
+from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes, wire_name
+from tilewright.parallel.communicate.transport import all_gather_rows
+from tilewright.parallel.world import Group, World
+
+Move = Callable[[Tensor], Tensor]
 
 
-def spread(x: Tensor | WithCopies, group: Group) -> Tensor | WithCopies:
-    """x [...], the same on all ranks, for layers of which each rank has a part. Its 8-bit copies stay as they are."""
-    if isinstance(x, WithCopies):
-        return x._replace(value=_Spread.apply(x.value, group))
-    return _Spread.apply(x, group)
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that hold other parts of the same matrices, and what is counted of what they send."""
 
-
-def joined(x: Tensor, group: Group) -> Tensor:
-    """The sum of x [...] over the ranks, in its dtype."""
-    return _Joined.apply(x, group)
-
-
-def gathered(x: Tensor, group: Group) -> Tensor:
-    """x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
-    return _Gathered.apply(x, group)
-
-
-def _sum(x: Tensor, group: Group) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group.handle)
-    return out
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    group: Group
+    traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Joined.apply(grad, ctx.group), None
+    def of(world: World) -> "TensorRanks":
+        """Those of a run."""
+        return TensorRanks(world.tensor, world.traffic)
 
+    @property
+    def rank(self) -> int:
+        """This one's number among them."""
+        return self.group.rank
 
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _sum(x, group)
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.group.size
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Spread.apply(grad, ctx.group), None
+    def spread(self, x: Tensor | WithCopies) -> Tensor | WithCopies:
+        """x [...], the same on all ranks, for layers of which each rank has a part. Its 8-bit copies stay as they
+        are."""
+        if isinstance(x, WithCopies):
+            return x._replace(value=_moved(x.value, _same, self._sum))
+        return _moved(x, _same, self._sum)
 
+    def joined(self, x: Tensor) -> Tensor:
+        """The sum of x [...] over the ranks, in its dtype."""
+        return _moved(x, self._sum, _same)
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.columns = group, x.shape[-1]
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
-        dist.all_gather(parts, x.contiguous(), group=group.handle)
+    def gathered(self, x: Tensor) -> Tensor:
+        """x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
+        columns = x.shape[-1]
+        return _moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
+
+    def own_rows(self, x_ND: Tensor) -> Tensor:
+        """This rank's rows [n, ...] of x [N, ...], which is the same on all ranks, as its gradient will be."""
+        num_rows = len(x_ND)
+        return _moved(x_ND, self._own, functools.partial(self._all, num_rows=num_rows))
+
+    def all_rows(self, x_nD: Tensor, num_rows: int) -> Tensor:
+        """The rows x [n, ...] of each rank, in the order of ranks: [N, ...].
+
+        Args:
+            x_nD: this rank's of N rows, as `own_rows` has them.
+            num_rows: N.
+        """
+        return _moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
+
+    def most(self, x: Tensor) -> Tensor:
+        """The largest over the ranks, without a gradient."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, without a gradient."""
+        return self._sum(x)
+
+    def rows_of(self, num_rows: int) -> range:
+        """Which of so many rows are this rank's."""
+        return rows_of(num_rows, self.size, self.rank)
+
+    # ---- forward or backward, each the other's adjoint ----
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        with self._counted("all_reduce", out, out.nbytes):
+            dist.all_reduce(out, op, group=self.group.handle)
+        return out
+
+    def _columns(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        with self._counted("all_gather", x, x.nbytes * self.size):
+            dist.all_gather(parts, x.contiguous(), group=self.group.handle)
         return torch.cat(parts, -1)
 
+    def _own(self, x_ND: Tensor) -> Tensor:
+        rows = self.rows_of(len(x_ND))
+        return x_ND[rows.start : rows.stop]
+
+    def _all(self, x_nD: Tensor, num_rows: int) -> Tensor:
+        each = -(-num_rows // self.size)
+        missing = each - len(x_nD)
+        padded = F.pad(x_nD, (0, 0) * (x_nD.ndim - 1) + (0, missing)) if missing else x_nD.contiguous()
+        out = x_nD.new_empty(each * self.size, *x_nD.shape[1:])
+        with self._counted("all_gather", out, out.nbytes):
+            all_gather_rows(out.view(-1), padded.view(-1), group=self.group.handle)
+        return out[:num_rows]
+
+    @contextmanager
+    def _counted(self, operation: Operation, x: Tensor, num_bytes: int) -> Iterator[None]:
+        """An exchange of so many bytes of a whole tensor, of which each rank sends what others lack."""
+        kind = ("tp", operation, wire_name(x.dtype))
+        self.traffic.sent(*kind, whole_bytes(operation, num_bytes, self.size))
+        began = time.perf_counter()
+        yield
+        if not x.is_cuda:
+            took = time.perf_counter() - began
+            self.traffic.took(*kind, took, took)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _moved(x: Tensor, there: Move, back: Move) -> Tensor:
+    return _Moved.apply(x, there, back)
+
+
+class _Moved(torch.autograd.Function):
+    """A linear map, and its adjoint backward."""
+
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.group.rank * ctx.columns, ctx.columns), None
+    def forward(ctx, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Moved.apply(grad, ctx.back, ctx.there), None, None

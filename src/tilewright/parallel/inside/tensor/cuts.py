@@ -1,8 +1,9 @@
 """Which matrices of a decoder are cut over ranks (`tp`), and along which dim; shapes alone, also on the meta device.
 
 Attention is cut by heads: the outputs of what makes heads (dim 0 of the weight), the inputs of `o_proj` (dim 1). An MLP
-is cut by its hidden width, embedding and head by vocabulary. All else is on every rank: norms, and what makes the
-vectors that all heads of latent attention share.
+is cut by its hidden width, and so are the shared experts of a mixture, embedding and head by vocabulary. All else is on
+every rank: norms, routers, and what makes the vectors that all heads of latent attention share. Routed experts are
+whole where they are: ranks send other tokens through them (`inside.experts`).
 
 FSDP2 cuts the rows of what is left on a rank. A dim that both cut has to come out even: torch's metadata of what is
 left over are wrong (pytorch#168134). Heads and hidden widths that do not are refused, a vocabulary stays whole.
@@ -32,11 +33,16 @@ def cut_dims(model: Decoder, tp: int, dp_shard: int) -> dict[nn.Module, int]:
     found: dict[nn.Module, int] = {}
     if cuts_vocabulary(model.config.vocab_size, tp, dp_shard):
         found |= {model.model.embed_tokens: 0, model.lm_head: 0}
-    for name, module in model.named_modules():
+    for name, module in cut_modules(model):
         last = name.rpartition(".")[2]
         if last in OUTPUTS or last in INPUTS:
             found[module] = 0 if last in OUTPUTS else 1
     return found
+
+
+def cut_modules(model: Decoder) -> list[tuple[str, nn.Module]]:
+    """Modules by name without those of routed experts, which are whole where they are."""
+    return [(name, module) for name, module in model.named_modules() if ".experts." not in name]
 
 
 def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
@@ -50,7 +56,7 @@ def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
 
 
 def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConfig:
-    """The shape of what one of `tp` ranks has: a dense decoder with fewer heads, a narrower MLP, fewer tokens.
+    """The shape of what one of `tp` ranks has: a decoder with fewer heads, narrower MLPs, fewer tokens.
 
     Example:
         >>> found = config_on_rank(DecoderConfig.of(vocab_size=512, dim=64, num_heads=8, ffn_dim=192), 4, 1)
@@ -59,28 +65,28 @@ def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConf
     """
     vocab = config.vocab_size // tp if cuts_vocabulary(config.vocab_size, tp, dp_shard) else config.vocab_size
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads, ffn_dim=config.ffn_dim // tp, vocab_size=vocab)
+    widths = {"ffn_dim": config.ffn_dim // tp, "shared_dim": config.shared_width // tp if config.num_experts else 0}
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, vocab_size=vocab, **widths)
 
 
 def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     """Raise where a model cannot be cut so.
 
     Raises:
-        ConfigError: it is not tilewright's own dense decoder, its weights are stored in 16 bits, or its heads or widths
-            do not come out even.
+        ConfigError: it is not tilewright's own decoder, its weights are stored in 16 bits, or its heads or widths do
+            not come out even.
     """
-    if not isinstance(model, Decoder) or model.config.num_experts or not isinstance(model.architecture, str):
-        kind = "a mixture of experts" if isinstance(model, Decoder) and model.config.num_experts else "another model"
+    if not isinstance(model, Decoder) or not isinstance(model.architecture, str):
         raise ConfigError(
             "Model whose matrices cannot be cut over processes yet",
-            got=f"{type(model).__name__}, {kind}, parallel.tp = {tp}",
-            need="tilewright's own decoder without experts",
+            got=f"{type(model).__name__}, parallel.tp = {tp}",
+            need="tilewright's own decoder",
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
     config = model.config
     heads = config.num_heads, config.num_kv_heads if config.attention == "gqa" else 0
-    for found in uneven_widths(*heads, config.ffn_dim, tp):
+    for found in uneven_widths(*heads, config.ffn_dim, tp, config.shared_width):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
     low = [name for name, param in model.named_parameters() if param.dtype != torch.float32]
     if low:
@@ -91,7 +97,7 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
             try_="--precision.mode bf16_mixed --optim.master_weights fp32, or --parallel.tp 1",
             where="parallel.tp",
         )
-    for name, module in model.named_modules():
+    for name, module in cut_modules(model):
         if name.rpartition(".")[2] in OUTPUTS and (rows := module.weight.shape[0]) % (tp * dp_shard):
             raise ConfigError(
                 "Matrix that does not come out even over both axes",

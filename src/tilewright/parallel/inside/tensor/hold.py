@@ -8,6 +8,7 @@ is here, as plain tensors, whatever their format: a hook puts it in the weight's
 tell each other is in hooks too, at the ends of attention and MLP; a layer that is recomputed runs them again.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.layers import MLP
-from tilewright.parallel.inside.tensor.collectives import joined, spread
-from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cuts_vocabulary
+from tilewright.models.decoder.moe import MoE, RunTokens
+from tilewright.parallel.inside.tensor.collectives import TensorRanks
+from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
-from tilewright.parallel.world import Group, World
+from tilewright.parallel.world import World
 
 
 def cut_tensors(model: Any, world: World) -> None:
@@ -35,7 +37,7 @@ def cut_tensors(model: Any, world: World) -> None:
     Raises:
         ConfigError: see `cuts.check_cuts`.
     """
-    sizes, group = world.sizes, world.tensor
+    sizes, ranks = world.sizes, TensorRanks.of(world)
     check_cuts(model, sizes.tp, sizes.dp_shard)
     assert world.mesh is not None, "tp > 1 has a mesh"
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
@@ -45,18 +47,20 @@ def cut_tensors(model: Any, world: World) -> None:
             made[whole] = _part(whole, world.mesh["tp"], dim)
         module.register_parameter("weight", made[whole])
         _run_on_part(module)
-    for module in list(model.modules()):
+    for _, module in cut_modules(model):
         if isinstance(module, GroupedQueryAttention | MLP):
-            _spread_input(module, group)
-            _join_output(module.o_proj if isinstance(module, GroupedQueryAttention) else module.down_proj, group)
+            _spread_input(module, ranks)
+            _join_output(module.o_proj if isinstance(module, GroupedQueryAttention) else module.down_proj, ranks)
         elif isinstance(module, LatentAttention):
             for reader in (module.q_b_proj if module.q_lora_rank else module.q_proj, module.kv_b_proj):
-                _spread_input(reader, group)
-            module.shared_by_heads = lambda key: spread(key, group)
-            _join_output(module.o_proj, group)
+                _spread_input(reader, ranks)
+            module.shared_by_heads = ranks.spread
+            _join_output(module.o_proj, ranks)
+        elif isinstance(module, MoE):
+            module.divided = functools.partial(_each_some_tokens, ranks)
     if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
-        cut_embedding(model.model.embed_tokens, group)
-        HeadPart.of(model.lm_head, group, on_part)
+        cut_embedding(model.model.embed_tokens, ranks)
+        HeadPart.of(model.lm_head, ranks, on_part)
     else:
         model.notes.append(
             f"Embedding and head are whole on each process of parallel.tp: {model.config.vocab_size} rows do not come "
@@ -99,15 +103,24 @@ def _leave(module: nn.Module, *_: Any) -> None:
     module.__dict__.pop("weight", None)
 
 
-def _spread_input(module: nn.Module, group: Group) -> None:
+def _each_some_tokens(
+    ranks: TensorRanks, run: RunTokens, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor
+) -> Tensor:
+    """Routed experts are not cut: each rank sends some of the tokens through them, and all get what comes out."""
+    rows = ranks.rows_of(len(x_ND))
+    out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop])
+    return ranks.all_rows(out_nD, len(x_ND))
+
+
+def _spread_input(module: nn.Module, ranks: TensorRanks) -> None:
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return spread(args[0], group), *args[1:]
+        return ranks.spread(args[0]), *args[1:]
 
     module.register_forward_pre_hook(before)
 
 
-def _join_output(module: nn.Module, group: Group) -> None:
+def _join_output(module: nn.Module, ranks: TensorRanks) -> None:
     def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return joined(out, group)
+        return ranks.joined(out)
 
     module.register_forward_hook(after)

@@ -15,29 +15,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.models.base.head import head_operands
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.kernels import Kernels
-from tilewright.parallel.inside.tensor.collectives import gathered, joined, spread
-from tilewright.parallel.world import Group
+from tilewright.parallel.inside.tensor.collectives import TensorRanks
 
 
-def cut_embedding(table: nn.Embedding, group: Group) -> None:
+def cut_embedding(table: nn.Embedding, ranks: TensorRanks) -> None:
     """Let an embedding whose rows are cut give the rows of all tokens."""
-    rows = table.num_embeddings // group.size
+    rows = table.num_embeddings // ranks.size
     foreign: list[Tensor] = []
     """Where the tokens of the call that runs are other ranks'."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        ids = args[0] - group.rank * rows
+        ids = args[0] - ranks.rank * rows
         foreign.append((ids < 0) | (ids >= rows))
         return (ids.masked_fill(foreign[-1], 0),)
 
     def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return joined(out.masked_fill(foreign.pop().unsqueeze(-1), 0.0), group)
+        return ranks.joined(out.masked_fill(foreign.pop().unsqueeze(-1), 0.0))
 
     table.register_forward_pre_hook(before)
     table.register_forward_hook(after)
@@ -48,32 +46,30 @@ class HeadPart:
     """This rank's rows of the head; what `head_loss` calls in the place of its own."""
 
     head: nn.Linear
-    group: Group
+    ranks: TensorRanks
     on_part: Callable[[nn.Module], AbstractContextManager[None]]
     """Inside, the head's weight is the part that is here."""
 
     @staticmethod
-    def of(head: nn.Linear, group: Group, on_part: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    def of(head: nn.Linear, ranks: TensorRanks, on_part: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Let a head whose rows are cut give the logits and the loss of all classes."""
-        head.__dict__["part"] = HeadPart(head, group, on_part)  # no child of the module
-        head.register_forward_pre_hook(lambda _, args: (spread(args[0], group), *args[1:]))
-        head.register_forward_hook(lambda _, __, out: gathered(out, group))
+        head.__dict__["part"] = HeadPart(head, ranks, on_part)  # no child of the module
+        head.register_forward_pre_hook(lambda _, args: (ranks.spread(args[0]), *args[1:]))
+        head.register_forward_hook(lambda _, __, out: ranks.gathered(out))
 
     def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
         """See `models.base.head.head_loss`. The same on all ranks."""
         with self.on_part(self.head):
-            x_ND, weight_VD = head_operands(self.head, spread(x_ND, self.group))
+            x_ND, weight_VD = head_operands(self.head, self.ranks.spread(x_ND))
             own = weight_VD.shape[0]
-            join = functools.partial(_join, group=self.group)
-            classes = ClassSlice(self.group.rank * own, own, own * self.group.size, join)
+            join = functools.partial(_join, ranks=self.ranks)
+            classes = ClassSlice(self.ranks.rank * own, own, own * self.ranks.size, join)
             return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, classes=classes)
 
 
-def _join(lse_C: Tensor, logit_C: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _join(lse_C: Tensor, logit_C: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
     """Log-sum-exp [C] over the classes of all ranks, and the label's logit [C], zero where it is another rank's."""
-    most_C = lse_C.clone()
-    dist.all_reduce(most_C, dist.ReduceOp.MAX, group=group.handle)
+    most_C = ranks.most(lse_C)
     finite_C = torch.where(most_C.isfinite(), most_C, 0.0)  # infinities and NaN come through as they would alone
-    both_2C = torch.stack([(lse_C - finite_C).exp(), logit_C])
-    dist.all_reduce(both_2C, group=group.handle)
+    both_2C = ranks.total(torch.stack([(lse_C - finite_C).exp(), logit_C]))
     return both_2C[0].log() + finite_C, both_2C[1]
