@@ -39,10 +39,6 @@ CASES = [
     ),
     ({"checkpoint.export_hf": "true", "model.num_experts": "4"}, "No Hugging Face layout for this shape"),
     (
-        {"checkpoint.export_hf": "true", "model.num_heads": "3", "model.head_dim": "4"},
-        "No Hugging Face layout for this shape",
-    ),
-    (
         {
             "checkpoint.export_hf": "true",
             "model.attention": "mla",

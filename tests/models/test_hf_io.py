@@ -1,4 +1,4 @@
-"""Llama and DeepSeek-V3 folders: transformers reads what we write, we read what transformers writes."""
+"""Llama, Mistral and DeepSeek-V3 folders: transformers reads what we write, we read what transformers writes."""
 
 import json
 import sys
@@ -49,6 +49,14 @@ def llama(**changes):
     return LlamaForCausalLM(LlamaConfig(**sizes | heads | changes))
 
 
+def mistral(**changes):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "initializer_range": 0.1}
+    return MistralForCausalLM(MistralConfig(**sizes | heads | {"sliding_window": None} | changes))
+
+
 def deepseek(**changes):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -65,11 +73,20 @@ def deepseek(**changes):
         llama,
         lambda: llama(tie_word_embeddings=True, num_key_value_heads=4),
         lambda: llama(head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-3),
+        mistral,
         deepseek,
         lambda: deepseek(q_lora_rank=None, n_shared_experts=2, tie_word_embeddings=True, rms_norm_eps=1e-4),
         lambda: deepseek(first_k_dense_replace=3),
     ],
-    ids=["llama", "llama tied", "llama wide heads", "deepseek", "deepseek tied, no q rank", "deepseek dense"],
+    ids=[
+        "llama",
+        "llama tied",
+        "llama wide heads",
+        "mistral",
+        "deepseek",
+        "deepseek tied, no q rank",
+        "deepseek dense",
+    ],
 )
 def test_we_read_what_transformers_writes(make, tmp_path):
     torch.manual_seed(0)
@@ -218,6 +235,41 @@ def test_index_and_files_must_agree(tmp_path):
     lost.unlink()
     with pytest.raises(CheckpointError, match=f"no {lost.name}"):
         load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(3, 3, 16), (6, 2, 8), (5, 1, 10), (1, 1, 64), (12, 3, 6)])
+def test_any_number_of_heads_has_a_layout(heads, groups, width, tmp_path):
+    """Llama's where transformers takes it, else Mistral's; read by transformers and by us."""
+    from transformers import AutoModelForCausalLM
+
+    config = DecoderConfig.of(
+        vocab_size=61, dim=64, num_layers=2, num_heads=heads, num_kv_heads=groups, head_dim=width, ffn_dim=96
+    )
+    model = Decoder(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.2)
+    model.save_hf(tmp_path)
+    expected = "llama" if 64 % heads == 0 else "mistral"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == expected
+    net, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    ids = make_batch(seed=5)["input_ids"]
+    assert_snr(hf_logits(net, ids), model(ids), FP32_DB)
+    assert read_config(tmp_path) == config
+    assert_snr(load_decoder(tmp_path).eval()(ids), model(ids), FP32_DB)
+
+
+@pytest.mark.parametrize("window", [4096, "absent"])
+def test_a_sliding_window_is_not_ignored(window, tmp_path):
+    """Where config.json says nothing of a window, transformers' Mistral has one."""
+    mistral().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw.pop("sliding_window", None)
+    raw |= {} if window == "absent" else {"sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="sliding_window = 4096"):
+        read_config(tmp_path)
 
 
 def test_shapes_without_a_layout_cannot_be_written(tmp_path):

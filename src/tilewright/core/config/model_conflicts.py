@@ -139,9 +139,8 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
-    if model.attention == "gqa" and (model.num_experts or model.dim % model.num_heads):
-        has = "experts" if model.num_experts else f"dim = {model.dim} and {model.num_heads} heads"
-        need = 'attention = "mla" with experts, or none; dim a multiple of num_heads'
+    if model.attention == "gqa" and model.num_experts:
+        has, need = "experts", 'attention = "mla" with experts, or none'
     elif model.num_experts and not model.num_shared_experts:
         has, need = "no shared expert", "at least one shared expert"
     elif model.num_experts and model.num_experts // model.num_expert_groups < 2:

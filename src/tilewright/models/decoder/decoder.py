@@ -290,7 +290,7 @@ class Decoder(nn.Module):
         extra: Mapping[str, Any] | None = None,
         live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_weights.save_decoder`."""
+        """Write a Hugging Face folder of Llama, Mistral or DeepSeek-V3 layout. See `hf_weights.save_decoder`."""
         save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
 
     def _embedded(self, ids_BS: Tensor) -> Tensor:

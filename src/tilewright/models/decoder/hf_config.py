@@ -1,4 +1,7 @@
-"""config.json of Llama and DeepSeek-V3 folders to and from `DecoderConfig`. No tensors, no transformers.
+"""config.json of Llama, Mistral and DeepSeek-V3 folders to and from `DecoderConfig`. No tensors, no transformers.
+
+Mistral's layout without a window is Llama's model with heads of any width: it is written where heads times their width
+are not the width of the model in a way that transformers' Llama takes.
 
 What a folder asks for that the decoder cannot do exactly (rope scaling, biases, another activation) is an error, all
 of it at once; nothing is ignored that would change a logit.
@@ -13,8 +16,8 @@ from tilewright.formats.fp8_layout import layout_problems
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.folder.json_file import read_json
 
-LLAMA, DEEPSEEK = "llama", "deepseek_v3"
-_ARCHITECTURE = {LLAMA: "LlamaForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
+LLAMA, MISTRAL, DEEPSEEK = "llama", "mistral", "deepseek_v3"
+_ARCHITECTURE = {LLAMA: "LlamaForCausalLM", MISTRAL: "MistralForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
 _SHARED_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -51,7 +54,7 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(folder: Path | str) -> DecoderConfig:
-    """The decoder's shape from a folder of Llama or DeepSeek-V3 layout.
+    """The decoder's shape from a folder of Llama, Mistral or DeepSeek-V3 layout.
 
     Raises:
         CheckpointError: not such a folder, keys missing, or something in it that the decoder cannot do.
@@ -90,7 +93,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
 
 
 def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
-    """config.json for this shape: Llama layout for dense GQA, DeepSeek-V3 layout for MLA.
+    """config.json for this shape: Llama layout for dense GQA, Mistral's where the width of the model is no multiple of
+    its heads, DeepSeek-V3 layout for MLA.
 
     Raises:
         CheckpointError: no Hugging Face layout describes the shape; of an architecture of the caller's own, what it
@@ -98,7 +102,7 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
     """
     if not isinstance(config.architecture, str):
         return config.architecture.folder_config(config, dtype_name)
-    layout = DEEPSEEK if config.attention == "mla" else LLAMA
+    layout = DEEPSEEK if config.attention == "mla" else MISTRAL if config.dim % config.num_heads else LLAMA
     problems = _unwritable(config)
     if problems:
         raise CheckpointError.from_problems(problems)
@@ -110,7 +114,6 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.rope_dim,
         "hidden_act": "silu",
-        "attention_bias": False,
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -121,6 +124,9 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if layout == MISTRAL:
+        return raw | {"sliding_window": None}
+    raw |= {"attention_bias": False}
     if layout == LLAMA:
         return raw | {"mlp_bias": False}
     raw |= {theirs: getattr(config, ours) for theirs, ours in _DEEPSEEK_KEYS.items()}
@@ -159,6 +165,8 @@ def _is_size(value: Any) -> bool:
 
 def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
     wrong = [f"{key} = {raw[key]!r}" for key, allowed in _ONLY_VALUES.items() if key in raw and raw[key] not in allowed]
+    if raw["model_type"] == MISTRAL and raw.get("sliding_window", "4096, where nothing is said") is not None:
+        wrong.append(f"sliding_window = {raw.get('sliding_window', '4096, where nothing is said')}")
     rope = _rope(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -182,8 +190,6 @@ def _unwritable(config: DecoderConfig) -> list[Problem]:
     reasons = []
     if config.attention == "gqa" and config.num_experts:
         reasons.append(("grouped-query attention with experts", 'attention = "mla" with experts, or a dense model'))
-    if config.attention == "gqa" and config.dim % config.num_heads:
-        reasons.append((f"dim {config.dim} with {config.num_heads} heads", "dim as a multiple of num_heads"))
     if config.num_experts and not config.num_shared_experts:
         reasons.append(("no shared expert", "at least one shared expert"))
     if config.num_experts and config.num_experts // config.num_expert_groups < 2:

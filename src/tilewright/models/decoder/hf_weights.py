@@ -1,4 +1,4 @@
-"""Weights of Llama and DeepSeek-V3 folders: (sharded) safetensors to and from a `decoder.Decoder`.
+"""Weights of Llama, Mistral and DeepSeek-V3 folders: (sharded) safetensors to and from a `decoder.Decoder`.
 
 Reading copies slice by slice into the parameters that exist already, so a model is never in memory twice; everything
 that does not fit is reported at once, before a byte is copied. Writing puts config.json last: a folder without it is

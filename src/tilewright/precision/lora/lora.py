@@ -219,8 +219,8 @@ def load_lora_decoder(
     seed: int = 0,
     read: Callable[[Path | str], DecoderConfig] = read_config,
 ) -> Decoder:
-    """A decoder with adapters from a folder of Llama or DeepSeek-V3 layout, or of what `read` reads; arguments as in
-    `add_lora`.
+    """A decoder with adapters from a folder of Llama, Mistral or DeepSeek-V3 layout, or of what `read` reads; arguments
+    as in `add_lora`.
 
     FP8 weights of the folder become the layers' codes and scales as they are, without being decoded, so the model never
     takes more than about a byte per weight. Weights in another format are encoded one by one.

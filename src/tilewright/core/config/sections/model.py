@@ -44,8 +44,8 @@ class ModelSection(Section):
     ([Add a model](../how-to/add-a-model.md))."""
     path: str = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
-    `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama or
-    DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama, Mistral
+    (without a window) or DeepSeek-V3 layout, whose shape then replaces the fields below."""
     weights: Literal["random", "load"] = "random"
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
