@@ -18,7 +18,8 @@ from tilewright.report.run_data.measured import (
     not_finite,
     part_note,
     peak_memory_row,
-    planned_owners,
+    phase_of,
+    planned_peak,
     settled_norms,
     skipped_steps,
 )
@@ -246,7 +247,7 @@ def memory_figure(run: RunData) -> Figure | None:
 
 def memory_bars_figure(run: RunData) -> Figure | None:
     """Planned against measured bytes by owner, at the peak of each."""
-    planned = planned_owners(run)
+    phase, planned = planned_peak(run)
     measured: Row = peak_memory_row(run, with_owners=True) or peak_memory_row(run) or {}
     owned: Mapping[str, float] = measured.get("memory") or {}
     if not planned and not owned:
@@ -258,7 +259,12 @@ def memory_bars_figure(run: RunData) -> Figure | None:
     totals = [sum(planned.values()) if planned else None, number(measured.get("memory_bytes"))]
     svg = bar_chart([*rows, ("peak", totals)], ("planned", "measured"), label="memory by owner", value_format="bytes")
     reading = "The plan counts what an allocator keeps after a free under other."
-    return Figure("Memory at the peak", svg, reading, [(0, "planned", ""), (1, "measured", "")])
+    names = [_at("planned", phase), _at("measured", phase_of(measured))]
+    return Figure("Memory at the peak", svg, reading, [(0, names[0], ""), (1, names[1], "")])
+
+
+def _at(what: str, phase: str) -> str:
+    return f"{what}, at {phase}" if phase else what
 
 
 def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Series:

@@ -5,14 +5,17 @@ read is left out and counted. A number that is not finite is None (`clean`): a r
 whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
 """
 
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from pydantic import TypeAdapter
+from tomlkit.container import Container
+from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import Table
 
 from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
@@ -27,7 +30,6 @@ from tilewright.training.runlog.task_scores import TaskScore
 
 MOST_STEPS = 2**53
 """Steps that a double counts; a row of a higher one is no row of a run."""
-_VALUE_LINE = re.compile(r"^([A-Za-z_][\w-]*)\s*=\s*(.*?)(?:\s+#\s*(.*))?$")
 
 
 @dataclass(frozen=True)
@@ -229,13 +231,26 @@ def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:
 
 
 def recorded_settings(text: str) -> list[RecordedSetting]:
-    """The recipe's lines with the comment behind each value, which names its source."""
-    section, found = "", []
-    for line in text.splitlines():
-        line = line.strip()
-        if line.startswith("["):
-            section = line.strip("[] ")
-        elif match := _VALUE_LINE.match(line):
-            name = f"{section}.{match[1]}" if section else match[1]
-            found.append(RecordedSetting(name, match[2], match[3] or ""))
-    return found
+    """The settings of a recipe with the comment behind each value, which names its source; none where it is no TOML.
+
+    Example:
+        >>> [found] = recorded_settings('[run]\\nname = "a # b"  # typed')
+        >>> found.name, found.value, found.source
+        ('run.name', '"a # b"', 'typed')
+    """
+    try:
+        document = tomlkit.parse(text)
+    except TOMLKitError:
+        return []
+    return list(_settings_of(document, ""))
+
+
+def _settings_of(table: Container, prefix: str) -> Iterator[RecordedSetting]:
+    for key, item in table.body:
+        if key is None:  # an empty line, or a comment
+            continue
+        if isinstance(item, Table):
+            yield from _settings_of(item.value, f"{prefix}{key.key}.")
+        else:
+            value = " ".join(item.as_string().splitlines())
+            yield RecordedSetting(prefix + key.key, value, item.trivia.comment.lstrip("# "))

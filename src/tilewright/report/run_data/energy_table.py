@@ -61,7 +61,8 @@ def _parts(record: EnergyRecord) -> list[tuple[str, ...]]:
 
 
 def _notes(record: EnergyRecord) -> list[str]:
-    notes = [f"Not counted: {reason}." for reason in record["reasons"]]
+    said = joules_of(record) is None  # the sentence above holds the reasons then
+    notes = [] if said else [f"Not counted: {reason}." for reason in record["reasons"]]
     if record["state"] == MEASURED:
         notes.append(
             "Counted for these parts of the machine, whatever program used them. Seconds are those of each rank."

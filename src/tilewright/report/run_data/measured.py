@@ -167,6 +167,12 @@ def peak_memory_row(run: RunData, with_owners: bool = False) -> Row | None:
     return max(rows, key=lambda row: row["memory_bytes"], default=None)
 
 
+def phase_of(row: Row) -> str:
+    """The phase of a row that its bytes by owner are of; empty where phases are not recorded."""
+    owners, phases = row.get("memory"), row.get("memory_phases") or {}
+    return next((name for name, found in phases.items() if found == owners), "")
+
+
 def training_peak(run: RunData) -> float | None:
     """Highest peak in bytes of a training step; the peak of all that was done where phases are not recorded."""
     peaks: list[float] = []
@@ -178,15 +184,17 @@ def training_peak(run: RunData) -> float | None:
     return max(peaks, default=None)
 
 
-def planned_owners(run: RunData) -> Mapping[str, float]:
-    """The plan's bytes by owner at the highest phase of a training step, with a checkpoint being written beside it
-    where that was done; empty where there is no plan."""
+def planned_peak(run: RunData) -> tuple[str, Mapping[str, float]]:
+    """The phase of a training step with most planned bytes, and those by owner, with a checkpoint being written beside
+    it where that was done; empty where there is no plan."""
     plan = run.plan or {}
     phases = plan.get("phases") or {}
-    step = phases.get(plan.get("step_phase") or plan.get("peak_phase")) or {}
-    saved = any(event.get("background") for event in run.kinds("save"))
-    beside = (phases.get("checkpoint") or {}) if saved else {}
-    return max(step, beside, key=lambda owners: sum(owners.values()))
+    names = [plan.get("step_phase") or plan.get("peak_phase") or ""]
+    if any(event.get("background") for event in run.kinds("save")):
+        names.append("checkpoint")
+    found = {name: phases.get(name) or {} for name in names}
+    phase = max(found, key=lambda name: sum(found[name].values()))
+    return phase if found[phase] else "", found[phase]
 
 
 def quarters(values: Sequence[float]) -> list[Sequence[float]]:

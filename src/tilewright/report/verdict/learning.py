@@ -94,7 +94,10 @@ def plateau(run: RunData) -> Verdict:
     now = f"{num(last.value)} nats per token"
     if not flat and progress[-1]:
         gain = before[-1].value - last.value
-        return PLATEAU.judge(0.0, f"The last quarter of the run brought {num(gain)} nats; the loss is {now}.")
+        return PLATEAU.judge(
+            0.0,
+            f"The loss fell by {num(gain)} nats from the third quarter of the run to the last, whose median is {now}.",
+        )
     if not flat:
         return PLATEAU.judge(
             0.0, f"The held-out loss fell by {num(fell[-1])} nats at the end; the training loss is {now}."

@@ -6,7 +6,7 @@ from statistics import median
 from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.run_data.measured import planned_owners, quarters, training_peak
+from tilewright.report.run_data.measured import planned_peak, quarters, training_peak
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 from tilewright.training.planning.pace import OFF
@@ -83,7 +83,7 @@ SLOWDOWN = VerdictRule(
 
 def off_plan(run: RunData) -> Verdict:
     """Is the peak the planned one?"""
-    owners, measured = planned_owners(run), training_peak(run)
+    (_, owners), measured = planned_peak(run), training_peak(run)
     if measured is None:
         return OFF_PLAN.not_measured("The memory of the run is not recorded.")
     planned = sum(owners.values())
