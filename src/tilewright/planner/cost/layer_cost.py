@@ -131,8 +131,11 @@ class LayerParts:
 
     def cost(self) -> Cost:
         """All of it."""
-        holdings = self._standard() if self.setting.can.one_micro_batch else self._layer_major()
-        return Cost.of(total_s(self.operations()), list(holdings))
+        return Cost.of(total_s(self.operations()), self.holdings())
+
+    def holdings(self) -> list[Holding]:
+        """Its bytes."""
+        return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
         """What a step does with it."""

@@ -1,5 +1,6 @@
 """A search over meshes: as good as pricing every setting, the same twice, and what it says where nothing fits."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -7,13 +8,18 @@ from dataclasses import replace
 import pytest
 
 from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
+from tilewright.models.build import build_model
+from tilewright.parallel.inside.tensor.cuts import check_cuts
 from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
 from tilewright.planner.simulate.mesh.model import MeshModel
 from tilewright.planner.simulate.mesh.search import MeshSearch
 from tilewright.planner.simulate.mesh.space import Space
 from tilewright.planner.simulate.mesh.step import MeshRates
+from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.simulate.torch_tables import Asked, torch_tables
 
 DENSE = {
     "model.dim": "4096", "model.num_layers": "16", "model.num_heads": "32", "model.num_kv_heads": "8",
@@ -25,6 +31,7 @@ MOE = DENSE | {
     "model.num_dense_layers": "1",
 }  # fmt: skip
 ROUNDING = 1e-9
+TABLES: dict[Asked, ScheduleTable] = {}
 
 
 def rates_of(settings, world, nodes=""):
@@ -42,8 +49,15 @@ def dense():
 
 def search_of(rates, gib, **changes):
     world, gpus = rates.cluster.world, rates.cluster.gpus
-    space = replace(Space.of(rates.model.recipe, world, gpus, 16), **changes)
-    return MeshSearch(rates, space, gib * 2**30, 989.5e12)
+    space = replace(Space.of(rates.model, world, gpus), **changes)
+    return MeshSearch(rates, space, gib * 2**30, 989.5e12, made_once)
+
+
+def made_once(asked):
+    """Tables of schedules; one process makes those that no test has asked for."""
+    if missing := [one for one in asked if one not in TABLES]:
+        TABLES.update(torch_tables(missing))
+    return {one: TABLES[one] for one in asked}
 
 
 @pytest.mark.parametrize("gib", [20, 28, 70])
@@ -60,14 +74,14 @@ def test_as_good_as_every_setting(dense, gib):
 
 
 def test_the_same_answer_twice(dense):
-    first, second = (search_of(dense, 30).best(5, [("fp32", "fp32")]) for _ in range(2))
+    first, second = (search_of(dense, 30, schedules=("1f1b", "zbv")).best(5, [("fp32", "fp32")]) for _ in range(2))
     assert [str(one.setting) for one in first.best] == [str(one.setting) for one in second.best]
     assert [one.seconds for one in first.best] == [one.seconds for one in second.best]
 
 
 def test_no_step_is_below_its_bound_and_shares_add_up(dense):
-    space = Space.of(dense.model.recipe, 8, 4, 16)
-    search = MeshSearch(dense, space, 80 * 2**30, 989.5e12)
+    space = Space.of(dense.model, 8, 4)
+    search = MeshSearch(dense, space, 80 * 2**30, 989.5e12, made_once)
     groups = random.sample(list(space.settings("fp32", "fp32")), 16)
     costs = [search._costs(group, kind) for group in groups for kind in ("keep", "recompute")]
     search._fetch(costs)
@@ -96,6 +110,25 @@ def test_nothing_fits(dense):
     assert not found.best
     assert found.nearest is not None
     assert found.nearest.worst.peak > 2**30
+
+
+@pytest.mark.parametrize("model", ["gqa", "mla"])
+def test_matrices_are_cut_where_a_run_can_cut_them(model):
+    """As `parallel.inside.tensor.cuts` refuses what does not come out even."""
+    latent = {"model.attention": "mla", "model.num_kv_heads": "0"} if model == "mla" else {"model.num_kv_heads": "4"}
+    sizes = {"model.dim": "96", "model.num_heads": "12", "model.ffn_dim": "192", "model.head_dim": "8"}
+    rates = rates_of(DENSE | latent | sizes | {"data.vocab_size": "512", "train.global_batch_size": "64"}, 32, "4x8")
+    whole = build_model(rates.model.recipe.model, 512, device="meta")
+    found = {(one.tp, one.dp_shard) for one in Space.of(rates.model, 32, 8).meshes()}
+    for tp, shards in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+        if tp * shards > 32:
+            continue
+        try:
+            check_cuts(whole, tp, shards)
+            can = True
+        except ConfigError:
+            can = tp == 1
+        assert ((tp, shards) in found) == can, (tp, shards)
 
 
 def test_experts_are_spread_where_that_pays():

@@ -110,18 +110,15 @@ def _search(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[
     with ProgressBar("planning") as progress:
         progress.phase("the model")
         model = MeshModel(recipe, vocab_size_of(recipe), machine, row.ceilings())
-        space = Space.of(recipe, world, cluster.gpus, model.shape("fp32", 1).num_layers)
+        space = Space.of(model, world, cluster.gpus)
         space.check()
         progress.phase("the mesh")
         usable = (1 - recipe.plan.margin) * budget
         own = (recipe.optim.moments, recipe.optim.master_weights)
         formats = [own, *((one["optim.moments"], one.get("optim.master_weights", own[1])) for one in narrower(recipe))]
         found = MeshSearch(MeshRates(model, cluster), space, usable, row.bf16).best(BEST, formats)
-    guessed = (
-        "routing of experts is taken for even, tensor parallelism divides all but the process, transfers do not slow "
-        "computation down",
-    )
-    return found, (*published_notes(options["on"]), *cluster.notes, *guessed, *model.shape("fp32", 1).notes)
+    guessed = ("routing of experts is taken for even, and transfers do not slow computation down",)
+    return found, (*published_notes(options["on"]), *cluster.notes, *guessed, *model.whole.notes)
 
 
 def _show(found: "BestMeshes", world: int, on: str, loaded: "Loaded", notes: Sequence[str]) -> None:

@@ -11,11 +11,11 @@ def spread_layers(costs: MeshCosts) -> tuple[int, ...]:
         costs: with as many layers in each stage.
     """
     pipeline = costs.setting.pipeline
-    classes = costs.model.shape("fp32", 1).classes
+    classes = costs.model.whole.classes
     counts = [len(one) for one in pipeline.split(sum(found.count for found in classes))]
     total = sum(costs.rates.layer(place, costs.key).total * found.count for place, found in enumerate(classes))
     each = total / sum(counts)
-    head = costs.model.head(costs.setting.rows).times(1 / costs.setting.sizes.tp).total
+    head = costs.model.head(costs.setting.rows, costs.shape_key).total
 
     def loads(now: list[int]) -> list[float]:
         found = [0.0] * pipeline.pp

@@ -1,12 +1,13 @@
 """A model on one machine, as a search over meshes asks for it: layers of a stage, weights of a rank, seconds.
 
-Matmuls and activations of tensor parallelism are those of one rank, divided (sequence parallelism: norms too); ends of
-the model are cut by vocabulary. Experts that are spread do as much work on each rank: routing is taken for even.
+Under tensor parallelism a rank has the shape that a plan of one device gives it (`parallel.inside.tensor.cuts`): fewer
+heads, narrower layers, a part of the vocabulary. Experts that are spread do as much work on each rank: routing is taken
+for even, and ranks that cut matrices share the rows of experts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import Activations, LayerMemory
+from tilewright.models.build import decoder_config, spec_of
+from tilewright.parallel.inside.tensor.cuts import cuts_vocabulary
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.choices import GlobalConfig, Links
@@ -27,6 +30,17 @@ from tilewright.planner.model.weights import Tensors, Weights
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 
 NO_LINKS = Links(None, None)
+
+
+class ShapeKey(NamedTuple):
+    """What decides the shape of a rank's part of a model."""
+
+    master: str
+    """Storage of weights."""
+    ep: int = 1
+    tp: int = 1
+    shards: int = 1
+    """Ranks of `dp_shard`: 1, or the first number of those that leave the same shape (`MeshModel.key`)."""
 
 
 class PassSeconds(NamedTuple):
@@ -91,12 +105,37 @@ class MeshModel:
         self._finder = finder or ShapeFinder(vocab_size, machine)
         self.shape = cache(self._shape)
         self.marked = cache(self._marked)
+        self.key = cache(self._key)
         self.passes = cache(self._passes)
         self.part = cache(self._part)
         self.recipe_with = cache(self._recipe_with)
         self.head = cache(self._head)
-        self.experts = recipe.model.num_experts
-        """Routed ones of a layer; 0: dense."""
+        section = recipe.model
+        known = spec_of(section.kind).formulas is not None
+        self.decoder = decoder_config(section, vocab_size) if known else None
+        """Its shape; None of a model that is not tilewright's own."""
+        self._alike: dict[tuple[int, bool, bool], int] = {}
+
+    @property
+    def experts(self) -> int:
+        """Routed ones of a layer that may be on other ranks; 0: none."""
+        return self.decoder.num_experts if self.decoder else 0
+
+    @property
+    def chosen(self) -> int:
+        """Of them those that a token passes."""
+        return self.decoder.num_experts_per_token if self.decoder else 0
+
+    @cached_property
+    def whole(self) -> ModelShape:
+        """On one rank, weights in FP32."""
+        return self.shape(ShapeKey("fp32"))
+
+    def _key(self, master: str, sizes: MeshSizes) -> ShapeKey:
+        """Of a rank of a mesh: shards decide whether there are any, and whether the vocabulary is cut too."""
+        shards, tp = sizes.dp_shard, sizes.tp
+        kind = (tp, shards > 1, tp > 1 and cuts_vocabulary(self._finder.vocab_size, tp, shards))
+        return ShapeKey(master, sizes.ep, tp, self._alike.setdefault(kind, shards))
 
     def _recipe_with(self, master: str) -> Recipe:
         """The recipe with another storage of weights, and one process."""
@@ -104,17 +143,15 @@ class MeshModel:
         alone |= {"parallel.tp": 1, "parallel.ep": 1}
         return changed(self.recipe, alone | {"optim.master_weights": master})
 
-    def _marked(self, master: str) -> ModelShape:
-        """Each expert on a rank of its own, so that its tensors are known by that."""
-        recipe = self.recipe_with(master)
-        if self.experts > 1:
-            recipe = changed(recipe, {"parallel.ep": self.experts, "parallel.dp_shard": self.experts})
-        return self._finder.find(recipe).known()
+    def _marked(self, master: str, tp: int, shards: int, spread: bool) -> ModelShape:
+        """Experts that are spread each on a rank of its own, so that their tensors are known by that."""
+        cut = {"parallel.tp": tp, "parallel.dp_shard": shards, "parallel.ep": self.experts if spread else 1}
+        return self._finder.find(changed(self.recipe_with(master), cut)).known()
 
-    def _shape(self, master: str, ep: int) -> ModelShape:
+    def _shape(self, key: ShapeKey) -> ModelShape:
         """With experts spread over so many ranks."""
-        shape = self.marked(master)
-        classes = tuple(replace(found, weights=_spread_over(found.weights, ep)) for found in shape.classes)
+        shape = self.marked(key.master, key.tp, key.shards, key.ep > 1)
+        classes = tuple(replace(found, weights=_spread_over(found.weights, key.ep)) for found in shape.classes)
         return replace(shape, classes=classes)
 
     def config(self, setting: MeshSetting) -> GlobalConfig:
@@ -136,6 +173,7 @@ class MeshModel:
                 reshard=alone
                 and recipe.parallel.reshard_after_forward,  # torch keeps a stage's parameters for the step
                 reduce_each=alone and setting.reduce_each,
+                tp=sizes.tp,
             ),
         )
 
@@ -146,31 +184,31 @@ class MeshModel:
             ranges: layers of each stage.
             stages: which of them.
         """
-        classes = self.shape("fp32", 1).classes
+        classes = self.whole.classes
         held = {layer for stage in stages for layer in ranges[stage]}
         counts = tuple(len(held.intersection(found.indices)) for found in classes)
         return StageLayers(counts, 0 in stages, len(ranges) - 1 in stages)
 
-    def _passes(self, place: int, rows: int, kind: Activations, master: str, ep: int) -> PassSeconds:
+    def _passes(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> PassSeconds:
         """Of one layer of the class at this place, without communication."""
-        found = _local(self.marked(master).classes[place], ep)
-        parts = self._parts(found, rows, kind, master, ep)
+        found = _local(self.marked(key.master, key.tp, key.shards, key.ep > 1).classes[place], key)
+        parts = self._parts(found, rows, kind, key)
         backward, wgrad = parts.backward(), parts.matmul_s("wgrad") + parts.weights_s()
         again = backward.pop("recompute")
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
 
-    def _parts(self, found: LayerClass, rows: int, kind: Activations, master: str, ep: int) -> LayerParts:
-        shape = self.shape(master, ep)
-        alone = MeshSetting(MeshSizes(), Pipeline(1), rows, 1, kind, "fp32", master)
+    def _parts(self, found: LayerClass, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
+        shape = self.shape(key)
+        alone = MeshSetting(MeshSizes(), Pipeline(1), rows, 1, kind, "fp32", key.master)
         setting = self.config(alone)
         matmuls = GemmCost(found, rows, shape, self.rates)
-        recipe = self.recipe_with(master)
+        recipe = self.recipe_with(key.master)
         return LayerParts(found, LayerMemory(activations=kind), setting, shape, recipe, self.rates, NO_LINKS, matmuls)
 
-    def _head(self, rows: int) -> PassSeconds:
+    def _head(self, rows: int, key: ShapeKey) -> PassSeconds:
         """Head and loss, with what is around the layers."""
-        shape = self.shape(self.recipe.optim.master_weights, 1)
-        found = self._parts(shape.rest, rows, "keep", self.recipe.optim.master_weights, 1)
+        shape = self.shape(key)
+        found = self._parts(shape.rest, rows, "keep", key)
         forward, backward = found.forward_s(), sum(found.backward().values())
         if not shape.plain_head:
             return PassSeconds(forward, 0.0, backward, 0.0)
@@ -179,49 +217,69 @@ class MeshModel:
         third, loss = head["head"] / 3, head["loss"]
         return PassSeconds(forward + third + loss / 2, 0.0, backward + third + loss / 2, third)
 
-    def update_s(self, weights: Weights, moments: str, master: str, shards: int) -> float:
+    def update_s(self, weights: Weights, moments: str, key: ShapeKey, shards: int) -> float:
         """Of the optimizer, for a rank's part of some weights."""
         found = LayerClass("rank", (-1,), weights, weights.count)
-        shape, recipe = self.shape(master, 1), self.recipe_with(master)
-        config = self.config(MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, master))
+        shape, recipe = self.shape(key), self.recipe_with(key.master)
+        config = self.config(MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, key.master))
         matmuls = GemmCost(found, 1, shape, self.rates)
         parts = LayerParts(found, LayerMemory(), config, shape, recipe, self.rates, NO_LINKS, matmuls)
         return sum(parts.update().values())
 
-    def _part(self, held: StageLayers, master: str, ep: int, shards: int) -> Weights:
+    def _part(self, held: StageLayers, key: ShapeKey, shards: int) -> Weights:
         """Of what a rank holds, its part."""
-        return self.weights(held, master, ep).part(shards)
+        return self.weights(held, key).part(shards)
 
-    def weights(self, held: StageLayers, master: str, ep: int) -> Weights:
-        """Whole, of what a rank holds."""
-        shape = self.shape(master, ep)
-        of_layers = zip(held.counts, shape.classes, strict=True)
-        found = sum((one.weights.times(count) for count, one in of_layers if count), Weights())
-        return found + (shape.embedding if held.first else Weights()) + (shape.head if held.last else Weights())
+    def weights(self, held: StageLayers, key: ShapeKey) -> Weights:
+        """Whole, of what a rank holds; a head that reads the embedding's matrix has a copy of it."""
+        shape = part_of(self.shape(key), held)
+        of_layers = (found.weights.times(found.count) for found in shape.classes)
+        return sum(of_layers, Weights()) + shape.embedding + shape.head
 
     def flops(self) -> float:
         """Of a token of a step, forward and backward, what is computed again left out: as MFU counts them."""
-        shape = self.shape("fp32", 1)
+        shape = self.whole
         layers = sum(found.count * (found.matmul_flops + found.attention_flops) for found in shape.classes)
         return 3 * layers / shape.seq_len + 6.0 * shape.dim * shape.vocab_size
 
 
 def _spread_over(weights: Weights, ep: int) -> Weights:
+    """Kinds that are one then (a shared expert's matrices beside those of others) count together."""
     kinds = weights.tensors.kinds.items()
-    return replace(weights, tensors=Tensors({kind._replace(spread=min(kind.spread, ep)): n for kind, n in kinds}))
+    found = (Tensors({kind._replace(spread=min(kind.spread, ep)): number}) for kind, number in kinds)
+    return replace(weights, tensors=sum(found, Tensors()))
 
 
-def _local(found: LayerClass, ep: int) -> LayerClass:
-    """With a rank's experts alone where passes cast weights and add to their gradients."""
-    if ep == 1:
+def _local(found: LayerClass, key: ShapeKey) -> LayerClass:
+    """With a rank's experts alone where passes cast weights and add to their gradients, and its share of their rows
+    where ranks cut matrices."""
+    if key.tp > 1 and found.routes:
+        matmuls = (replace(one, share=one.share / key.tp) if one.share < 1 else one for one in found.matmuls)
+        found = replace(found, matmuls=tuple(matmuls))
+    if key.ep == 1:
         return found
     kinds = found.weights.tensors.kinds.items()
-    away = sum(n * (1 - 1 / ep) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
+    away = sum(n * (1 - 1 / key.ep) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
     trained = found.weights.trained
     weights = replace(found.weights, trained=max(0, trained - int(away)))
     return replace(
         found,
         weights=weights,
         cast=max(0, found.cast - int(away)),
-        called_experts=max(1, found.called_experts // ep) if found.called_experts else 0,
+        called_experts=max(1, found.called_experts // key.ep) if found.called_experts else 0,
+    )
+
+
+def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:
+    """The model as a rank has it: some of its layers, and its ends or not."""
+    pairs = zip(shape.classes, held.counts, strict=True)
+    classes = tuple(replace(found, indices=found.indices[:count]) for found, count in pairs if count)
+    rest = shape.rest if held.last else LayerClass("rest", (-1,), Weights(), 0)
+    none = Weights()
+    head = shape.head if held.last else none
+    if held.last and shape.tied and not held.first:  # the head's own copy of the embedding's matrix
+        head = head + shape.embedding
+    embedding = shape.embedding if held.first else none
+    return replace(
+        shape, classes=classes, rest=rest, embedding=embedding, head=head, plain_head=shape.plain_head and held.last
     )

@@ -2,24 +2,23 @@
 
 What a pipeline adds: activations of all micro-batches that its schedule has in flight on the rank; a gradient of the
 residual stream that is received; and where weight gradients wait, the gradients of outputs that they are made of.
-Tensor parallelism divides all but the process. No update of the optimizer and no gather overlaps with another owner's
-peak in a way that phases do not have.
+No update of the optimizer and no gather overlaps with another owner's peak in a way that phases do not have.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.planner.cost.choices import GlobalConfig
-from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost
+from tilewright.planner.cost.layer_cost import GemmCost, LayerParts, end_class
 from tilewright.planner.cost.owners import owners_at
 from tilewright.planner.cost.phases import FRAGMENTS, OffloadFlags, phases
 from tilewright.planner.cost.rows import PlanRow
+from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.model.weights import Weights
-from tilewright.planner.simulate.mesh.model import NO_LINKS, MeshModel, StageLayers
+from tilewright.planner.simulate.mesh.model import NO_LINKS, MeshModel, StageLayers, part_of
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 
 Owners = Mapping[str, float]
@@ -43,16 +42,15 @@ class RankMemory:
     phases: Mapping[str, Owners]
     """By phase and owner, as a plan has them."""
 
-    def with_flight(self, extra: "Extra", flight: InFlight, tp: int) -> "RankMemory":
-        """With what a schedule has in flight, and of a rank whose matrices are cut so often."""
-        found = {}
-        for name, before in self.phases.items():
-            owners = dict(before)
-            process = owners.pop("process")
-            if name in extra.in_flight:
-                owners["activations"] += (flight.micro_batches - 1) * extra.kept + flight.waiting * extra.waiting
-                owners["work"] += extra.received
-            found[name] = {owner: size / tp for owner, size in owners.items()} | {"process": process}
+    def with_flight(self, extra: "Extra", flight: InFlight) -> "RankMemory":
+        """With what a schedule has in flight."""
+        more = (flight.micro_batches - 1) * extra.kept + flight.waiting * extra.waiting
+        found = {
+            name: {**owners, "activations": owners["activations"] + more, "work": owners["work"] + extra.received}
+            if name in extra.in_flight
+            else owners
+            for name, owners in self.phases.items()
+        }
         return RankMemory(found)
 
     @cached_property
@@ -88,7 +86,7 @@ class Extra:
 def rank_memory(
     model: MeshModel, setting: MeshSetting, held: StageLayers, device_bytes: float
 ) -> tuple[RankMemory, Extra]:
-    """What a rank needs for one micro-batch in flight, its matrices whole; and what more of them add.
+    """What a rank needs for one micro-batch in flight, and what more of them add.
 
     Args:
         model: of the run.
@@ -96,7 +94,7 @@ def rank_memory(
         held: what this one holds.
         device_bytes: of its budget, of which an allocator loses a share.
     """
-    whole, recipe = model.shape(setting.master, setting.sizes.ep), model.recipe_with(setting.master)
+    whole, recipe = model.shape(model.key(setting.master, setting.sizes)), model.recipe_with(setting.master)
     shape, config = part_of(whole, held), model.config(setting)
     ends = [
         end_class(name, weights, shape)
@@ -121,21 +119,6 @@ def rank_memory(
     return RankMemory(found), extra
 
 
-def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:
-    """The model as a rank has it: some of its layers, and its ends or not."""
-    pairs = zip(shape.classes, held.counts, strict=True)
-    classes = tuple(replace(found, indices=found.indices[:count]) for found, count in pairs if count)
-    rest = shape.rest if held.last else LayerClass("rest", (-1,), Weights(), 0)
-    none = Weights()
-    head = shape.head if held.last else none
-    if held.last and shape.tied and not held.first:  # the head's own copy of the embedding's matrix
-        head = head + shape.embedding
-    embedding = shape.embedding if held.first else none
-    return replace(
-        shape, classes=classes, rest=rest, embedding=embedding, head=head, plain_head=shape.plain_head and held.last
-    )
-
-
 def _row(
     found: LayerClass,
     model: MeshModel,
@@ -143,12 +126,13 @@ def _row(
     config: GlobalConfig,
     shape: ModelShape,
 ) -> PlanRow:
+    """Bytes alone: seconds are those of passes."""
     is_end = found.indices == (-1,)
     choice = LayerMemory() if is_end else LayerMemory(activations=setting.activations)
     recipe = model.recipe_with(setting.master)
     matmuls = GemmCost(found, setting.rows, shape, model.rates)
-    cost = layer_cost(found, choice, config, shape, recipe, model.rates, NO_LINKS, matmuls)
-    return PlanRow(found.name, () if is_end else found.indices, choice, cost)
+    parts = LayerParts(found, choice, config, shape, recipe, model.rates, NO_LINKS, matmuls)
+    return PlanRow(found.name, () if is_end else found.indices, choice, Cost.of(0.0, parts.holdings()))
 
 
 def _waiting_bytes(shape: ModelShape, setting: MeshSetting) -> float:

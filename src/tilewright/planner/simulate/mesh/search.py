@@ -17,7 +17,7 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.choices import state_bytes
 from tilewright.planner.simulate.formulas import in_flight_of_1f1b, in_flight_of_interleaved
 from tilewright.planner.simulate.mesh.layers import spread_layers
-from tilewright.planner.simulate.mesh.model import StageLayers
+from tilewright.planner.simulate.mesh.model import ShapeKey, StageLayers
 from tilewright.planner.simulate.mesh.rank_memory import Extra, InFlight, RankMemory, rank_memory
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
@@ -61,7 +61,7 @@ class MeshStep:
     @property
     def tokens(self) -> int:
         """Of a step."""
-        setting, seq_len = self.setting, self.costs.model.shape("fp32", 1).seq_len
+        setting, seq_len = self.setting, self.costs.model.whole.seq_len
         return setting.rows * setting.count * setting.sizes.data * seq_len
 
     @property
@@ -166,25 +166,26 @@ class MeshSearch:
     def _costs(self, group: MeshSetting, kind: Activations) -> MeshCosts:
         setting = replace(group, activations=kind)
         if setting.sizes.pp > 1:
-            split = self._split(setting.pipeline, setting.rows, kind, setting.sizes.tp, setting.sizes.ep)
+            sizes = replace(setting.sizes, dp_replicate=1)
+            split = self._split(setting.pipeline, setting.rows, kind, sizes)
             setting = replace(setting, pipeline=replace(setting.pipeline, layers=split))
         return MeshCosts(self._rates, setting)
 
-    def _spread(self, pipeline: Pipeline, rows: int, kind: Activations, tp: int, ep: int) -> tuple[int, ...]:
+    def _spread(self, pipeline: Pipeline, rows: int, kind: Activations, sizes: MeshSizes) -> tuple[int, ...]:
         """Layers over stages such that ranks take as long."""
-        sizes = MeshSizes(pp=pipeline.pp, tp=tp, ep=ep)
         return spread_layers(MeshCosts(self._rates, MeshSetting(sizes, pipeline, rows, 1, kind, "fp32", "fp32")))
 
     def _static(self, group: MeshSetting) -> float:
         """Bytes that a setting takes at least, whatever it keeps: of a rank with as many layers as others."""
         sizes, whole = group.sizes, group.sizes.pp > 1 or (group.count > 1 and not group.reduce_each)
-        return self._least(sizes.pp, sizes.dp_shard, sizes.ep, group.moments, group.master, whole) / sizes.tp
+        key = self._model.key(group.master, sizes)
+        return self._least(sizes.pp, sizes.dp_shard, key, group.moments, whole)
 
-    def _least_bytes(self, pp: int, shards: int, ep: int, moments: str, master: str, whole: bool) -> float:
-        classes = self._model.shape(master, ep).classes
+    def _least_bytes(self, pp: int, shards: int, key: ShapeKey, moments: str, whole: bool) -> float:
+        classes = self._model.whole.classes
         held = StageLayers(tuple(found.count for found in classes), first=False, last=False)
-        part, all_ = self._model.part(held, master, ep, shards), self._model.weights(held, master, ep)
-        setting = MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, master)
+        part, all_ = self._model.part(held, key, shards), self._model.weights(held, key)
+        setting = MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, key.master)
         states = state_bytes(part, self._model.config(setting))
         gradients = all_.tensors.gradients(shards) if whole and shards > 1 else FP32 * part.trained
         gathered = all_.tensors.gathered(shards) if pp > 1 and shards > 1 else 0
@@ -260,10 +261,10 @@ class MeshSearch:
     def _memory(self, one: MeshCosts, rank: int, flight: InFlight) -> RankMemory:
         setting, sizes = one.setting, one.setting.sizes
         pipeline = Pipeline(min(2, sizes.pp))  # no more of it matters
-        same = MeshSizes(pp=pipeline.pp, dp_shard=sizes.dp_shard, ep=sizes.ep)
+        same = MeshSizes(pp=pipeline.pp, dp_shard=sizes.dp_shard, tp=sizes.tp, ep=sizes.ep)
         alone, extra = self._alone(replace(setting, sizes=same, pipeline=pipeline, count=min(2, setting.count)),
                                    one.held[rank])  # fmt: skip
-        return alone.with_flight(extra, flight, sizes.tp)
+        return alone.with_flight(extra, flight)
 
     def _rank_alone(self, setting: MeshSetting, held: StageLayers) -> tuple[RankMemory, Extra]:
         return rank_memory(self._model, setting, held, self._budget)

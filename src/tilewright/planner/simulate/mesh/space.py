@@ -1,4 +1,4 @@
-"""All settings that a search may choose: meshes that fill the world, schedules, micro-batches, what is kept. No torch.
+"""All settings that a search may choose: meshes that fill the world, schedules, micro-batches, what is kept.
 
 Left out is what another setting beats by construction: `gpipe` (the passes of `1f1b`, more in flight). Formats of the
 optimizer change what is learned, so the recipe's own come first, and narrower ones only where those do not fit.
@@ -6,14 +6,16 @@ optimizer change what is learned, so the recipe's own come first, and narrower o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import get_args
 
-from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import Activations
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.simulate.mesh.model import MeshModel
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 
 MOST_ROWS, MOST_PP = 16, 64
@@ -26,7 +28,7 @@ class Space:
     """What may be chosen.
 
     Example:
-        >>> space = Space(world=4, gpus=4, layers=8, heads=2, experts=0, batch=8)
+        >>> space = Space(world=4, gpus=4, layers=8, heads=2, widths=512, experts=0, batch=8)
         >>> sorted({str(sizes) for sizes in space.meshes()})[:2]
         ['dp_replicate = 1, dp_shard = 2, tp = 2', 'dp_replicate = 1, dp_shard = 4']
     """
@@ -36,7 +38,9 @@ class Space:
     """In a node: tensor parallelism stays inside."""
     layers: int
     heads: int
-    """That tensor parallelism cuts; 0: any number of parts."""
+    """That tensor parallelism divides: of queries and of keys. 1: matrices stay whole."""
+    widths: int
+    """That it divides together with shards: of all matrices that it cuts."""
     experts: int
     batch: int
     """Rows of a step."""
@@ -44,11 +48,10 @@ class Space:
     kinds: tuple[Activations, ...] = get_args(Activations)
 
     @staticmethod
-    def of(recipe: Recipe, world: int, gpus: int, layers: int) -> "Space":
-        """For a recipe's model and batch."""
-        section = recipe.model
-        heads = 0 if section.path else section.num_kv_heads or section.num_heads
-        return Space(world, gpus, layers, heads, section.num_experts, recipe.train.global_batch_size)
+    def of(model: MeshModel, world: int, gpus: int) -> "Space":
+        """For a model and its recipe's batch."""
+        layers, batch = model.whole.num_layers, model.recipe.train.global_batch_size
+        return Space(world, gpus, layers, *_cut(model.decoder), model.experts, batch)
 
     def check(self) -> None:
         """Raise where no mesh fills the world.
@@ -70,12 +73,14 @@ class Space:
         """That fill the world."""
         for pp in _divisors(self.world, min(self.layers, MOST_PP)):
             for tp in _divisors(self.world // pp, self.gpus):
-                if self.gpus % tp or (self.heads and self.heads % tp):
+                if self.gpus % tp or self.heads % tp:
                     continue
                 data = self.world // pp // tp
                 if self.batch % data:
                     continue
                 for shard in _divisors(data, data):
+                    if tp > 1 and self.widths % (tp * shard):
+                        continue
                     for ep in _divisors(shard, self.experts) if self.experts else (1,):
                         if ep == 1 or self.experts % ep == 0:
                             yield MeshSizes(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp, ep=ep)
@@ -103,6 +108,17 @@ class Space:
                     yield one
                     if sizes.pp == 1 and count > 1 and sizes.dp_shard > 1:
                         yield replace(one, reduce_each=True)
+
+
+def _cut(config: DecoderConfig | None) -> tuple[int, int]:
+    """What has to come out even where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
+    if config is None:
+        return 1, 1
+    if config.attention == "mla":
+        heads, widths = config.num_heads, (config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim)
+        return gcd(heads, config.ffn_dim), gcd(config.ffn_dim, *(config.num_heads * width for width in widths))
+    heads = gcd(config.num_heads, config.num_kv_heads)
+    return gcd(heads, config.ffn_dim), gcd(config.ffn_dim, heads * config.head_dim)
 
 
 def _divisors(number: int, most: int) -> Sequence[int]:

@@ -22,7 +22,7 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts
 from tilewright.planner.simulate.mesh.cluster import Cluster
-from tilewright.planner.simulate.mesh.model import MeshModel, PassSeconds, StageLayers
+from tilewright.planner.simulate.mesh.model import MeshModel, PassSeconds, ShapeKey, StageLayers
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.step import SimulatedStep
 from tilewright.planner.simulate.table import ScheduleTable
@@ -63,13 +63,13 @@ class MeshRates:
 
     def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
         """What stages hold, and what ranks do."""
-        ranges = pipeline.split(self.model.shape("fp32", 1).num_layers)
+        ranges = pipeline.split(self.model.whole.num_layers)
         stages = tuple(self.model.layers_of(ranges, [stage]) for stage in range(len(ranges)))
         return stages, tuple(self.model.layers_of(ranges, pipeline.stages_of(rank)) for rank in range(pipeline.pp))
 
     def _layer(self, place: int, one: "PassKey") -> PassSeconds:
         """Of a layer of the class at this place, with its traffic."""
-        found = self.model.passes(place, one.rows, one.activations, one.master, one.ep).times(1 / one.tp)
+        found = self.model.passes(place, one.rows, one.activations, one.shape)
         there, again = self._traffic(place, one), 1.0 if one.activations == "recompute" else 0.0
         return PassSeconds(
             found.forward + there, found.recompute + again * there, found.dgrad + there, found.wgrad,
@@ -78,12 +78,11 @@ class MeshRates:
 
     def _traffic(self, place: int, one: "PassKey") -> float:
         """Of a layer's pass in one direction: rows of tokens that ranks of a group exchange."""
-        shape = self.model.shape("fp32", 1)
+        shape, tp, ep = self.model.whole, one.shape.tp, one.shape.ep
         rows = float(one.rows * shape.seq_len * shape.dim * shape.matmul_bytes)
-        seconds = 4 * self.cluster.ring_s(rows, one.tp, 1)
-        if shape.classes[place].routes and one.ep > 1:
-            chosen = self.model.recipe.model.num_experts_per_token / one.tp
-            seconds += 2 * self.cluster.exchange_s(chosen * rows, one.ep, one.tp)
+        seconds = 4 * self.cluster.ring_s(rows, tp, 1)
+        if shape.classes[place].routes and ep > 1:
+            seconds += 2 * self.cluster.exchange_s(self.model.chosen * rows / tp, ep, tp)
         return seconds
 
     def _stage(self, held: StageLayers, one: "PassKey") -> PassSeconds:
@@ -92,17 +91,17 @@ class MeshRates:
         for place, count in enumerate(held.counts):
             if count:
                 found = found.plus(self.layer(place, one).times(count))
-        return found.plus(self.model.head(one.rows).times(1 / one.tp)) if held.last else found
+        return found.plus(self.model.head(one.rows, one.shape)) if held.last else found
 
     def _update_s(self, held: StageLayers, setting: "UpdateKey") -> float:
         """Of the optimizer."""
-        weights = self.model.weights(held, setting.master, setting.ep)
-        return self.model.update_s(weights, setting.moments, setting.master, setting.dp_shard) / setting.tp
+        weights = self.model.weights(held, setting.shape)
+        return self.model.update_s(weights, setting.moments, setting.shape, setting.dp_shard)
 
     def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, reduce_each: bool) -> Exposed:
         """Of shards and copies, what is not hidden."""
         gather = reduce = 0.0
-        alone, shape, shards = sizes.pp == 1, self.model.shape(one.master, sizes.ep), sizes.dp_shard
+        alone, shape, shards = sizes.pp == 1, self.model.shape(one.shape), sizes.dp_shard
         if shards > 1:
             resharded = alone and self.model.recipe.parallel.reshard_after_forward
             forwards = count if resharded else 1
@@ -123,13 +122,12 @@ class MeshRates:
             gather += self._over_shards(ends.tensors.gathered(shards), sizes)
             reduce += self._over_shards(ends.tensors.gradients(shards), sizes)
         if sizes.dp_replicate > 1:
-            part = self.model.part(held, one.master, sizes.ep, shards)
-            stride = sizes.tp * shards
-            reduce += 2 * self.cluster.ring_s(FP32 * part.trained / sizes.tp, sizes.dp_replicate, stride)
+            part = self.model.part(held, one.shape, shards)
+            reduce += 2 * self.cluster.ring_s(FP32 * part.trained, sizes.dp_replicate, sizes.tp * shards)
         return Exposed(gather, reduce)
 
     def _over_shards(self, num_bytes: float, sizes: MeshSizes) -> float:
-        return self.cluster.ring_s(num_bytes / sizes.tp, sizes.dp_shard, sizes.tp)
+        return self.cluster.ring_s(num_bytes, sizes.dp_shard, sizes.tp)
 
 
 class PassKey(NamedTuple):
@@ -137,19 +135,15 @@ class PassKey(NamedTuple):
 
     rows: int
     activations: Activations
-    master: str
-    tp: int
-    ep: int
+    shape: ShapeKey
 
 
 class UpdateKey(NamedTuple):
     """What decides how long an update takes."""
 
     moments: str
-    master: str
     dp_shard: int
-    tp: int
-    ep: int
+    shape: ShapeKey
 
 
 @dataclass(frozen=True)
@@ -165,10 +159,15 @@ class MeshCosts:
         return self.rates.model
 
     @cached_property
+    def shape_key(self) -> ShapeKey:
+        """Of a rank's part of the model."""
+        return self.model.key(self.setting.master, self.setting.sizes)
+
+    @cached_property
     def key(self) -> PassKey:
         """Of its passes."""
         one = self.setting
-        return PassKey(one.rows, one.activations, one.master, one.sizes.tp, one.sizes.ep)
+        return PassKey(one.rows, one.activations, self.shape_key)
 
     @cached_property
     def held(self) -> tuple[StageLayers, ...]:
@@ -188,8 +187,7 @@ class MeshCosts:
     @cached_property
     def update_s(self) -> float:
         """Of the rank whose update takes longest."""
-        one, sizes = self.setting, self.setting.sizes
-        key = UpdateKey(one.moments, one.master, sizes.dp_shard, sizes.tp, sizes.ep)
+        key = UpdateKey(self.setting.moments, self.setting.sizes.dp_shard, self.shape_key)
         return max(self.rates.update_s(held, key) for held in dict.fromkeys(self.held))
 
     @cached_property
@@ -244,8 +242,8 @@ class MeshCosts:
 
     def simulated(self, table: ScheduleTable) -> SimulatedStep:
         """A row's passes; of `simulated_count` micro-batches."""
-        sizes, shape = self.setting.sizes, self.model.shape("fp32", 1)
-        message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes / sizes.tp
+        sizes, shape = self.setting.sizes, self.model.whole
+        message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes
         network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))
         costs = StepCosts(self.pass_costs(table.num_microbatches), float(message), network)
         return SimulatedStep.of(table, costs)
