@@ -27,7 +27,7 @@ def installed_texts(base_bytes: int = BASE_BYTES) -> tuple[tuple[str, str], ...]
     from tilewright.data.build.config import DataBuild
     from tilewright.data.build.inputs import list_inputs
     from tilewright.data.build.stages.read import read_item
-    from tilewright.data.records import Record
+    from tilewright.data.common.records import Record
 
     build = DataBuild.model_validate({"read": {"max_bytes": base_bytes}})
     found = []

@@ -28,9 +28,9 @@ import zstandard
 from PIL import Image
 
 from benchmarks.common import machine_kind, spread, write_result
+from tilewright.data.common.records import Record
 from tilewright.data.readers.limits import ReadOptions
 from tilewright.data.readers.open import read_file
-from tilewright.data.records import Record
 
 CLAIM = "reading raw files into records takes less time than the other stages of a build: 1 MB/s a core through all"
 ROUNDS, TARGET_BYTES, MOST_FILES = 3, 8 << 20, 200

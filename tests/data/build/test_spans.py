@@ -12,7 +12,7 @@ import pytest
 from tests.data.build.corpora import prose, settings
 from tilewright.data.build.inputs import list_inputs
 from tilewright.data.build.stages.read import read_item
-from tilewright.data.records import Record
+from tilewright.data.common.records import Record
 from tilewright.data.sources.contents import Contents
 
 SMALL, LARGE = 1 << 16, 1 << 24

@@ -17,9 +17,9 @@ from pathlib import Path
 from tests.data.build.corpora import build, digest, settings
 from tests.data.readers.made import LIMITS, OPTIONS
 from tilewright.core.errors import TilewrightError
+from tilewright.data.common.records import Rejected
 from tilewright.data.readers.open import read_file
 from tilewright.data.readers.worker import parser_process
-from tilewright.data.records import Rejected
 
 LIMIT = {"files": resource.RLIMIT_NOFILE, "bytes": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 

@@ -15,11 +15,11 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.build.config import ReadSection
+from tilewright.data.common.records import Rejected
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.open import LINES
 from tilewright.data.readers.text.encodings import wide_encoding_of
-from tilewright.data.records import Rejected
 from tilewright.data.sources.contents import Contents
 from tilewright.data.sources.documents import Part, Reject, Source, printable
 from tilewright.data.sources.files import existing

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tilewright.data.records import Record, Rejected
+from tilewright.data.common.records import Record, Rejected
 
 _GROUP_BYTES, _GROUP_ROWS = 4 << 20, 16_384
 _EXCERPT = 200

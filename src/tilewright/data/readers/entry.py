@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from tilewright.core.errors import HardwareError
+from tilewright.data.common.records import Modality, Record, Rejected
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
-from tilewright.data.records import Modality, Record, Rejected
 
 STAGE = "read"
 INSTALL = 'pip install "tilewright[data]"'

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilewright.core.errors import is_of_machine
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.entry import Entry, Span, need_package
 from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
@@ -20,7 +21,6 @@ from tilewright.data.readers.text.plain import read_markdown, read_text
 from tilewright.data.readers.text.rows import read_rows
 from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
 from tilewright.data.readers.web_archive import unpack_warc
-from tilewright.data.records import Record, Rejected
 
 _MAX_CHARS = 4096
 """From more than this nothing is learned about a text in one language."""

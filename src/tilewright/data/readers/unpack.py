@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from tilewright.data.common.records import Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.kinds import COMPRESSED_MAGIC
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
-from tilewright.data.records import Rejected
 from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
 from tilewright.data.sources.documents import Reject, printable
 

@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
+from tilewright.data.common.records import Rejected
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.readers.unpack import UnpackBudget
-from tilewright.data.records import Rejected
 from tilewright.data.sources.documents import printable
 
 _LINE_BYTES, _MOST_LINES = 1 << 16, 1000

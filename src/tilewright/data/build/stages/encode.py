@@ -26,12 +26,12 @@ from tilewright.data.common.cache import file_digest
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.records import Rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.long_words import short_words
-from tilewright.data.records import Rejected
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
 TOKENIZER_BYTES = 16_000_000

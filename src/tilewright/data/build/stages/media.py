@@ -18,8 +18,8 @@ from tilewright.data.build.config import MediaSection
 from tilewright.data.build.stages.split import HELD, SHOWN, SHOWN_HELD, TRAIN
 from tilewright.data.build.tables import TableWriter, batches, rows
 from tilewright.data.build.units import link_or_copy
+from tilewright.data.common.records import Record
 from tilewright.data.corpus.encode import NpyWriter
-from tilewright.data.records import Record
 
 STAGE = "media"
 KINDS = ("pixels", "log_mel")

@@ -17,10 +17,10 @@ from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import UNREADABLE, read_file
-from tilewright.data.records import Record, Rejected
 from tilewright.data.sources.documents import Document, Reject, cut
 from tilewright.data.sources.walk import stat_key
 

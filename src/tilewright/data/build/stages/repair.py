@@ -16,7 +16,7 @@ import xxhash
 
 from tilewright.data.build.config import RepairSection
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, reject_row, rows
-from tilewright.data.records import Rejected
+from tilewright.data.common.records import Rejected
 
 STAGE = "repair"
 _MASKS = {

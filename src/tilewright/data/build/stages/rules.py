@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import RulesSection
 from tilewright.data.build.stages.measures import MEASURES, Measured
 from tilewright.data.build.tables import REJECTS, TableWriter, reject_row, rows
-from tilewright.data.records import Rejected
+from tilewright.data.common.records import Rejected
 
 STAGE = "rules"
 SCORES = ("quality", "contrast", "bits_per_byte")

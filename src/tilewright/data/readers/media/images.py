@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.media.captions import caption_of
-from tilewright.data.records import Record, Rejected
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What Pillow may open. Others, such as EPS, start programs."""

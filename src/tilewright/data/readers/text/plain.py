@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.text.detect import declared_encoding
 from tilewright.data.readers.text.encodings import decode_text, is_suspect, undo_mojibake, wide_encoding_of
-from tilewright.data.records import Record, Rejected
 from tilewright.data.sources.documents import looks_binary
 from tilewright.data.sources.lines import segment_lines
 

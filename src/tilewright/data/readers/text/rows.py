@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from tilewright.core.units import format_bytes
+from tilewright.data.common.records import Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain import BLOCK_BYTES, Items, text_record
-from tilewright.data.records import Rejected
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
 from tilewright.data.sources.documents import Document, Part, Reject

@@ -12,7 +12,7 @@ from tilewright.data.build.stages.copies.exact import DROP, row_of, shard_of
 from tilewright.data.build.stages.copies.images import BITS
 from tilewright.data.build.stages.rules import KEPT, survivors
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row
-from tilewright.data.records import Rejected
+from tilewright.data.common.records import Rejected
 
 EXACT, NEAR, IMAGE = "exact duplicate", "near-copy", "near-copy of an image"
 _HELD = 64  # shards whose ids are in memory

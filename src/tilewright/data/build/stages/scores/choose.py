@@ -19,8 +19,8 @@ from tilewright.data.build.stages.rules import KEPT
 from tilewright.data.build.stages.scores.references import digests_of
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.hashing import hash64
+from tilewright.data.common.records import Rejected
 from tilewright.data.corpus.encode import NpyWriter
-from tilewright.data.records import Rejected
 
 Scorer = Callable[[Sequence[bytes], np.ndarray], np.ndarray]
 """Scores, float64 [texts], of UTF-8 texts and their digests (uint64)."""

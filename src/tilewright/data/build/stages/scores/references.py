@@ -22,7 +22,7 @@ from tilewright.data.build.stages.repair import repaired
 from tilewright.data.build.stages.scores.settings import paths
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64
-from tilewright.data.records import Record
+from tilewright.data.common.records import Record
 from tilewright.data.sources.contents import Contents
 from tilewright.data.sources.documents import Document, cut
 from tilewright.data.sources.lines import segment_lines
