@@ -1,0 +1,95 @@
+"""What a policy of mixing sees and answers: losses and epochs by domain -> weights, with a reason, or none.
+
+A policy is a function of what it was shown, in order, and of its state, which is plain JSON and of one size. It draws
+no random numbers, so ranks that are shown the same answer the same, and a resumed run goes on as if it had not stopped.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Weights = dict[str, float]
+
+
+@dataclass(frozen=True)
+class DomainSeen:
+    """What is known of one domain at an evaluation."""
+
+    held_out: float | None = None
+    """Mean loss of held-out text, in nats per target; None: it has none."""
+    trained: float | None = None
+    """Mean training loss since the evaluation before; None: it had no rows, or the model does not tell."""
+    epochs: float = 0.0
+    """Times that its rows were trained on."""
+
+
+@dataclass(frozen=True)
+class MixEvaluation:
+    """All domains at one evaluation."""
+
+    step: int
+    """Steps that are done."""
+    steps: int
+    """Steps of the whole run."""
+    weights: Mapping[str, float]
+    """That hold now; they sum to 1."""
+    domains: Mapping[str, DomainSeen]
+    """In the mixture's order."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A move that a rule would have made, and why it is not made."""
+
+    domain: str
+    why: str
+
+
+@dataclass(frozen=True)
+class MixDecision:
+    """The answer to an evaluation."""
+
+    weights: Weights | None = None
+    """That hold from now on, summing to 1; None: they stay."""
+    why: str = ""
+    refused: tuple[Refusal, ...] = field(default=())
+
+
+class MixPolicy(Protocol):
+    """A rule for weights."""
+
+    name: str
+
+    def decide(self, seen: MixEvaluation) -> MixDecision:
+        """Answer an evaluation. Called once for each, in their order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next answers depend on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of the same policy."""
+        ...
+
+
+def shares(weights: Mapping[str, float]) -> Weights:
+    """The weights, divided by their sum.
+
+    Example:
+        >>> shares({"code": 3, "docs": 1})
+        {'code': 0.75, 'docs': 0.25}
+    """
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """The weights that changed by over one in a thousand, in words.
+
+    Example:
+        >>> change_line({"code": 0.75, "docs": 0.25}, {"code": 0.7, "docs": 0.3})
+        'code 0.750 to 0.700, docs 0.250 to 0.300'
+    """
+    moved = [name for name in after if abs(after[name] - before[name]) >= 5e-4]
+    return ", ".join(f"{name} {before[name]:.3f} to {after[name]:.3f}" for name in moved or after)
