@@ -53,25 +53,27 @@ def test_noise_moves_nothing(alike):
     assert min(rises.mean() for rises in bare) > 0.03
 
 
+def answered(kind, alike, trained, at):
+    """Evaluations after a shift of "mail" at evaluation `at` until its weight is raised, 4 at most."""
+    losses, guard = {name: noise(at + 3, alike) for name in FOUR}, PplGuard(FOUR)
+    for t in range(at + 3):
+        shift = 0.0 if t < at else SIGMA * (10 if kind == "jump" else 6 * (t - at + 1))
+        seen = {name: 3 + of[t] + shift * (name == "mail") for name, of in losses.items()}
+        decision = guard.decide(shown(t, seen, trained={"mail": 3 + shift} if trained == "with it" else trained))
+        if t >= at and decision.weights is not None and "mail: held-out loss rose by" in decision.why:
+            return t - at + 1
+    return 4
+
+
 @pytest.mark.parametrize("alike", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["jump", "climb"])
 @pytest.mark.parametrize("trained", [None, 3.0, "with it"])
 def test_a_shift_is_answered_within_three_evaluations(kind, alike, trained):
-    """It jumps by ten standard deviations or climbs by nine at each evaluation, from evaluation 24 on or later; the
-    other domains stay where they are."""
-    for at in (24, 33, 60, 150):
-        losses = {name: noise(at + 3, alike) for name in FOUR}
-        guard = PplGuard(FOUR)
-        for t in range(at + 3):
-            shift = 0.0 if t < at else SIGMA * (10 if kind == "jump" else 9 * (t - at + 1))
-            seen = {name: 3 + of[t] + shift * (name == "mail") for name, of in losses.items()}
-            train = {"mail": 3 + shift} if trained == "with it" else trained
-            decision = guard.decide(shown(t, seen, trained=train))
-            if t >= at and decision.weights is not None and decision.weights["mail"] > 0.25:
-                break
-        else:
-            pytest.fail(f"a shift at {at} is not answered within three evaluations")
-        assert "mail: held-out loss rose by" in decision.why
+    """It jumps by ten standard deviations or climbs by six at each evaluation, from evaluation 24 on or later; the
+    other domains stay where they are. One in ten may come while the domain rests after a move on noise."""
+    found = [answered(kind, alike, trained, at) for at in range(24, 144, 4)]
+    late = sum(number > 3 for number in found)
+    assert late <= 3, f"{late} of {len(found)} are answered late: {found}"
 
 
 @settings(max_examples=12, deadline=None)
