@@ -73,6 +73,8 @@ def test_seconds_of_a_plan_are_sums_of_its_operations(name):
         assert (moved > 0) == away, row
     whole = total_s(plan.around) + sum(row.count * total_s(row.operations) for row in plan.rows)
     assert plan.step_s == pytest.approx(whole, rel=1e-12)
+    shown = plan.rest_s + sum(row.count * plan.row_s(row) for row in plan.rows)
+    assert plan.step_s == pytest.approx(shown, rel=1e-12), "the table of layers is the whole step"
     assert plan.seconds.keys() >= set(by_part(()))
 
 

@@ -82,16 +82,16 @@ def _cell(size: float) -> str:
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """What is done with each kind of layers: columns and rows."""
-    columns = ["layers", "number", "parameters", "states", "activations", "chunks", "per layer"]
-    rows = []
+    columns = ["layers", "number", "parameters", "states", "activations", "chunks", "each takes"]
+    known, rows = not plan.shape.unknown, []
     for row in plan.rows:
         choice = row.choice
         chunks = [f"MLP in {choice.mlp_chunks} chunks"] if choice.mlp_chunks > 1 else []
         chunks += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
         cells = [str(row), str(row.count), *places(plan.setting, row), kept]
-        seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
-        rows.append([*cells, ", ".join(chunks) or "-", seconds])
+        rows.append([*cells, ", ".join(chunks) or "-", format_seconds(plan.row_s(row)) if known else "-"])
+    rows.append(["rest", *["-"] * 5, format_seconds(plan.rest_s) if known else "-"])
     return columns, rows
 
 

@@ -15,7 +15,7 @@ from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, STEP_PHASES, LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.cost.choices import GlobalConfig, Links
-from tilewright.planner.cost.operations import Operation, by_part
+from tilewright.planner.cost.operations import HEAD, Operation, by_part, total_s
 from tilewright.planner.cost.owners import reserve_of, tracked
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows
@@ -123,6 +123,16 @@ class Plan:
             for name, value in by_part(row.operations).items():
                 found[name] = found.get(name, 0.0) + row.count * value
         return found
+
+    def row_s(self, row: PlanRow) -> float:
+        """Seconds of a step for one layer of a row; of the head with the loss."""
+        loss = [one for one in self.around if one.visit == HEAD] if row.name == HEAD else []
+        return total_s([*row.operations, *loss])
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step that are in no row: between embedding, layers and head, and of communication."""
+        return total_s(one for one in self.around if one.visit != HEAD)
 
     @property
     def step_s(self) -> float:

@@ -18,7 +18,7 @@ from tilewright.core.mip import PATIENCE_S, OutOfTime
 from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes
-from tilewright.planner.cost.operations import Operation, computed, total_s
+from tilewright.planner.cost.operations import HEAD, Operation, computed, total_s
 from tilewright.planner.cost.owners import on_host, owners_at
 from tilewright.planner.cost.phases import (
     CHECKPOINT,
@@ -328,7 +328,7 @@ class Planner:
         head = head_parts_s(shape, setting, self.rates) if shape.plain_head else {}
         return (
             *layer_operations(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links),
-            *computed("head", head | teacher_s(shape, setting, recipe, self.rates, links)),
+            *computed(HEAD, head | teacher_s(shape, setting, recipe, self.rates, links)),
             *communication(shape, setting.shards, setting.num_micro, links.ranks),
         )
 

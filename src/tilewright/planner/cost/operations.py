@@ -14,6 +14,8 @@ Stream = Literal["compute", "fetch", "store", "ranks"]
 """The device's arithmetic, its link in both directions, and the network between ranks, which nothing overlaps yet."""
 PARTS = ("matmuls", "attention", "elementwise", "quantize", "calls", "recompute", "weights", "optimizer", "link")
 """Of a layer's seconds. `link`: what crosses the link and is not hidden."""
+HEAD = "head"
+"""The row of the head, and the visit that makes logits and loss."""
 HIDDEN_SHARE = 0.02
 """Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
 equally fast on paper, the one that moves less."""
