@@ -166,13 +166,16 @@ def test_what_makes_ranks_fit_is_a_command(model, talks, tmp_path, capsys):
     need, enough = (parse_bytes(one["ways"][-1]["need"].split(" on the device")[0]) for one in (none, other))
     assert none["ways"][-1]["remedy"] is None
     assert enough < need
-    for size in range(int(need), int(0.9 * enough), -(2**21)):  # the smallest budget is one of a smaller machine
+    fits, too_small = int(need), int(0.9 * enough)  # the smallest budget is one of a smaller machine
+    while fits - too_small > 2**20:
+        size = (fits + too_small) // 2
         small = ["--device-memory", str(size)]
         capsys.readouterr()
         code = run(["plan", str(model), *map(str, typed), *small, "--json"])
         way = json.loads(capsys.readouterr().out)["ways"][-1]
         if way["remedy"] is not None:
             break
+        fits, too_small = (size, too_small) if way["state"] == "fits" else (fits, size)
     assert way["state"] == "does not fit"
     assert not way["command"]
     assert way["remedy"]["settings"] == {"parallel.reduce_each": True}

@@ -71,7 +71,9 @@ def proven(target, tmp_path, damage):
     return row
 
 
-@pytest.mark.parametrize("target", [ONNX, ONNX_INT8], ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    "target", [pytest.param(ONNX, marks=pytest.mark.slow), ONNX_INT8], ids=lambda target: target.name
+)
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [(swap_halves, 0), *(pytest.param(kind, seed, marks=pytest.mark.slow) for kind in KINDS for seed in range(1, 5))],

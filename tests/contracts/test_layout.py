@@ -6,9 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "tilewright").rglob("*.py"))
 MAX_LINES, MAX_TEST_LINES, MAX_ENTRIES = 400, 500, 13
+
+
+@pytest.fixture(scope="module")
+def trees():
+    """Every module of the package, parsed: a second and more each time."""
+    return {path: ast.parse(path.read_text()) for path in SOURCES}
 
 
 def name(path: Path) -> str:
@@ -55,8 +63,7 @@ def _has_files(entry: Path) -> bool:
     return entry.is_file() or any(path.suffix != ".pyc" for path in entry.rglob("*") if path.is_file())
 
 
-def test_every_module_says_what_it_is():
-    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+def test_every_module_says_what_it_is(trees):
     silent = [name(path) for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
     assert not silent, f"no module docstring: {silent}"
 
@@ -93,11 +100,11 @@ def test_packaged_files_are_in_the_wheel_list():
     assert others == listed & others
 
 
-def test_no_class_name_is_in_two_files():
+def test_no_class_name_is_in_two_files(trees):
     """A name means one thing. Private names are left out: they are read beside their definition."""
     found: dict[str, list[str]] = {}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in trees.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(name(path))
     assert len(found) > 200
@@ -105,11 +112,10 @@ def test_no_class_name_is_in_two_files():
     assert not twice
 
 
-def test_not_implemented_is_an_abstract_method():
+def test_not_implemented_is_an_abstract_method(trees):
     """What a user meets is an error in four parts, and what a caller of ours catches another class."""
     bad = []
-    for path in SOURCES:
-        tree = ast.parse(path.read_text())
+    for path, tree in trees.items():
         methods = [item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body]
         abstract = {id(item.body[-1]) for item in methods if isinstance(item, ast.FunctionDef) and len(item.body) <= 2}
         for node in ast.walk(tree):

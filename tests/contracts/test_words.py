@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -60,6 +61,7 @@ def calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
                     yield f"{path.name}:{node.lineno}", node
 
 
+@cache
 def titles() -> dict[str, str]:
     found = {}
     for place, call in calls(RAISED):
@@ -70,6 +72,7 @@ def titles() -> dict[str, str]:
     return found
 
 
+@cache
 def events() -> dict[str, str]:
     """Texts of `event(step, kind, text)`."""
     found = {}

@@ -31,7 +31,7 @@ EVERY_FORMAT = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
 def test_fsdp2_equals_adamw_on_one_process(sizes):
     on_ranks(torch.Size(sizes).numel(), loops.fsdp_beside_adamw, sizes)
 

@@ -94,7 +94,7 @@ def test_a_student_comes_nearer_to_its_teacher_than_without(teacher, data, tmp_p
     assert near < far
 
 
-@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+@pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
 def test_resume_equals_never_having_stopped(teacher, data, tmp_path, executor):
     options = {
         "precision__rules": '[{compute = "int4_a8"}]', "distill__teacher": teacher, "distill__temperature": 2.0,

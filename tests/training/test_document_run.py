@@ -75,7 +75,7 @@ def ran(short, tmp_path_factory):
 
     launch(1, {"alone": {}, "major": MAJOR, "whole": {"train__micro_batch_size": 7}, "stopped": STOP, "masks": MASKS})
     shards = {"parallel__dp_shard": 2}
-    two = {"piped": PIPED, "zbv": ZBV, "interleaved": INTERLEAVED, "shards": shards, "stopped": shards}
+    two = {"piped": PIPED, "interleaved": INTERLEAVED, "shards": shards, "stopped": shards}
     launch(2, two | {"copies": MAJOR | {"parallel__dp_replicate": 2}})
     launch(4, {"piped_shards": ZBV | {"parallel__dp_shard": 2}})
     return folder, found
@@ -116,7 +116,7 @@ def test_no_document_sees_its_neighbours(short, tmp_path, kind):
 
 
 MASKS = {"ops__attention": "ref"}  # attention with a mask, to compare with
-WORLDS = {"major": 1, "whole": 1, "masks": 1, "piped": 2, "zbv": 2, "interleaved": 2, "shards": 2, "copies": 2}
+WORLDS = {"major": 1, "whole": 1, "masks": 1, "piped": 2, "interleaved": 2, "shards": 2, "copies": 2}
 WORLDS |= {"stopped": 2, "piped_shards": 4}
 
 

@@ -10,8 +10,8 @@ from tests.commands import Command
 from tests.training.tiny import assert_same_run, rows, settings, tiny
 from tilewright.training.loop import train
 
-STEPS = 60
-CHANGES = {"train__steps": STEPS, "checkpoint__interval": 2, "train__eval_interval": 20, "train__sample_tokens": 0}
+STEPS = 30
+CHANGES = {"train__steps": STEPS, "checkpoint__interval": 2, "train__eval_interval": 10, "train__sample_tokens": 0}
 COMPILED = CHANGES | {"ops__adam": "auto"}
 """With the kernel of users' runs."""
 

@@ -13,6 +13,7 @@ CASES = {
     "gpipe": {"parallel__schedule": "gpipe"},
     "interleaved_zero_bubble": {"parallel__schedule": "interleaved_zero_bubble", "parallel__virtual_stages": 2},
     "dualpipe_v": {"parallel__schedule": "dualpipe_v"},
+    "zbv": {"parallel__schedule": "zbv"},  # by default in shards, on four ranks
 }
 REPIPED = {"to four stages": 4, "to one process": 1}
 

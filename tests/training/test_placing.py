@@ -76,7 +76,7 @@ LONGER = (
     ("name", "mode", "mixes"),
     [
         ("gqa", "fp32", EVERY),
-        ("gqa", "fp8_tile", NEXT),
+        pytest.param("gqa", "fp8_tile", NEXT, marks=pytest.mark.slow),
         ("deepseek", "bf16_mixed", NEXT),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in LONGER),
     ],

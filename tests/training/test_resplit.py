@@ -18,7 +18,7 @@ from tilewright.training.loop import train
 pytestmark = pytest.mark.dist
 SLOW_S = 0.03
 STEPS = {"parallel__pp": 2, "model__num_layers": 6, "train__steps": 2000, "train__eval_interval": 0,
-         "checkpoint__interval": 8, "optim__schedule": "constant"}  # fmt: skip
+         "train__global_batch_size": 4, "checkpoint__interval": 8, "optim__schedule": "constant"}  # fmt: skip
 
 
 MEASURED = {"pipeline", "counters"}

@@ -60,7 +60,8 @@ UNCOMPILED = {f"ops__{name}": "ref" for name in ("adam", "low_bit_adam", "rms_no
 @pytest.mark.parametrize(
     ("replicate", "shards", "names"),
     [
-        (1, 2, tuple(CASES)),
+        (1, 2, ("adamw", "split24", "muon", "zero2", "gathered in bf16")),
+        pytest.param(1, 2, ("8bit", "accumulated", "reduced each"), marks=pytest.mark.slow),  # with copies by default
         pytest.param(1, 4, ("adamw", "8bit", "muon"), marks=pytest.mark.slow),
         (2, 2, ("8bit", "accumulated", "reduced each")),
     ],

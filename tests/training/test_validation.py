@@ -60,7 +60,7 @@ def run(form, files, model, tmp_path, **more):
     return train(tiny(folder, tmp_path, **how))
 
 
-@pytest.mark.parametrize("form", ["text", "chat", "preferences"])
+@pytest.mark.parametrize("form", ["text", pytest.param("chat", marks=pytest.mark.slow), "preferences"])
 def test_a_run_with_ones_own_validation_file(files, model, tmp_path, form):
     result = run(form, files, model, tmp_path, data__eval_source=files[form] / "valid.jsonl")
     evals = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row]
@@ -74,7 +74,7 @@ def test_a_run_with_ones_own_validation_file(files, model, tmp_path, form):
     assert render(collect(result.run_dir))
 
 
-@pytest.mark.parametrize("form", ["text", "chat", "preferences"])
+@pytest.mark.parametrize("form", ["text", pytest.param("chat", marks=pytest.mark.slow), "preferences"])
 def test_a_run_that_holds_nothing_out(files, model, tmp_path, form):
     result = run(form, files, model, tmp_path)
     assert not [row for row in rows(result.run_dir / "metrics.jsonl") if row.get("eval")]
@@ -122,7 +122,7 @@ def test_preferences_beside_the_held_out_part_are_read_as_preferences(files, mod
     assert render(collect(result.run_dir))
 
 
-@pytest.mark.parametrize("other", ["text", "chat"])
+@pytest.mark.parametrize("other", [pytest.param("text", marks=pytest.mark.slow), "chat"])
 def test_a_run_on_preferences_reads_other_data_as_what_they_are(files, model, tmp_path, other):
     how = {"data__eval_source": files[other] / "valid.jsonl", "data__holdout": 0.1}
     result = run("preferences", files, model, tmp_path, **how)
