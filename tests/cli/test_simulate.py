@@ -21,7 +21,7 @@ TABLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 def _made_once():
     """One process makes the tables of all tests of this file."""
     names = [("1f1b", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
-    names += [("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2)]
+    names += [("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2), ("interleaved_deferred", 2)]
     made = torch_tables([(Pipeline(2, *name), 4) for name in names])
 
     def kept(asked):

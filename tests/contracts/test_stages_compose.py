@@ -22,7 +22,7 @@ from tilewright.planner.machine import ceilings
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v", "interleaved_deferred")
 OWN = ("parallel.", "run.", "log.", "ops.", "train.steps", "data.cache_dir")
 """Settings of what is around a run, and of stages themselves: their tests have them."""
 NAMES = sorted(name for name, proof in PROOFS.items() if isinstance(proof, Probe) and not name.startswith(OWN))

@@ -14,7 +14,7 @@ from tilewright.planner.decide import decide
 from tilewright.planner.site import Site
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v"])
 def test_a_schedule_that_defers_is_planned_without_the_compiler(schedule, tmp_path):
     peaks = {}
     for compiles in ("auto", "off"):

@@ -12,6 +12,7 @@ PLAIN = {"train__eval_interval": 0}
 CASES = {
     "gpipe": {"parallel__schedule": "gpipe"},
     "interleaved_zero_bubble": {"parallel__schedule": "interleaved_zero_bubble", "parallel__virtual_stages": 2},
+    "interleaved_deferred": {"parallel__schedule": "interleaved_deferred", "parallel__virtual_stages": 2},
     "dualpipe_v": {"parallel__schedule": "dualpipe_v"},
     "zbv": {"parallel__schedule": "zbv"},  # by default in shards, on four ranks
 }

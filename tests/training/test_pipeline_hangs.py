@@ -15,6 +15,7 @@ PIPELINES = (
     Pipeline(3, "1f1b"),
     Pipeline(3, "gpipe"),
     Pipeline(2, "interleaved", 2),
+    Pipeline(2, "interleaved_deferred", 2),
     Pipeline(3, "interleaved_zero_bubble", 2),
     Pipeline(3, "zbv", 2),
     Pipeline(2, "dualpipe_v", 2),

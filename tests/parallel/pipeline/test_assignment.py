@@ -14,6 +14,7 @@ _PIPELINES = (
     Pipeline(pp=2),
     Pipeline(pp=3, schedule="gpipe"),
     Pipeline(pp=3, schedule="interleaved", virtual=2),
+    Pipeline(pp=2, schedule="interleaved_deferred", virtual=3),
     Pipeline(pp=2, schedule="zbv", virtual=2),
     Pipeline(pp=2, schedule="dualpipe_v", virtual=2),
 )

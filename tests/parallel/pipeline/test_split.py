@@ -9,7 +9,8 @@ from tilewright.parallel.launch import PIPELINES
 from tilewright.parallel.pipeline.split import Pipeline
 
 SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
-                             ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipe_v", 2)])  # fmt: skip
+                             ("interleaved_zero_bubble", 2), ("interleaved_deferred", 3), ("zbv", 2),
+                             ("dualpipe_v", 2)])  # fmt: skip
 
 
 @given(SCHEDULES, st.integers(2, 9), st.integers(1, 70))

@@ -65,6 +65,8 @@ def test_torch_has_the_names_and_takes_the_numbers_of_micro_batches_that_are_sai
         (PipelineStage, "perform_reduce_grad", "fsdp_param_group.post_backward()"),
         (stage.PipelineStage, "_setup_forward_recv_info", "self._stage_meta.inputs"),
         (schedules._PipelineSchedule, "_update_losses", "self._internal_losses.clear()"),
+        (schedules.ScheduleInterleaved1F1B, "__init__", "self._calculate_single_rank_operations(rank)"),
+        (schedules.ScheduleInterleaved1F1B, "_calculate_single_rank_operations", "_get_1f1b_rank_ops("),
     ],
 )
 def test_what_is_overridden_does_what_it_is_overridden_for(owner, name, words):

@@ -18,6 +18,7 @@ def pipelines(p: int) -> list[Pipeline]:
         Pipeline(p, "interleaved", 4),
         Pipeline(p, "interleaved_zero_bubble", 1),
         Pipeline(p, "interleaved_zero_bubble", 2),
+        Pipeline(p, "interleaved_deferred", 2),
         Pipeline(p, "zbv", 2),
     ]
 

@@ -7,6 +7,7 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.costs import KindSeconds, PassCosts, StepCosts
 from tilewright.planner.simulate.formulas import (
     idle_in_one_wave,
+    idle_of_deferred,
     idle_of_zb_h1,
     in_flight_of_1f1b,
     in_flight_of_interleaved,
@@ -30,6 +31,10 @@ def check_idle(tables, p, m):
     for v in (2, 4):
         if table := tables.get((Pipeline(p, "interleaved", v), m)):
             assert step_of(table).idle == pytest.approx(idle_in_one_wave(p, m, v), abs=ROUNDING), v
+    if table := tables.get((Pipeline(p, "interleaved_deferred", 2), m)):
+        for kinds in (KindSeconds(), KindSeconds(2.0, 1.2, 0.8)):
+            found = step_of(table, kinds).idle
+            assert found == pytest.approx(idle_of_deferred(p, m, 2, kinds), abs=ROUNDING), kinds
     found = step_of(tables[Pipeline(p, "interleaved_zero_bubble", 1), m]).idle
     assert found == pytest.approx(idle_of_zb_h1(p, m, KindSeconds()), abs=5e-4)
 
@@ -39,7 +44,9 @@ def check_in_flight(tables, p, m):
     found = step_of(tables[Pipeline(p, "1f1b"), m]).peaks
     assert found == pytest.approx([in_flight_of_1f1b(p, m, rank) for rank in range(p)])
     for v in (2, 4):
-        if table := tables.get((Pipeline(p, "interleaved", v), m)):
+        for table in filter(
+            None, (tables.get((Pipeline(p, name, v), m)) for name in ("interleaved", "interleaved_deferred"))
+        ):
             expected = [in_flight_of_interleaved(p, m, v, rank) for rank in range(p)]
             assert step_of(table).peaks == pytest.approx(expected), v
     for pipeline in (Pipeline(p, "zbv", 2), Pipeline(p, "interleaved_zero_bubble", 1)):

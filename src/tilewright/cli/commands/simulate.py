@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tilewright.planner.simulate.case import SimulatedCase
     from tilewright.planner.simulate.ladder import Rung
 
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v")
 _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
 
 

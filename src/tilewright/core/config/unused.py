@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.parallel import INTERLEAVED
 from tilewright.core.config.sections.precision import ScaledFormat
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -134,8 +135,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     ),
     (lambda r: r.data.rows != "documents", 'data.rows is not "documents"', "parallel", ("balance",)),
     (
-        lambda r: not r.parallel.schedule.startswith("interleaved"),
-        'parallel.schedule is neither "interleaved" nor "interleaved_zero_bubble"',
+        lambda r: r.parallel.schedule not in INTERLEAVED,
+        "parallel.schedule is not an interleaved one",
         "parallel",
         ("virtual_stages",),
     ),

@@ -8,10 +8,15 @@ last. Or two of them (V): down the ranks and up again, so the first rank has the
 import itertools
 from dataclasses import dataclass, replace
 
-from tilewright.core.config.sections.parallel import DEFERRING, V_SCHEDULES, ParallelSection, ScheduleName
+from tilewright.core.config.sections.parallel import (
+    DEFERRING,
+    INTERLEAVED,
+    V_SCHEDULES,
+    ParallelSection,
+    ScheduleName,
+)
 from tilewright.core.errors import ConfigError
 
-_IN_ROUNDS: tuple[ScheduleName, ...] = ("interleaved", "interleaved_zero_bubble")
 _AS_MANY: tuple[ScheduleName, ...] = ("1f1b", "dualpipe_v")
 """As many micro-batches as stages, at least."""
 
@@ -132,7 +137,7 @@ class Pipeline:
         """
         if self.schedule in _AS_MANY:
             return microbatches >= self.num_stages
-        if self.schedule in _IN_ROUNDS:  # torch's takes them in rounds of about pp each, all of one size
+        if self.schedule in INTERLEAVED:  # torch's takes them in rounds of about pp each, all of one size
             return microbatches > 0 and microbatches % max(1, microbatches // self.pp) == 0
         return microbatches > 0
 

@@ -23,20 +23,38 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action, _ComputationType
 
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.ops.base.deferred import WeightGradientQueue
+
+
+class InterleavedDeferred(ScheduleInterleaved1F1B):
+    """torch's interleaved schedule, each backward pass in two: what the stage before waits for is sent, and weight
+    gradients are computed at once behind it. As many micro-batches are under way."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
+        found: list[_Action | None] = []
+        for action in super()._calculate_single_rank_operations(rank):
+            if action is None or action.computation_type != _ComputationType.FULL_BACKWARD:
+                found.append(action)
+                continue
+            parts = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
+            found += [_Action(action.stage_index, part, action.microbatch_index) for part in parts]
+        return found
+
 
 SCHEDULES: dict[ScheduleName, Any] = {
     "1f1b": Schedule1F1B,
     "gpipe": ScheduleGPipe,
     "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_deferred": InterleavedDeferred,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
     "dualpipe_v": ScheduleDualPipeV,
 }
 PRIVATE_OF_STAGE = ("args_recv_info", "grad_recv_info", "chunks", "_runtime_validate")
+PRIVATE_OF_INTERLEAVED = ("_calculate_single_rank_operations",)
 PRIVATE_OF_SCHEDULE = ("_step_microbatches", "_has_backward", "_internal_losses")
 
 

@@ -44,7 +44,9 @@ def under_way(pipeline: Pipeline, microbatches: int) -> int:
         return min(pipeline.pp, microbatches)
     if pipeline.schedule == "gpipe":
         return microbatches
-    if pipeline.defers:  # counted in torch's own orders, until the weight gradients of a pass are computed
+    if (
+        pipeline.defers and pipeline.schedule != "interleaved_deferred"
+    ):  # counted in torch's own orders, until the weight gradients of a pass are computed
         return min(pipeline.pp + (pipeline.schedule == "dualpipe_v"), microbatches)
     stages = (
         (pipeline.virtual - 1) * pipeline.pp + 2 * (pipeline.pp - 1) + 1

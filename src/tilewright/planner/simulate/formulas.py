@@ -19,6 +19,18 @@ def idle_in_one_wave(p: int, m: int, v: int = 1) -> float:
     return (p - 1) / (v * m + p - 1)
 
 
+def idle_of_deferred(p: int, m: int, v: int, kinds: KindSeconds) -> float:
+    """Idle share of interleaved 1F1B whose ranks send the gradient of an input before they compute those of weights:
+    they wait for (p - 1) (F + I) / v. m is a multiple of p.
+
+    Example:
+        >>> round(idle_of_deferred(8, 32, 2, KindSeconds()), 3)
+        0.068
+    """
+    waits = (p - 1) * (kinds.forward + kinds.dgrad) / v
+    return waits / (m * kinds.total + waits)
+
+
 def idle_of_zb_h1(p: int, m: int, kinds: KindSeconds) -> float:
     """Idle share of ZB-H1: ranks wait for (p - 1) (F + I - W), with m from p on, and I at least W.
 

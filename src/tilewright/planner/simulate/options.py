@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from tilewright.core.config.sections.parallel import V_SCHEDULES, ScheduleName
+from tilewright.core.config.sections.parallel import INTERLEAVED, V_SCHEDULES, ScheduleName
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.units import parse_bytes
 from tilewright.parallel.pipeline.split import Pipeline
@@ -134,8 +134,8 @@ def pipeline_of(pp: int, schedule: str, virtual: int | None) -> Pipeline:
     """
     names: dict[str, ScheduleName] = {name: name for name in get_args(ScheduleName)}
     name = names[schedule]
-    interleaved = name.startswith("interleaved")
-    least = 2 if name in V_SCHEDULES or name == "interleaved" else 1
+    interleaved = name in INTERLEAVED
+    least = 2 if name in V_SCHEDULES or name in ("interleaved", "interleaved_deferred") else 1
     stages = virtual if virtual is not None else 2 if interleaved else least
     if stages < least or (stages > least and not interleaved):
         raise ConfigError(

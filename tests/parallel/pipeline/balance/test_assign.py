@@ -12,7 +12,11 @@ from tilewright.parallel.pipeline.balance.balancer import as_arrays
 from tilewright.parallel.pipeline.split import Pipeline
 
 PIPELINES = (Pipeline(1), Pipeline(4), Pipeline(3, "gpipe"), Pipeline(3, "interleaved", 2), Pipeline(2, "zbv", 2))
-PIPELINES += (Pipeline(2, "dualpipe_v", 2), Pipeline(2, "interleaved_zero_bubble", 3))
+PIPELINES += (
+    Pipeline(2, "dualpipe_v", 2),
+    Pipeline(2, "interleaved_zero_bubble", 3),
+    Pipeline(2, "interleaved_deferred", 2),
+)
 
 
 def of(lengths) -> WeighedDocuments:

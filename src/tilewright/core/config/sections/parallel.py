@@ -6,10 +6,14 @@ from pydantic import Field
 
 from tilewright.core.config.section import Count, Section
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
+ScheduleName = Literal[
+    "1f1b", "gpipe", "interleaved", "interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v"
+]
 V_SCHEDULES: tuple[ScheduleName, ...] = ("zbv", "dualpipe_v")
 """Two stages per process, as far from the first one as from the last: the first process has both ends."""
-DEFERRING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", *V_SCHEDULES)
+INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved_deferred", "interleaved_zero_bubble")
+"""As many stages per process as is said."""
+DEFERRING: tuple[ScheduleName, ...] = ("interleaved_deferred", "interleaved_zero_bubble", *V_SCHEDULES)
 """Weight gradients are computed later than those of inputs."""
 WireName = Literal["fp32", "bf16", "fp8"]
 EXPERT_SHARDS = "efsdp"
@@ -31,11 +35,13 @@ class ParallelSection(Section):
     schedule: ScheduleName = "1f1b"
     """Stages: in what order forward and backward passes of micro-batches run. `1f1b`: as few micro-batches under way as
     stages; takes at least as many. `gpipe`: all forward passes, then all backward passes; takes any number.
-    `interleaved`: several stages per process, for less idle time. `interleaved_zero_bubble`: the same, with weight
-    gradients computed later, where a process would wait. `zbv` and `dualpipe_v`: that with two stages per process, the
-    first and the last one on the first process; `dualpipe_v` takes at least as many micro-batches as stages."""
+    `interleaved`: several stages per process, for less idle time. `interleaved_deferred`: the same, with gradients of
+    inputs sent before weight gradients are computed. `interleaved_zero_bubble`: with weight gradients computed later,
+    where a process would wait; less idle time than the one before where messages take none, else more. `zbv` and
+    `dualpipe_v`: that with two stages per process, the first and the last one on the first process; `dualpipe_v` takes
+    at least as many micro-batches as stages."""
     virtual_stages: Count = Field(default=2, ge=2)
-    """Stages: how many `interleaved` and `interleaved_zero_bubble` give each process."""
+    """Stages: how many the interleaved schedules give each process."""
     split: tuple[Count, ...] = ()
     """Stages: layers of each one, in the order of the layers, as in `[7, 5]`. Empty: as many in each, one more in the
     first ones where that does not come out even."""
@@ -91,4 +97,4 @@ class ParallelSection(Section):
         """
         if self.schedule in V_SCHEDULES:
             return 2
-        return self.virtual_stages if self.schedule in ("interleaved", "interleaved_zero_bubble") else 1
+        return self.virtual_stages if self.schedule in INTERLEAVED else 1

@@ -61,7 +61,8 @@ class RowShape:
 
     @staticmethod
     def of(pipeline: Pipeline) -> "RowShape":
-        """Of a schedule. Zero-bubble ones leave a third of what 1F1B does, interleaved ones 1 / virtual; GPipe all.
+        """Of a schedule. Zero-bubble ones leave a third of what 1F1B does, interleaved ones 1 / virtual, two thirds of
+        it where weight gradients wait; GPipe all.
 
         Example:
             >>> RowShape.of(Pipeline(4, "zbv", 2)).filled_in, RowShape.of(Pipeline(4, "interleaved", 2)).filled_in

@@ -275,7 +275,7 @@ def flights_of(setting: MeshSetting) -> list[InFlight]:
     p, m, pipeline = setting.pipeline.pp, setting.count, setting.pipeline
     if pipeline.schedule == "1f1b":
         return [InFlight(float(in_flight_of_1f1b(p, m, rank))) for rank in range(p)]
-    if pipeline.schedule == "interleaved":
+    if pipeline.schedule in ("interleaved", "interleaved_deferred"):
         return [InFlight(in_flight_of_interleaved(p, m, pipeline.virtual, rank)) for rank in range(p)]
     return [InFlight(1.0)] * p
 
