@@ -132,7 +132,7 @@ class PipelineExecutor(StandardExecutor):
 
 
 def _untold(name: str) -> AbstractContextManager[None]:
-    """Of a run that nobody watches."""
+    """Open while a pass of an unwatched run runs; does nothing."""
     return nullcontext()
 
 
