@@ -192,6 +192,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.dpo_beta": "tests/training/test_dpo.py::test_losses_and_margins_are_those_of_a_plain_loop",
     "train.sample_tokens": Probe("4", "samples"),
     "distill.teacher": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",
+    "distill.divergence": "tests/training/test_distill.py::test_another_divergence_is_another_run",
     "distill.temperature": "tests/training/test_distill.py::test_loss_and_gradients_are_those_of_whole_logits",
     "distill.weight": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",
     "memory.mlp_chunks": Probe("2", "weights"),

@@ -16,7 +16,7 @@ def taught(batch):
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(*batch["labels"].shape, 8, generator=generator)
     head = torch.randn(61, 8, generator=generator)
-    return batch | {"teacher_hidden": hidden, "teacher_head": head, "teacher_how": torch.tensor([2.0, 0.3])}
+    return batch | {"teacher_hidden": hidden, "teacher_head": head, "teacher_how": torch.tensor([2.0, 0.3, 0.0])}
 
 
 def alone(batch, row):

@@ -101,7 +101,11 @@ def taught_batch():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, N // 2, D, generator=generator)
     head = torch.randn(V, D, generator=generator)
-    return plain_batch() | {"teacher_hidden": hidden, "teacher_head": head, "teacher_how": torch.tensor([2.0, 0.5])}
+    return plain_batch() | {
+        "teacher_hidden": hidden,
+        "teacher_head": head,
+        "teacher_how": torch.tensor([2.0, 0.5, 0.0]),
+    }
 
 
 def head_case():
@@ -186,7 +190,7 @@ def test_a_taught_head_ignores_such_a_row_too():
     x_ND, weight_VD, labels_N = overflowing(torch.float32)
     head.weight = nn.Parameter(weight_VD.detach())
     taught = {"labels": labels_N.view(1, N), "teacher_hidden": x_ND.detach().view(1, N, D)}
-    taught |= {"teacher_head": weight_VD.detach(), "teacher_how": torch.tensor([2.0, 0.5])}
+    taught |= {"teacher_head": weight_VD.detach(), "teacher_how": torch.tensor([2.0, 0.5, 0.0])}
     kept = labels_N != -100
     without = {name: value[:, kept] for name, value in taught.items() if name in ("labels", "teacher_hidden")}
     found = []

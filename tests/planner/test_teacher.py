@@ -41,9 +41,9 @@ def plan(teacher="", machine=None, **sections):
     return planner.as_it_stands(Budget(1e12, 1e12, Links(None, None)))
 
 
-def beside(teacher_shape: ModelShape, found: ModelShape) -> ModelShape:
+def beside(teacher_shape: ModelShape, found: ModelShape, divergence: str = "forward_kl") -> ModelShape:
     """A student's shape with the teacher's."""
-    return replace(found, teacher=TeacherShape(teacher_shape, 0.0, 0.0))
+    return replace(found, teacher=TeacherShape(teacher_shape, 0.0, 0.0, divergence))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
@@ -70,7 +70,8 @@ def test_bytes_of_its_forward_pass_are_those_that_are_alive(mode, dim, rows, seq
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("chunk_rows", [64, 256])
-def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows):
+@pytest.mark.parametrize("divergence", distill.DIVERGENCES)
+def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence):
     words, tokens, width, theirs, chunk = 4000, 512, 64, 128, 4 * 4000 * chunk_rows
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk)
@@ -82,7 +83,7 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows):
         "labels": torch.randint(words, (1, tokens)),
         distill.HIDDEN: torch.randn(1, tokens, theirs, dtype=dtype),
         distill.HEAD: torch.randn(words, theirs),
-        distill.HOW: torch.tensor([1.0, 0.5]),
+        distill.HOW: distill.how(1.0, 0.5, divergence),
     }
     counted = LiveBytes()
     with counted:
@@ -94,7 +95,7 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows):
         )
     ]
     gradient = 4 * words * width  # of the head: the plan has it with the gradients
-    planned = costs.loss_bytes(beside(models[1], models[0]), tokens, chunk) + gradient
+    planned = costs.loss_bytes(beside(models[1], models[0], divergence), tokens, chunk) + gradient
     print(f"{planned=:.0f}, counted {counted.peak}")
     assert counted.peak == pytest.approx(planned, rel=0.15)
 

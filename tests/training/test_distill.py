@@ -32,18 +32,26 @@ def taught_batch():
     labels[0, :3] = -100
     ids = torch.randint(0, 50, (2, 9), generator=draw)
     head, hidden = torch.randn(50, 12, generator=draw), torch.randn(2, 9, 12, generator=draw)
-    how = {distill.HIDDEN: hidden, distill.HEAD: head, distill.HOW: torch.tensor([2.0, 0.75])}
+    how = {distill.HIDDEN: hidden, distill.HEAD: head, distill.HOW: distill.how(2.0, 0.75, "forward_kl")}
     return {"input_ids": ids, "labels": labels} | how
 
 
-def by_hand(logits_NV, batch):
+def divergence_of(theirs_NV, ours_NV, name):
+    """From logits, of each row."""
+    p, q = theirs_NV.softmax(-1), ours_NV.softmax(-1)
+    m = (p + q) / 2
+    forward, reverse = (p * (p / q).log()).sum(-1), (q * (q / p).log()).sum(-1)
+    middle = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
+    return {"forward_kl": forward, "reverse_kl": reverse, "jensen_shannon": middle}[name]
+
+
+def by_hand(logits_NV, batch, name="forward_kl"):
     """In FP64, from whole logits."""
     temperature, weight = 2.0, 0.75
     kept = batch["labels"].flatten() != -100
     theirs = (batch[distill.HIDDEN].double().flatten(0, 1) @ batch[distill.HEAD].double().T)[kept] / temperature
     ours, labels = logits_NV.double()[kept], batch["labels"].flatten()[kept]
-    p = theirs.softmax(-1)
-    divergence = (p * (p.log() - (ours / temperature).log_softmax(-1))).sum() * temperature**2
+    divergence = divergence_of(theirs, ours / temperature, name).sum() * temperature**2
     return (1 - weight) * F.cross_entropy(ours, labels, reduction="sum") + weight * divergence
 
 
@@ -57,15 +65,17 @@ def small(chunk_bytes):
     return model
 
 
+@pytest.mark.parametrize("name", distill.DIVERGENCES)
 @pytest.mark.parametrize("chunk_bytes", [1, 800, 2**20])
 @pytest.mark.support("teacher", "one")
-def test_loss_and_gradients_are_those_of_whole_logits(taught_batch, chunk_bytes):
+def test_loss_and_gradients_are_those_of_whole_logits(taught_batch, chunk_bytes, name):
     model = small(chunk_bytes)
+    taught_batch[distill.HOW] = distill.how(2.0, 0.75, name)
     out = model.loss(taught_batch)
     out.loss_sum.backward()
     found = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
-    expected = by_hand(model(taught_batch["input_ids"]).flatten(0, 1), taught_batch)
+    expected = by_hand(model(taught_batch["input_ids"]).flatten(0, 1), taught_batch, name)
     expected.backward()
     assert int(out.count) == 15
     # bound: FP32 sums of 15 rows of 50 logits
@@ -92,6 +102,36 @@ def test_a_student_comes_nearer_to_its_teacher_than_without(teacher, data, tmp_p
     found = [[row for row in rows(run / "metrics.jsonl") if "distillation" in str(row)][-1] for run in (alone, taught)]
     far, near = (row.get("distillation", row.get("aux", {}).get("distillation")) for row in found)
     assert near < far
+
+
+@pytest.mark.parametrize("name", distill.DIVERGENCES)
+def test_a_student_that_equals_its_teacher_has_no_divergence(taught_batch, name):
+    """And no gradient from it; far from its teacher each divergence is above zero, and finite at large logits."""
+    model = small(800)
+    with torch.no_grad():
+        hidden = model.hidden({"input_ids": taught_batch["input_ids"]})
+    same = {
+        distill.HIDDEN: hidden,
+        distill.HEAD: model.lm_head.weight.detach(),
+        distill.HOW: distill.how(1.0, 1.0, name),
+    }
+    out = model.loss(taught_batch | same)
+    out.loss_sum.backward()
+    assert abs(float(out.loss_sum.detach())) < 1e-4
+    assert max(float(param.grad.abs().max()) for param in model.parameters()) < 1e-4
+    far = taught_batch | same | {distill.HIDDEN: 300 * taught_batch[distill.HIDDEN][..., :1].expand_as(hidden)}
+    found = float(model.loss(far).loss_sum.detach())
+    assert 0 < found < float("inf")
+
+
+def test_another_divergence_is_another_run(teacher, data, tmp_path):
+    options = {"precision__mode": "fp32", "distill__teacher": teacher, "train__steps": 2, "log__report": False}
+    runs = [
+        train(tiny(data, tmp_path, run__name=name, distill__divergence=name, **options)).run_dir
+        for name in distill.DIVERGENCES
+    ]
+    losses = {rows(run / "metrics.jsonl")[-1]["eval"]["alpha"]["loss"] for run in runs}
+    assert len(losses) == 3
 
 
 @pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])

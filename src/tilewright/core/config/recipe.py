@@ -226,7 +226,10 @@ class DistillSection(Section):
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Both distributions are compared at this temperature; the divergence counts its square."""
     weight: float = Field(default=0.5, gt=0, le=1)
-    """Share of the teacher in the loss: (1 - weight) cross-entropy + weight KL. 1: the teacher alone."""
+    """Share of the teacher in the loss: (1 - weight) cross-entropy + weight divergence. 1: the teacher alone."""
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
+    """Between the two distributions. `forward_kl`: the student covers all that its teacher finds likely; `reverse_kl`:
+    it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
 
 
 class MemorySection(Section):

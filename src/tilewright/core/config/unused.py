@@ -96,7 +96,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: bool(r.data.sources), "data.sources are given", "data", ("source",)),
     (lambda r: r.data.format != "preferences", 'data.format is not "preferences"', "train", ("dpo_beta",)),
     (lambda r: r.train.steps > 0 and r.train.minutes > 0, "train.steps is given", "train", ("minutes",)),
-    (lambda r: not r.distill.teacher, "there is no teacher", "distill", ("temperature", "weight")),
+    (lambda r: not r.distill.teacher, "there is no teacher", "distill", ("temperature", "weight", "divergence")),
     (lambda r: r.data.format == "text", 'data.format = "text"', "data", ("chat_template",)),
     (lambda r: r.data.format != "text", 'data.format is not "text"', "data", ("text_field",)),
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),

@@ -1,13 +1,21 @@
 """Distillation: the loss of a student that also learns from the distributions of a teacher.
 
-loss = (1 - weight) * cross-entropy + weight * T^2 * KL(teacher || student), both at temperature T (Hinton et al.,
-"Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets. Logits are made and freed by
+loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student), both at temperature T (Hinton et al.,
+"Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets. The divergence of the teacher's
+distribution p and the student's q is one of
+
+    forward_kl       sum p log(p / q)       q covers all that p finds likely
+    reverse_kl       sum q log(q / p)       q stays where p is (Gu et al., "MiniLLM", 2023)
+    jensen_shannon   mean of sum p log(p / m) and sum q log(q / m), m = (p + q) / 2 (Agarwal et al., "GKD", 2023)
+
+Logits are made and freed by
 chunks of rows, forward and backward, for teacher and student alike. Like pairs of preferences, what the loss needs
 travels with the batch, so each executor computes it.
 
 Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +31,13 @@ from tilewright.ops.linear import machines_linear
 
 HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
 """Of a batch: the teacher's last hidden values [B, S, E], the weight of its head [V, E], and FP32 [temperature,
-weight]."""
+weight, place in `DIVERGENCES`]."""
+DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
+
+
+def how(temperature: float, weight: float, divergence: str) -> Tensor:
+    """The entry `HOW` of a batch."""
+    return torch.tensor([temperature, weight, DIVERGENCES.index(divergence)], dtype=torch.float32)
 
 
 def is_taught(batch: Mapping[str, Tensor]) -> bool:
@@ -49,11 +63,12 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
         return LossOutput(loss_sum, count, each=each_N.view_as(batch["labels"]))
     x_ND, weight_VD = head_operands(head, x_ND)
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
-    temperature, weight = batch[HOW].tolist()
+    temperature, weight, place = batch[HOW].tolist()
+    how = temperature, DIVERGENCES[int(place)]
     rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
     hidden_NE = batch[HIDDEN].flatten(0, 1)
     parts = [
-        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], temperature, use_reentrant=False)
+        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], *how, use_reentrant=False)
         for x_CD, labels_C, hidden_CE in zip(x_ND.split(rows), labels_N.split(rows), hidden_NE.split(rows), strict=True)
     ]
     entropy, divergence = torch.stack([sums for sums, _ in parts]).sum(0)
@@ -66,9 +81,16 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
 
 
 def _chunk(
-    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, hidden_CE: Tensor, head_VE: Tensor, temperature: float
+    x_CD: Tensor,
+    weight_VD: Tensor,
+    labels_C: Tensor,
+    hidden_CE: Tensor,
+    head_VE: Tensor,
+    temperature: float,
+    divergence: str,
 ) -> tuple[Tensor, Tensor]:
-    """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32; and of each row [C, 2], detached."""
+    """[cross-entropy, T^2 divergence] of some rows, each summed over targets, FP32; and of each row [C, 2] without a
+    gradient."""
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
     logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
     entropy, entropy_C = summed_and_each(logits_CV, labels_C)
@@ -76,7 +98,17 @@ def _chunk(
         theirs_CV = machines_linear(hidden_CE, head_VE).float().masked_fill(ignored_C1, 0.0)
         theirs_CV = (theirs_CV / temperature).log_softmax(-1)
     ours_CV = (logits_CV / temperature).log_softmax(-1)
-    each_C1 = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
-    each_C1 = each_C1.masked_fill(ignored_C1, 0.0)
+    each_C1 = _divergences(theirs_CV, ours_CV, divergence).masked_fill(ignored_C1, 0.0)
     each_C2 = torch.stack((entropy_C, each_C1.detach().squeeze(-1) * temperature**2), -1)
     return torch.stack((entropy, each_C1.sum() * temperature**2)), each_C2
+
+
+def _divergences(theirs_CV: Tensor, ours_CV: Tensor, name: str) -> Tensor:
+    """Of each row [C, 1], from log-probabilities; see the top of the file."""
+    if name == "forward_kl":
+        return F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
+    if name == "reverse_kl":
+        return F.kl_div(theirs_CV, ours_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
+    mixed_CV = torch.logaddexp(theirs_CV, ours_CV) - math.log(2)
+    both = (F.kl_div(mixed_CV, own_CV, reduction="none", log_target=True) for own_CV in (theirs_CV, ours_CV))
+    return torch.stack([each_CV.sum(-1, keepdim=True) for each_CV in both]).mean(0)

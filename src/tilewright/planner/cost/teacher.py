@@ -18,8 +18,9 @@ FP32 = 4
 ALIVE = 0.7
 """Of what an eager layer keeps for backward, what is alive at once where nothing is kept (counted: 0.65 to 0.72 at two
 widths, in FP32 and in BF16)."""
-CHUNKS = 7.0
-"""FP32 chunks of logits alive at once in backward of the loss (counted: about 6.5 in BF16, 7 in FP32)."""
+CHUNKS = {"forward_kl": 7.0, "reverse_kl": 7.0, "jensen_shannon": 10.0}
+"""FP32 chunks of logits alive at once in backward of the loss, by divergence (counted: about 6.5 in BF16, 7 in FP32;
+three more with the middle of two distributions)."""
 LOSSES = 2.5
 """Times the eager FP32 loss of a student without a teacher, matmuls left out (measured on a busy CPU: 1.8 to 4.0 with
 300 and 4,000 words; larger vocabularies were not)."""
@@ -45,7 +46,8 @@ def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int) -> float:
     row = FP32 * shape.vocab_size
     chunk = min(tokens, max(1, chunk_bytes // row)) * row
     copies = 2 if shape.matmul_bytes < FP32 else 1
-    return CHUNKS * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
+    chunks = CHUNKS[shape.teacher.divergence if shape.teacher else "forward_kl"]
+    return chunks * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
 
 
 def teacher_s(

@@ -74,7 +74,7 @@ class ShapeFinder:
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
         """The shape of a model that learns from a teacher."""
         name = recipe.distill.teacher
-        key = (name, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16")
+        key = (name, recipe.distill.divergence, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16")
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
         teacher = self._teachers[key]
@@ -94,7 +94,8 @@ class ShapeFinder:
         policy = Policy("bf16_mixed" if bf16 else "fp32", own, device_type=device)
         beside = teacher_recipe(recipe, found)
         model = self._in_mode(beside, policy, policy.mode)
-        return TeacherShape(model, teacher_weights(self._skeleton(beside)), float(model.dim * model.stream_bytes))
+        hidden = float(model.dim * model.stream_bytes)
+        return TeacherShape(model, teacher_weights(self._skeleton(beside)), hidden, recipe.distill.divergence)
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
         skeleton = self._skeleton(recipe)

@@ -285,6 +285,8 @@ class TeacherShape:
     """Bytes on the device of each process: whole and in FP32, with buffers."""
     hidden: float
     """Bytes that it hands on, per token of a step: its last hidden values."""
+    divergence: str = "forward_kl"
+    """What its student's loss compares distributions by."""
 
 
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:

@@ -46,7 +46,7 @@ class Teacher(StepHook):
     def __init__(self, model: Model, section: DistillSection, device: torch.device) -> None:
         self.model, self._path = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
         self.device = device
-        self._how = torch.tensor([section.temperature, section.weight])
+        self._how = distill.how(section.temperature, section.weight, section.divergence)
         digest = xxhash.xxh3_64()
         for tensor in self.model.state_dict().values():
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
