@@ -226,7 +226,7 @@ class Run:
         more = {} if parts.sync is None else self.setup.world.traffic.numbers()
         more |= parts.stream.documents.numbers() if parts.stream.documents else {}
         for _, numbers in self._calls_numbers if step.due else ():
-            more |= numbers(step)
+            more |= numbers(step, result)
         row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, more)
         if shown := step.due or time.monotonic() - self._shown_at >= OVERDUE_S:
             self._shown_at = time.monotonic()

@@ -46,8 +46,8 @@ def _are_targets(batch: Batch) -> Tensor:
 
 
 def sums_by_row(each: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64; a pair of
-    answers counts as one row.
+    """Of each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64. A pair of
+    answers counts as one row, and so does each of whole documents that stand behind each other.
 
     Args:
         each: `LossOutput.each`.
@@ -59,7 +59,22 @@ def sums_by_row(each: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         [[3.0, 5.0], [2, 1]]
     """
     targets = _are_targets(batch)
+    if STARTS in batch and len(targets) == 1:
+        return _sums_of_documents(each, targets, batch)
     return each.view(len(each), -1).sum(1), targets.view(len(targets), -1).sum(1)
+
+
+def _sums_of_documents(each_1T: Tensor, targets_1T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    lengths_N = batch[STARTS].cpu().diff().long()  # the padding's, too, behind the documents'
+    lengths_N = lengths_N[: int(batch["segments"].max()) + 1]
+    each_T, targets_T = each_1T.detach().flatten(), targets_1T.flatten()
+    if not len(lengths_N):
+        return each_T.new_zeros(0, dtype=torch.float32), lengths_N
+    used = int(lengths_N.sum())
+    lengths = lengths_N.to(each_T.device)
+    sums_N = torch.segment_reduce(each_T[:used].float(), "sum", lengths=lengths)
+    counts_N = torch.segment_reduce(targets_T[:used].double(), "sum", lengths=lengths_N.to(targets_T.device))
+    return sums_N, counts_N.long()
 
 
 def sums_of_rows(told: Iterable[tuple[Tensor | None, Batch]]) -> tuple[Tensor, Tensor] | None:

@@ -83,6 +83,9 @@ class BuiltStep:
     batches: list[Batch]
     end: int
     """The sample after the step's last one."""
+    domains: np.ndarray
+    """Of each row or document of the micro-batches, in their order, the place of its domain in the mixture, int64; -1
+    where a row only fills up."""
     documents: StepDocuments | None = None
 
 
@@ -137,16 +140,18 @@ class RowSteps:
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
         """A rank with fewer rows than the others is filled up with a row that has no targets."""
         samples = mixture.following(start, self.size)[self._rank :: self._world]
-        arrays = self._prepared.train_arrays(mixture.picks(samples), mixture.seed)
+        picks = mixture.picks(samples)
+        arrays, domains = self._prepared.train_arrays(picks, mixture.seed), picks.domain
         most = -(-self.size // self._world)
         if len(samples) < most:
             blank = self._prepared.blank_row()
             arrays = {name: np.concatenate([array, blank[name]]) for name, array in arrays.items()}
+            domains = np.append(domains, -1)
         num_batches = -(-most // self._micro_batch)
         bounds = [most * i // num_batches for i in range(num_batches + 1)]
         tensors = as_tensors(arrays)
         batches = [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
-        return BuiltStep(batches, mixture.behind(start, self.size))
+        return BuiltStep(batches, mixture.behind(start, self.size), domains)
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Steps of one size have one number of samples."""
@@ -189,7 +194,8 @@ class DocumentSteps:
             arrays = self._prepared.joined(_of(picks, part), mixture.seed, length)
             batches.append(as_tensors(arrays))
         end = mixture.behind(start, len(lengths_N))
-        return BuiltStep(batches, end, StepDocuments(lengths_N, assignment, self.room.tokens))
+        domains = np.concatenate([picks.domain[part] for part in assignment[self._rank]] or [picks.domain[:0]])
+        return BuiltStep(batches, end, domains, StepDocuments(lengths_N, assignment, self.room.tokens))
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Documents are counted, many steps of them at a time."""

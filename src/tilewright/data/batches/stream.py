@@ -72,6 +72,9 @@ class Stream:
         """Seconds that all of them waited."""
         self.documents: StepDocuments | None = None
         """Of the step that `next_step` gave last, on all ranks; None where steps are of rows."""
+        self.row_domains: np.ndarray = np.zeros(0, np.int64)
+        """Of each row or document of that step, in this rank's order, its domain's place in `domains`; -1 where a row
+        only fills up."""
         self._cut: StepCut
         if documents:
             self._cut = DocumentSteps(prepared, batch_size, Room(world, micro_batch_size, takes), rank)
@@ -106,7 +109,7 @@ class Stream:
         built = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started
         self.waited_s += self.wait_s
-        self._next, self.documents = built.end, built.documents
+        self._next, self.documents, self.row_domains = built.end, built.documents, built.domains
         self._step += 1
         return built.batches
 
@@ -128,6 +131,11 @@ class Stream:
             raise AssertionError("rows of one length are not assigned")
         self.close()
         self._cut.assign = assign
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """In the mixture's order."""
+        return self._mixture.domains
 
     @property
     def num_samples(self) -> Mapping[str, int]:

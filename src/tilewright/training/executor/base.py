@@ -53,8 +53,9 @@ class StepResult:
     redone: str | None = None
     """Why the step was computed a second time, in wider formats; None where it was not."""
     rows: tuple[Tensor, Tensor] | None = None
-    """Of each row that this rank read the sum of its targets' losses and their number, each [R], in the order of its
-    micro-batches; the sums on its device, the numbers on the host. None where the model tells sums of batches only."""
+    """Of each row, or whole document, that this rank read the sum of its targets' losses and their number, each [R], in
+    the order of its micro-batches; the sums on its device, the numbers on the host. None where the model tells sums of
+    batches only."""
 
     @classmethod
     def left_out(cls, microbatches: Sequence[Batch]) -> "StepResult":

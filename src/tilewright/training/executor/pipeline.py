@@ -89,12 +89,12 @@ class PipelineExecutor(StandardExecutor):
         self, rows: tuple[Tensor, Tensor] | None, microbatches: Sequence[Batch]
     ) -> tuple[Tensor, Tensor] | None:
         """What the last stage knows of each row, on all ranks in the row."""
-        sums = torch.zeros(1 + sum(len(batch["input_ids"]) for batch in microbatches), device=self.device)
+        counts = torch.cat([sums_by_row(torch.zeros(batch["labels"].shape), batch)[1] for batch in microbatches])
+        sums = torch.zeros(1 + len(counts), device=self.device)
         if rows is not None:
             sums[0], sums[1:] = 1.0, rows[0]
         sum_over(self._world.row.handle, [sums])
-        counts = [sums_by_row(torch.zeros(batch["labels"].shape), batch)[1] for batch in microbatches]
-        return (sums[1:], torch.cat(counts)) if sums[0] else None
+        return (sums[1:], counts) if sums[0] else None
 
     def _sum_over_ranks(self, loss_sum: Tensor) -> None:
         super()._sum_over_ranks(loss_sum)

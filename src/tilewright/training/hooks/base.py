@@ -72,8 +72,9 @@ class StepHook(Protocol):
             result: over all ranks.
         """
 
-    def numbers(self, step: Step) -> Mapping[str, float]:
-        """For the row of metrics of a step with a line; called on all ranks, before the row is written."""
+    def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
+        """For the row of metrics of a step with a line: numbers, or mappings of them. Called on all ranks, before the
+        row is written."""
         return {}
 
     def phase(self, name: str) -> None:
@@ -97,15 +98,49 @@ class StepHook(Protocol):
         """Go on from `state_dict()`. Where a checkpoint has no part of this name, it is not called."""
 
 
+class HookPart(Protocol):
+    """What has numbers and a state, for `AfterStep`."""
+
+    def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
+        """See `StepHook.numbers`."""
+        ...
+
+    def phase(self, name: str) -> None:
+        """See `StepHook.phase`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StepHook.state_dict`."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `StepHook.load_state_dict`."""
+        ...
+
+
 class AfterStep(StepHook):
     """Calls a function after each step, directly: the function's file is all that a step runs of it.
 
     Args:
         after_step: see `StepHook.after_step`.
+        name: of the state in checkpoints.
+        part: whose numbers and state they are; None: there are none.
     """
 
-    def __init__(self, after_step: Callable[[Step, StepResult], None]) -> None:
+    def __init__(
+        self,
+        after_step: Callable[[Step, StepResult], None],
+        *,
+        name: str = "",
+        part: HookPart | None = None,
+    ) -> None:
         self.after_step = after_step  # type: ignore[method-assign]
+        self.name = name
+        if part is not None:
+            self.numbers = part.numbers  # type: ignore[method-assign]
+            self.phase = part.phase  # type: ignore[method-assign]
+            self.state_dict = part.state_dict  # type: ignore[method-assign]
+            self.load_state_dict = part.load_state_dict  # type: ignore[method-assign]
 
 
 def by_name(hooks: Iterable[StepHook], taken: Collection[str] = ()) -> dict[str, StepHook]:

@@ -25,6 +25,7 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
+from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.runlog import recorded
 from tilewright.training.runlog.run_folder import RunFolder
@@ -162,7 +163,7 @@ class EnergyHook(StepHook):
         """See `StepHook.phase`."""
         self._energy.meter.at(PHASES[name])
 
-    def numbers(self, step: Step) -> Mapping[str, float]:
+    def numbers(self, step: Step, result: StepResult) -> Mapping[str, float]:
         """Joules up to now, and of a step since the row before, of all ranks; estimated ones say so in their name."""
         if not self._of_steps:
             return {}

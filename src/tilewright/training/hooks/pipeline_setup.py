@@ -1,13 +1,17 @@
-"""The hook of a run with stages. torch's pipelining takes its time to be imported, so this is where it first is."""
+"""Hooks that some runs have: of rows of several domains, of a model in stages. torch's pipelining takes its time to be
+imported, so this is where it first is."""
 
 from typing import cast
 
+import torch
+
 from tilewright.core.config.sections.parallel import ParallelSection
+from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.batches.stream import Stream
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor
-from tilewright.training.hooks.base import StepHook
+from tilewright.training.hooks.base import AfterStep, StepHook
 
 
 def pipeline_hooks(
@@ -37,3 +41,17 @@ def pipeline_hooks(
             model, runs, world, stream, balance=balance, resplit=section.resplit == "on", limit_bytes=limit_bytes
         ),
     )
+
+
+def domain_hooks(world: World, stream: Stream, device: torch.device) -> tuple[StepHook, ...]:
+    """What tells the training loss of each domain; nothing where there is one.
+
+    Args:
+        world: of the run.
+        stream: of the run.
+        device: of the run.
+    """
+    if len(stream.domains) < 2:
+        return ()
+    sums = SumsOfRanks(stream, world, device)
+    return (AfterStep(sums.after_step, name="domain_losses", part=sums),)
