@@ -198,7 +198,7 @@ PROOFS: dict[str, Probe | str] = {
     "memory.mlp_chunks": Probe("2", "weights"),
     "memory.loss_chunk_bytes": Probe("1", "weights", {"ops.cross_entropy": "native"}),
     "memory.attention_block": Probe("3", "weights"),
-    "memory.plan": "tests/training/test_planned.py::test_train_executes_what_plan_wrote",
+    "memory.plan": "tests/training/test_plan_files.py::test_train_executes_what_plan_wrote",
     "memory.executor": "tests/training/test_layer_major_run.py::test_it_is_the_standard_run",
     "memory.layers_per_group": "tests/training/test_layer_major_run.py::test_group_cuts_the_layers",
     "memory.offload_params": "tests/training/test_layer_major_tiers.py::test_tiers_change_no_number",
