@@ -1,18 +1,37 @@
 """`plan --world`: what it prints and writes, JSON, and each error with its exit code."""
 
 import json
+import re
 import tomllib
+from xml.etree import ElementTree
 
 import pytest
 
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
+from tilewright.core.units import format_bytes, format_share
+from tilewright.planner.simulate.torch_tables import torch_tables
 
 SMALL = [
     *("plan", "default", "--on", "h100", "--model.dim", "4096", "--model.num_layers", "8", "--model.num_heads", "2"),
     *("--data.seq_len", "4096", "--data.source", "", "--train.global_batch_size", "8"),
 ]
 ONE = [*SMALL, "--world", "4", "--nodes", "1x4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _made_once():
+    """A table of a schedule is made once for all tests of this file."""
+    made, patch = {}, pytest.MonkeyPatch()
+
+    def kept(asked):
+        if missing := [one for one in asked if one not in made]:
+            made.update(torch_tables(missing))
+        return {one: made[one] for one in asked}
+
+    patch.setattr("tilewright.planner.simulate.mesh.search.torch_tables", kept)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +64,57 @@ def test_what_is_written_is_a_recipe_that_train_reads(capsys, tmp_path):
     assert [one["seconds"] for one in found["best"]] == sorted(one["seconds"] for one in found["best"])
 
 
+def test_a_line_in_depth_says_where_its_time_goes(capsys):
+    assert run([*ONE, "--why", "2"]) == 0
+    out = capsys.readouterr().out
+    for text in ("lost: ", "(line 1: ", "by owner", "not hidden behind computation", "bytes at the peak of each rank"):
+        assert text in out, text
+
+
+def test_another_recipe_is_compared_under_the_same_settings(capsys):
+    assert run([*ONE, "--compare", "fp8_tile", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["compared"]
+    assert other["setting"]
+    assert run(["plan", "fp8_tile", *ONE[2:], "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert other["memory"] == format_bytes(best["peak_bytes"])
+    assert other["MFU"] == format_share(best["mfu"])
+
+
+def test_what_would_be_faster_is_accepted_and_as_fast_as_said(capsys):
+    slow = [*ONE, "--link", "intra=2GB/s", "--json"]
+    assert run(slow) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["faster"]
+    assert [one["gain"] for one in told["faster"]] == sorted((one["gain"] for one in told["faster"]), reverse=True)
+    for one in told["faster"]:
+        typed = [text for name, value in one["settings"].items() for text in (f"--{name}", str(value))]
+        assert run([*slow, *typed]) == 0
+        best = json.loads(capsys.readouterr().out)["best"][0]
+        assert best["tokens_per_s"] == pytest.approx(one["tokens_per_s"]), one
+        assert one["gain"] == pytest.approx(one["tokens_per_s"] / told["best"][0]["tokens_per_s"])
+
+
+def test_a_page_is_well_formed_and_has_what_the_terminal_says(capsys, tmp_path):
+    assert run([*ONE, "--link", "intra=2GB/s", "--html", "page.html"]) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) == (3 if "pp " in out else 2)
+    for chart in charts:
+        ElementTree.fromstring(chart)
+    for text in ("Why the others lost", "given: ", "published, not measured", "GiB", "recomputation"):
+        assert text in page, text
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_gradients_are_sent_as_the_recipe_says(capsys):
+    few = ["--parallel.grad_sync", "bf16", "--json"]
+    assert run([*ONE, *few, "--out", "found.toml"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert best["settings"]["parallel.grad_sync"] == "bf16"
+    assert load_recipe("found.toml", {}, environ={}).recipe.parallel.grad_sync == "bf16"
+
+
 def test_nothing_fits(capsys):
     assert run([*ONE, "--device-memory", "3GiB"]) == 3
     error = capsys.readouterr().err
@@ -63,6 +133,10 @@ def test_nothing_fits(capsys):
         ([*ONE, "--link", "inter=quick"], "Unknown link"),
         ([*SMALL, "--world", "11"], "No mesh fills the world"),
         ([*ONE, "--on", "h1000"], "Unknown machine name"),
+        ([*ONE, "--why", "6"], "--why names no line"),
+        ([*ONE, "--why", "layer.1"], "--why names no line"),
+        ([*ONE, "--compare", "gone"], "gone"),
+        ([*ONE, "--html", "no/such/folder/page.html"], "cannot be written"),
     ],
 )
 def test_wrong_options(arguments, what, capsys):

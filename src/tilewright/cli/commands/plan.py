@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 )
 @click.option("--fastest", is_flag=True, help="Find the fastest plan instead of the one that train executes.")
 @click.option("--largest", is_flag=True, help="Find the deepest model of this shape that fits.")
-@click.option("--why", default="", metavar="LAYER", help="Explain the decisions for one layer, for example layer.7.")
+@click.option(
+    "--why",
+    default="",
+    metavar="LAYER",
+    help="Explain the decisions for one layer, as layer.7; with --world a line of the table, as 2.",
+)
 @click.option("--compare", default="", metavar="OTHER", help="Compare with another recipe or a plan file.")
 @click.option("--out", default="", metavar="FILE", help="Write the plan to a TOML file.")
 @click.option(
@@ -82,7 +87,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         return
     loaded = load_recipe(recipe, overrides(ctx))
     if world:
-        plan_mesh(loaded, world, options, as_json=as_json)
+        plan_mesh(loaded, world, options, overrides(ctx), as_json=as_json)
         return
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     options = {name: value for name, value in options.items() if name not in ("nodes", "link")}

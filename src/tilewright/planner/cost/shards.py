@@ -18,6 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.errors import ConfigError
 from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.model.weights import Weights
@@ -38,7 +39,7 @@ class Shards:
 
     Example:
         >>> Shards(ranks=8, count=4)
-        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1, experts_apart=False)
+        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1, experts_apart=False, wire='fp32')
     """
 
     ranks: int = 1
@@ -53,6 +54,8 @@ class Shards:
     """Ranks that read the same rows, each with a part of every matrix."""
     experts_apart: bool = False
     """Routed experts are in parts over these too, whatever `count` is."""
+    wire: WireName = "fp32"
+    """What gradients are sent as."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
@@ -61,7 +64,7 @@ class Shards:
         count = max(1, parallel.dp_shard)
         apart = parallel.tp > 1 and recipe.model.num_experts > 0
         if count == 1 and not apart:
-            return cls(parallel.dp_replicate, tp=parallel.tp)
+            return cls(parallel.dp_replicate, tp=parallel.tp, wire=parallel.grad_sync)
         return cls(
             parallel.dp_replicate * count,
             count,
@@ -70,6 +73,7 @@ class Shards:
             parallel.cpu_offload,
             parallel.tp,
             apart,
+            parallel.grad_sync,
         )
 
     @property

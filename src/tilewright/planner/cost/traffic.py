@@ -2,19 +2,26 @@
 
     gather    all-gather of a sharded model's parameters, in each micro-batch: before forward, and of layers that are
               resharded once more before backward
-    scatter   reduce-scatter of FP32 gradients, once a step, or in each micro-batch with `parallel.reduce_each`
-    reduce    all-reduce of FP32 gradients over copies, once a step: of a rank's part, or of all where nothing is cut
+    scatter   reduce-scatter of gradients, once a step, or in each micro-batch with `parallel.reduce_each`
+    reduce    all-reduce of gradients over copies, once a step: of a rank's part, or of all where nothing is cut
 
-Bytes are of the whole tensor that a collective makes or takes. Nothing overlaps with computation: on a CPU both take
-the same cores. What is agreed on between steps is a few bytes, and not counted.
+Bytes are of the whole tensor that a collective makes or takes, of gradients as `parallel.grad_sync` sends them. Nothing
+overlaps with computation: on a CPU both take the same cores. What is agreed on between steps is a few bytes, and not
+counted.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
+from tilewright.core.config.sections.parallel import WireName
+from tilewright.parallel.communicate.wire import TILE, row_bytes
 from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.shards import FP32, Shards
 from tilewright.planner.model.shape import ModelShape
+
+WIRE_SHARE: dict[WireName, float] = {name: row_bytes(TILE, name) / (FP32 * TILE) for name in get_args(WireName)}
+"""Bytes of a gradient that is sent, in those of FP32."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,15 @@ class RankTraffic:
         """
         copies = shards.ranks // shards.count
         part = shape.weights.part(shards.count)
-        reduced = FP32 * float(part.trained) if copies > 1 else 0.0
+        sent = WIRE_SHARE[shards.wire]
+        reduced = sent * FP32 * part.trained if copies > 1 else 0.0
         if not shards.cut:
             return cls(reduce=reduced)
         rest = (shape.embedding + shape.head).tensors
         layers = float(sum(found.count * found.weights.tensors.gathered(shards.count) for found in shape.classes))
         passes = (2 if shards.reshard else 1) * layers + rest.gathered(shards.count)
         times = num_micro if shards.reduce_each else 1
-        scattered = float(shape.weights.tensors.gradients(shards.count))
+        scattered = sent * shape.weights.tensors.gradients(shards.count)
         return cls(num_micro * passes, times * scattered, reduced)
 
     @property

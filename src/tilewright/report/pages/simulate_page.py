@@ -60,11 +60,13 @@ def render_simulation(rungs: Sequence[Rung]) -> str:
         tables.insert(0, PageTable("Levers", lead, LADDER_COLUMNS, [ladder_row(rung, rungs[0]) for rung in rungs]))
     return fill(
         "simulate.html",
+        kind="simulate",
         setting=setting_of(last.case),
         verdict=ladder_verdict(rungs),
         cards=_cards(last),
         tables=tables,
-        figures=[*(_gantt(rung) for rung in shown), _memory(last)],
+        heading="Time of each rank",
+        figures=[*(step_gantt(rung.name, rung.steps[0]) for rung in shown), _memory(last)],
         notes=ABOUT,
     )
 
@@ -85,8 +87,13 @@ def _causes(shown: Sequence[Rung]) -> PageTable:
     return PageTable("Idle time by cause", lead, ["", *CAUSES, "all"], [causes_row(rung) for rung in shown])
 
 
-def _gantt(rung: Rung) -> Figure:
-    step = rung.steps[0]
+def step_gantt(name: str, step: SimulatedStep) -> Figure:
+    """The time of each rank.
+
+    Args:
+        name: of the figure.
+        step: that is drawn.
+    """
     order = [(row, rank) for row in range(step.costs.num_rows) for rank in range(step.table.num_ranks)]
     drawn = order[:_MOST_RANKS]
     rows = [_row(step, row, rank) for row, rank in drawn]
@@ -96,14 +103,14 @@ def _gantt(rung: Rung) -> Figure:
     ]
     svg = dense_gantt(
         rows,
-        label=f"time of each rank: {rung.name}",
+        label=f"time of each rank: {name}",
         end_s=step.seconds,
         path=path if len(path) <= _MOST_ON_PATH else (),
     )
     left_out = "" if len(drawn) == len(order) else f" The first {len(drawn)} of {len(order)} ranks."
     reading = f"Rows of the pipeline one after the other, each from its first rank to its last; empty: idle.{left_out}"
     note = f"{format_seconds(step.seconds)}, {format_share(step.idle)} idle"
-    return Figure(rung.name, svg, reading, _LEGEND, note)
+    return Figure(name, svg, reading, _LEGEND, note)
 
 
 def _span(step: SimulatedStep, row: int, place: tuple[int, int]) -> tuple[float, float]:

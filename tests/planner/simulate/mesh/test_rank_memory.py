@@ -30,6 +30,7 @@ MESHES = {
     "cut": {"tp": 2, "dp_shard": 1},
     "cut shards": {"tp": 2, "dp_shard": 2},
     "experts": {"dp_shard": 4, "ep": 2},
+    "cut experts": {"dp_shard": 2, "tp": 2, "ep": 4},
 }
 FORMATS = {
     "plain": {},
@@ -68,6 +69,7 @@ CASES = [
     ("moe", "shards", "stochastic", "cuda"), ("mla", "odd shards", "bf16", "cpu"), ("moe", "copies", "plain", "cuda"),
     ("dense", "copies of shards", "bf16", "cuda"), ("dense", "cut", "bf16", "cuda"), ("mla", "cut", "fp8", "cuda"),
     ("untied", "cut shards", "plain", "cpu"), ("moe", "experts", "fp8", "cuda"), ("moe", "experts", "plain", "cpu"),
+    ("moe", "cut", "bf16", "cuda"), ("moe", "cut shards", "plain", "cuda"), ("moe", "cut experts", "fp8", "cuda"),
 ]  # fmt: skip
 
 

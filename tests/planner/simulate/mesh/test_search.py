@@ -11,13 +11,17 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
+from tilewright.parallel.communicate.wire import row_bytes
 from tilewright.parallel.inside.tensor.cuts import check_cuts
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
 from tilewright.planner.simulate.mesh.model import MeshModel
 from tilewright.planner.simulate.mesh.search import MeshSearch
+from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
-from tilewright.planner.simulate.mesh.step import MeshRates
+from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
 from tilewright.planner.simulate.table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import Asked, torch_tables
 
@@ -129,6 +133,21 @@ def test_matrices_are_cut_where_a_run_can_cut_them(model):
         except ConfigError:
             can = tp == 1
         assert ((tp, shards) in found) == can, (tp, shards)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_gradients_in_a_wire_format_take_its_share_of_bytes(dense, wire):
+    """In a node, where a ring and an exchange pass as many bytes; between nodes ranks exchange over their own links."""
+    share = row_bytes(1280, wire) / row_bytes(1280, "fp32")
+    for sizes in (MeshSizes(dp_shard=4), MeshSizes(dp_replicate=4), MeshSizes(pp=2, dp_shard=2, dp_replicate=2)):
+        whole, sent = (
+            MeshCosts(dense, MeshSetting(sizes, Pipeline(sizes.pp), 1, 4, "keep", "fp32", "fp32", wire=one)).exposed
+            for one in ("fp32", wire)
+        )
+        assert sent.gather == whole.gather
+        if sizes.dp_shard == 1 or sizes.pp > 1:
+            assert sent.reduce == pytest.approx(share * whole.reduce, rel=0.02), (sizes, whole, sent)  # latencies
+        assert sent.reduce <= whole.reduce * (1 + ROUNDING)
 
 
 def test_experts_are_spread_where_that_pays():

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.common import echo, print_json, show_table
 from tilewright.core.env import gc_paused
-from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.units import format_bytes
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
+    from tilewright.planner.simulate.mesh.find import MeshChange, MeshFinder
     from tilewright.planner.simulate.mesh.search import BestMeshes
 
 BEST = 5
@@ -36,7 +37,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             try_=f"--world 8 --{of_mesh[0]} ...",
             where=f"--{of_mesh[0]}",
         )
-    of_one = [name for name in ("fastest", "largest", "why", "compare", "html", "disk_memory") if options[name]]
+    of_one = [name for name in ("fastest", "largest", "disk_memory") if options[name]]
     if world and of_one:
         option = f"--{of_one[0].replace('_', '-')}"
         raise ConfigError(
@@ -56,76 +57,105 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
         )
 
 
-def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], *, as_json: bool) -> None:
+def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: Sequence[str], *, as_json: bool) -> None:
     """Search, and show the best.
 
     Args:
         loaded: the recipe; its own mesh does not matter.
         world: ranks in all.
         options: of the command.
+        typed: settings of the command line, which hold for a recipe that is compared too.
         as_json: instead of a table.
 
     Raises:
-        ConfigError: see `cluster_of`; or no mesh takes the batch.
+        ConfigError: see `cluster_of`; or no mesh takes the batch; or `--why` names no line.
         FitError: nothing fits.
     """
+    with gc_paused():
+        from tilewright.data.common.progress import ProgressBar
+        from tilewright.planner.simulate.mesh import describe
+        from tilewright.planner.simulate.mesh.why import step_named, why
+
+    with ProgressBar("planning") as progress:
+        progress.phase("the model")
+        finder, notes = _finder(loaded, world, options)
+        progress.phase("the mesh")
+        found = finder.best(BEST)
+        if not found.best:
+            raise _nothing_fits(loaded, world, found)
+        if options["why"]:
+            lines = why(found, *step_named(found, options["why"]))
+            changes, other = (), None
+        else:
+            lines = []
+            progress.phase("what would be faster")
+            changes = finder.changes(found.best[0])
+            other = _other(world, options, typed) if options["compare"] else None
+    if lines:
+        print_json({"why": lines}) if as_json else echo("\n".join(lines))
+    elif as_json:
+        print_json(describe.to_json(found, changes) | {"notes": list(notes)} | ({"compared": other} if other else {}))
+    else:
+        _show(found, changes, world, loaded, options, notes)
+        if other:
+            echo()
+            show_table(("", loaded.name, options["compare"]), describe.compared(found.best[0], other))
+    _write(loaded, found, changes, world, options, notes, quiet=as_json)
+
+
+def _nothing_fits(loaded: "Loaded", world: int, found: "BestMeshes") -> FitError:
     from tilewright.planner.simulate.mesh import describe
 
-    found, notes = _search(loaded, world, options)
-    on = str(options["on"])
-    if not found.best:
-        assert found.nearest is not None
-        raise FitError(
-            f"{loaded.name} does not fit {world} GPUs in any mesh",
-            got=f"nearest of {found.settings:,} settings: {describe.miss_words(found.nearest)}",
-            need=f"at most {format_bytes(found.nearest.budget_bytes)} on each rank",
-            try_=f"--world {2 * world}, a GPU with more memory, or --train.global_batch_size of fewer rows per rank",
-            where="--world",
-        )
-    if as_json:
-        print_json(describe.to_json(found) | {"notes": list(notes)})
-    else:
-        _show(found, world, on, loaded, notes)
-    if options["out"]:
-        _write(loaded, found, world, options, quiet=as_json)
+    assert found.nearest is not None
+    return FitError(
+        f"{loaded.name} does not fit {world} GPUs in any mesh",
+        got=f"nearest of {found.settings:,} settings: {describe.miss_words(found.nearest)}",
+        need=f"at most {format_bytes(found.nearest.budget_bytes)} on each rank",
+        try_=f"--world {2 * world}, a GPU with more memory, or --train.global_batch_size of fewer rows per rank",
+        where="--world",
+    )
 
 
-def _search(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[BestMeshes, tuple[str, ...]]":
+def _finder(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[MeshFinder, tuple[str, ...]]":
     with gc_paused():
         from tilewright.core.hardware import detect_machine
-        from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
-        from tilewright.planner.planner import narrower
         from tilewright.planner.simulate.mesh.cluster import cluster_of
-        from tilewright.planner.simulate.mesh.model import MeshModel
-        from tilewright.planner.simulate.mesh.search import MeshSearch
-        from tilewright.planner.simulate.mesh.space import Space
-        from tilewright.planner.simulate.mesh.step import MeshRates
+        from tilewright.planner.simulate.mesh.find import MeshFinder
         from tilewright.training.planning.request import device_budget, published_notes, vocab_size_of
 
     recipe, row = loaded.recipe, find_published(options["on"])
     cluster = cluster_of(row.name, world, options["nodes"], options["link"])
     machine = row.machine(detect_machine("cpu"), HOST_BYTES)
-    budget = device_budget(options["device_memory"], machine)
-    with ProgressBar("planning") as progress:
-        progress.phase("the model")
-        model = MeshModel(recipe, vocab_size_of(recipe), machine, row.ceilings())
-        space = Space.of(model, world, cluster.gpus)
-        space.check()
-        progress.phase("the mesh")
-        usable = (1 - recipe.plan.margin) * budget
-        own = (recipe.optim.moments, recipe.optim.master_weights)
-        formats = [own, *((one["optim.moments"], one.get("optim.master_weights", own[1])) for one in narrower(recipe))]
-        found = MeshSearch(MeshRates(model, cluster), space, usable, row.bf16).best(BEST, formats)
-    guessed = ("routing of experts is taken for even, and transfers do not slow computation down",)
-    return found, (*published_notes(options["on"]), *cluster.notes, *guessed, *model.whole.notes)
+    usable = (1 - recipe.plan.margin) * device_budget(options["device_memory"], machine)
+    vocab = vocab_size_of(recipe)
+    finder = MeshFinder(recipe, vocab, machine, row.ceilings(), cluster, usable, row.bf16).with_rates()
+    even = "guessed: routing of experts is even, and transfers do not slow computation down"
+    return finder, (*published_notes(options["on"]), *cluster.notes, even, *finder.notes)
 
 
-def _show(found: "BestMeshes", world: int, on: str, loaded: "Loaded", notes: Sequence[str]) -> None:
+def _other(world: int, options: Mapping[str, Any], typed: Sequence[str]) -> "dict[str, str]":
+    """The best mesh of another recipe, in numbers."""
+    from tilewright.core.config.load import load_recipe
+    from tilewright.planner.simulate.mesh import describe
+
+    other = load_recipe(options["compare"], list(typed))
+    found = _finder(other, world, options)[0].best(1)
+    return describe.numbers(found.best[0]) if found.best else {"step": "does not fit"}
+
+
+def _show(
+    found: "BestMeshes",
+    changes: "Sequence[MeshChange]",
+    world: int,
+    loaded: "Loaded",
+    options: Mapping[str, Any],
+    notes: Sequence[str],
+) -> None:
     from tilewright.planner.simulate.mesh import describe
 
     best = found.best[0]
-    echo(describe.verdict(found, world, on))
+    echo(describe.verdict(found, world, options["on"]))
     echo()
     show_table(describe.COLUMNS, [describe.row_of(place, step) for place, step in enumerate(found.best, 1)])
     echo()
@@ -135,21 +165,49 @@ def _show(found: "BestMeshes", world: int, on: str, loaded: "Loaded", notes: Seq
     if found.formats != own:
         words = best.setting.optimizer_words()
         echo(f"narrowed, which changes what is learned: {words}; with the recipe's formats nothing fits")
-    for name, why in describe.refused_by_train(loaded.recipe, best).items():
-        echo(f"not in train: {name} = {best.setting.settings()[name]} ({why})")
+    for change in changes:
+        option, tokens, gain, setting = describe.change_row(change)
+        echo(f"faster, but changes what is learned: {option}: {tokens} tokens/s, {gain} more ({setting})")
+    for name, why_not in describe.refused_by_train(loaded.recipe, best).items():
+        echo(f"not in train: {name} = {best.setting.settings()[name]} ({why_not})")
     echo(f"searched: {found.settings:,} settings, {found.simulated:,} simulated; the others do not fit or are slower")
     for note in notes:
         echo(f"note: {note}")
 
 
-def _write(loaded: "Loaded", found: "BestMeshes", world: int, options: Mapping[str, Any], *, quiet: bool) -> None:
+def _write(
+    loaded: "Loaded",
+    found: "BestMeshes",
+    changes: "Sequence[MeshChange]",
+    world: int,
+    options: Mapping[str, Any],
+    notes: Sequence[str],
+    *,
+    quiet: bool,
+) -> None:
+    """The files that are asked for."""
     from tilewright.core.atomic_io import write_whole
     from tilewright.core.log import say
     from tilewright.planner.simulate.mesh import describe
 
-    head = [
-        f"tilewright plan {loaded.name} --world {world} --on {options['on']}",
-        describe.verdict(found, world, options["on"]),
-    ]
-    write_whole(Path(options["out"]), describe.recipe_text(loaded.name, loaded.recipe, found.best[0], head))
-    say(f"wrote {options['out']}", error=quiet)
+    verdict, texts = describe.verdict(found, world, options["on"]), {}
+    if options["out"]:
+        head = [f"tilewright plan {loaded.name} --world {world} --on {options['on']}", verdict]
+        texts[options["out"]] = describe.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
+    if options["html"]:
+        from tilewright.report.pages.mesh_page import render_meshes
+
+        rows = [describe.change_row(change) for change in changes]
+        texts[options["html"]] = render_meshes(found, verdict, rows, notes)
+    for path, text in texts.items():
+        try:
+            write_whole(Path(path), text)
+        except OSError as error:
+            raise DataError(
+                "Plan cannot be written",
+                got=str(error),
+                need="a folder in which files can be made",
+                try_="another path for --out and --html",
+                where=path,
+            ) from error
+        say(f"wrote {path}", error=quiet)

@@ -1,6 +1,6 @@
 """A search's answer in words: the table of the best, what binds, why others lost, and the recipe that runs it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tomlkit
 
@@ -9,6 +9,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.schema import nested
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
+from tilewright.planner.simulate.mesh.find import MeshChange
 from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep
 
 COLUMNS = (
@@ -91,9 +92,37 @@ def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) 
     return "\n".join([*lines, f'extends = "{name}"', "", tomlkit.dumps(nested(kept))])
 
 
-def to_json(found: BestMeshes) -> dict[str, object]:
-    """Numbers of the best."""
+def numbers(step: MeshStep) -> dict[str, str]:
+    """Of one setting, by name."""
     return {
+        "step": format_seconds(step.seconds),
+        "tokens/s": format_count(step.tokens_per_s),
+        "MFU": format_share(step.mfu),
+        "memory": format_bytes(step.worst.peak),
+        "idle": format_share(step.idle),
+        "exposed": format_share(step.exposed),
+        "setting": str(step.setting),
+    }
+
+
+def compared(step: MeshStep, other: Mapping[str, str]) -> list[list[str]]:
+    """Rows of a table of one setting and another recipe's."""
+    return [[name, text, other.get(name, "-")] for name, text in numbers(step).items()]
+
+
+def change_row(change: MeshChange) -> list[str]:
+    """What is typed, and the best mesh with it."""
+    step = change.step
+    return [change.words, format_count(step.tokens_per_s), format_share(change.gain - 1), str(step.setting)]
+
+
+def to_json(found: BestMeshes, changes: Sequence[MeshChange] = ()) -> dict[str, object]:
+    """Numbers of the best, and of what would be faster."""
+    faster = [
+        {"settings": dict(one.settings), "tokens_per_s": one.step.tokens_per_s, "gain": one.gain} for one in changes
+    ]
+    return {
+        "faster": faster,
         "settings": found.settings,
         "simulated": found.simulated,
         "best": [

@@ -1,8 +1,8 @@
 """A model on one machine, as a search over meshes asks for it: layers of a stage, weights of a rank, seconds.
 
 Under tensor parallelism a rank has the shape that a plan of one device gives it (`parallel.inside.tensor.cuts`): fewer
-heads, narrower layers, a part of the vocabulary. Experts that are spread do as much work on each rank: routing is taken
-for even, and ranks that cut matrices share the rows of experts.
+heads, narrower layers, a part of the vocabulary, other tokens for experts. Experts that are spread do as much work on
+each rank: routing is taken for even.
 """
 
 from collections.abc import Sequence
@@ -167,15 +167,17 @@ class MeshModel:
             loss_chunk_bytes=recipe.memory.loss_chunk_bytes,
             passes=1,
             optimizer=recipe.optim.kind,
-            shards=Shards(
-                sizes.data,
-                sizes.dp_shard,
-                reshard=alone
-                and recipe.parallel.reshard_after_forward,  # torch keeps a stage's parameters for the step
+            shards=replace(
+                self.shards(sizes),
+                reshard=alone and recipe.parallel.reshard_after_forward,  # torch keeps a stage's parameters for a step
                 reduce_each=alone and setting.reduce_each,
-                tp=sizes.tp,
+                wire=setting.wire,
             ),
         )
+
+    def shards(self, sizes: MeshSizes) -> Shards:
+        """Who shares the model."""
+        return Shards(sizes.data, sizes.dp_shard, tp=sizes.tp, experts_apart=sizes.tp > 1 and self.experts > 0)
 
     def layers_of(self, ranges: Sequence[range], stages: Sequence[int]) -> StageLayers:
         """What some stages hold.
@@ -251,11 +253,7 @@ def _spread_over(weights: Weights, ep: int) -> Weights:
 
 
 def _local(found: LayerClass, key: ShapeKey) -> LayerClass:
-    """With a rank's experts alone where passes cast weights and add to their gradients, and its share of their rows
-    where ranks cut matrices."""
-    if key.tp > 1 and found.routes:
-        matmuls = (replace(one, share=one.share / key.tp) if one.share < 1 else one for one in found.matmuls)
-        found = replace(found, matmuls=tuple(matmuls))
+    """With a rank's experts alone where passes cast weights and add to their gradients."""
     if key.ep == 1:
         return found
     kinds = found.weights.tensors.kinds.items()

@@ -42,6 +42,8 @@ class MeshStep:
     budget_bytes: float
     peak_flops: float
     """Of a rank in a second, as published."""
+    simulated: SimulatedStep | None = None
+    """Of a row with stages: its passes."""
 
     @property
     def setting(self) -> MeshSetting:
@@ -187,8 +189,9 @@ class MeshSearch:
         part, all_ = self._model.part(held, key, shards), self._model.weights(held, key)
         setting = MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, key.master)
         states = state_bytes(part, self._model.config(setting))
-        gradients = all_.tensors.gradients(shards) if whole and shards > 1 else FP32 * part.trained
-        gathered = all_.tensors.gathered(shards) if pp > 1 and shards > 1 else 0
+        cut = shards > 1 or (key.tp > 1 and self._model.experts > 0)
+        gradients = all_.tensors.gradients(shards) if whole and cut else FP32 * part.trained
+        gathered = all_.tensors.gathered(shards) if pp > 1 and cut else 0
         return (part.stored + states + gradients + gathered) / pp
 
     def _climb(self, groups: Sequence[MeshSetting], number: int) -> tuple[list[MeshStep], int]:
@@ -244,7 +247,7 @@ class MeshSearch:
         seconds = in_all(step.seconds, one) + one.exposed.total + one.update_s
         if asked not in self._flights:
             self._flights[asked] = in_flight_of(step)
-        return self.priced(one, seconds, self._flights[asked])
+        return replace(self.priced(one, seconds, self._flights[asked]), simulated=step)
 
     def priced(self, one: MeshCosts, seconds: float, flights: Sequence[InFlight] | None) -> MeshStep:
         """A setting that takes so long; without a table what is in flight is taken from formulas."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
@@ -29,6 +30,8 @@ class MeshSetting:
     master: str
     reduce_each: bool = False
     """Gradients are reduced after each micro-batch; without stages alone."""
+    wire: WireName = "fp32"
+    """What gradients are sent as."""
 
     @property
     def ep_stride(self) -> int:
@@ -51,6 +54,7 @@ class MeshSetting:
         found["train.micro_batch_size"] = self.rows
         found["train.activation_checkpoint"] = _MODES[self.activations]
         found["optim.moments"], found["optim.master_weights"] = self.moments, self.master
+        found["parallel.grad_sync"] = self.wire
         return {name: value for name, value in found.items() if value != _USUAL.get(name)}
 
     def mesh_words(self) -> str:
@@ -66,13 +70,18 @@ class MeshSetting:
         return self.pipeline.schedule + (f" x{self.pipeline.virtual}" if self.pipeline.virtual > 1 else "")
 
     def optimizer_words(self) -> str:
-        """Formats of the optimizer."""
+        """Formats of the optimizer, and of what is sent to it."""
         master = "" if self.master == "fp32" else f", {self.master} weights"
-        return f"{self.moments} moments{master}"
+        wire = "" if self.wire == "fp32" else f", gradients sent in {self.wire}"
+        return f"{self.moments} moments{master}{wire}"
 
     def __str__(self) -> str:
         """In few words."""
-        parts = [self.mesh_words(), self.schedule_words(), f"{self.count} micro-batches of {self.rows} rows"]
+        parts = [
+            self.mesh_words(),
+            self.schedule_words(),
+            f"{counted(self.count, 'micro-batch', 'es')} of {counted(self.rows, 'row')}",
+        ]
         parts += [_MODES[self.activations] + (", reduced each" if self.reduce_each else ""), self.optimizer_words()]
         return "; ".join(filter(None, parts))
 
@@ -86,5 +95,15 @@ class MeshSetting:
         return replace(self.pipeline, layers=())
 
 
-_USUAL: dict[str, object] = {"parallel.tp": 1, "parallel.ep": 1}
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "row"), counted(2, "micro-batch", "es")
+        ('1 row', '2 micro-batches')
+    """
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+_USUAL: dict[str, object] = {"parallel.tp": 1, "parallel.ep": 1, "parallel.grad_sync": "fp32"}
 """Left out where they are the defaults."""

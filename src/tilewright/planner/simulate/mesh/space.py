@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import get_args
 
-from tilewright.core.config.sections.parallel import ScheduleName
+from tilewright.core.config.sections.parallel import ScheduleName, WireName
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import Activations
 from tilewright.models.decoder.config import DecoderConfig
@@ -44,14 +44,17 @@ class Space:
     experts: int
     batch: int
     """Rows of a step."""
+    wire: WireName = "fp32"
+    """What gradients are sent as: changes what is learned, so it is the recipe's."""
     schedules: tuple[ScheduleName, ...] = tuple(name for name in get_args(ScheduleName) if name != "gpipe")
     kinds: tuple[Activations, ...] = get_args(Activations)
 
     @staticmethod
     def of(model: MeshModel, world: int, gpus: int) -> "Space":
         """For a model and its recipe's batch."""
-        layers, batch = model.whole.num_layers, model.recipe.train.global_batch_size
-        return Space(world, gpus, layers, *_cut(model.decoder), model.experts, batch)
+        recipe, layers = model.recipe, model.whole.num_layers
+        batch, wire = recipe.train.global_batch_size, recipe.parallel.grad_sync
+        return Space(world, gpus, layers, *_cut(model.decoder), model.experts, batch, wire)
 
     def check(self) -> None:
         """Raise where no mesh fills the world.
@@ -81,7 +84,7 @@ class Space:
                 for shard in _divisors(data, data):
                     if tp > 1 and self.widths % (tp * shard):
                         continue
-                    for ep in _divisors(shard, self.experts) if self.experts else (1,):
+                    for ep in _divisors(shard * tp, self.experts) if self.experts else (1,):
                         if ep == 1 or self.experts % ep == 0:
                             yield MeshSizes(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp, ep=ep)
 
@@ -104,9 +107,9 @@ class Space:
                 for pipeline in self.pipelines(sizes.pp):
                     if sizes.pp > 1 and not pipeline.takes(count):
                         continue
-                    one = MeshSetting(sizes, pipeline, rows, count, "keep", moments, master)
+                    one = MeshSetting(sizes, pipeline, rows, count, "keep", moments, master, wire=self.wire)
                     yield one
-                    if sizes.pp == 1 and count > 1 and sizes.dp_shard > 1:
+                    if sizes.pp == 1 and count > 1 and (sizes.dp_shard > 1 or (self.experts and sizes.tp > 1)):
                         yield replace(one, reduce_each=True)
 
 
@@ -114,11 +117,12 @@ def _cut(config: DecoderConfig | None) -> tuple[int, int]:
     """What has to come out even where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
     if config is None:
         return 1, 1
+    hidden = gcd(config.ffn_dim, config.shared_width if config.num_experts else 0)
     if config.attention == "mla":
         heads, widths = config.num_heads, (config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim)
-        return gcd(heads, config.ffn_dim), gcd(config.ffn_dim, *(config.num_heads * width for width in widths))
+        return gcd(heads, hidden), gcd(hidden, *(heads * width for width in widths))
     heads = gcd(config.num_heads, config.num_kv_heads)
-    return gcd(heads, config.ffn_dim), gcd(config.ffn_dim, heads * config.head_dim)
+    return gcd(heads, hidden), gcd(hidden, heads * config.head_dim)
 
 
 def _divisors(number: int, most: int) -> Sequence[int]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import Activations
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.cost.traffic import WIRE_SHARE
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts
 from tilewright.planner.simulate.mesh.cluster import Cluster
@@ -82,7 +84,7 @@ class MeshRates:
         rows = float(one.rows * shape.seq_len * shape.dim * shape.matmul_bytes)
         seconds = 4 * self.cluster.ring_s(rows, tp, 1)
         if shape.classes[place].routes and ep > 1:
-            seconds += 2 * self.cluster.exchange_s(self.model.chosen * rows / tp, ep, tp)
+            seconds += 2 * self.cluster.exchange_s(self.model.chosen * rows / tp, ep, 1)
         return seconds
 
     def _stage(self, held: StageLayers, one: "PassKey") -> PassSeconds:
@@ -98,18 +100,19 @@ class MeshRates:
         weights = self.model.weights(held, setting.shape)
         return self.model.update_s(weights, setting.moments, setting.shape, setting.dp_shard)
 
-    def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, reduce_each: bool) -> Exposed:
+    def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, sums: "SumKey") -> Exposed:
         """Of shards and copies, what is not hidden."""
         gather = reduce = 0.0
+        reduce_each, wire = sums
         alone, shape, shards = sizes.pp == 1, self.model.shape(one.shape), sizes.dp_shard
-        if shards > 1:
+        if self.model.shards(sizes).cut:
             resharded = alone and self.model.recipe.parallel.reshard_after_forward
             forwards = count if resharded else 1
             scatters = count if alone and reduce_each else 1
             for place, layers in enumerate(held.counts):
                 tensors, passes = shape.classes[place].weights.tensors, self.layer(place, one)
                 whole = self._over_shards(tensors.gathered(shards), sizes)
-                back = self._over_shards(tensors.gradients(shards), sizes)
+                back = self._summed_s(tensors.gradients(shards), sizes, wire)
                 gather += layers * forwards * max(0.0, whole - passes.forward)
                 if alone:
                     again = whole if resharded else 0.0
@@ -120,14 +123,29 @@ class MeshRates:
             ends = shape.embedding if held.first else Weights()
             ends = ends + shape.head if held.last else ends
             gather += self._over_shards(ends.tensors.gathered(shards), sizes)
-            reduce += self._over_shards(ends.tensors.gradients(shards), sizes)
+            reduce += self._summed_s(ends.tensors.gradients(shards), sizes, wire)
         if sizes.dp_replicate > 1:
             part = self.model.part(held, one.shape, shards)
-            reduce += 2 * self.cluster.ring_s(FP32 * part.trained, sizes.dp_replicate, sizes.tp * shards)
+            ring = sizes.dp_replicate, sizes.tp * shards
+            sent = WIRE_SHARE[wire] * FP32 * part.trained
+            there = self.cluster.ring_s(sent, *ring) if wire == "fp32" else self.cluster.exchange_s(sent, *ring)
+            reduce += there + self.cluster.ring_s(sent, *ring)
         return Exposed(gather, reduce)
 
+    def _summed_s(self, num_bytes: float, sizes: MeshSizes, wire: WireName) -> float:
+        """Of FP32 gradients over shards. In a wire format each rank sends the others theirs, which add them."""
+        if wire == "fp32":
+            return self._over_shards(num_bytes, sizes)
+        return self.cluster.exchange_s(WIRE_SHARE[wire] * num_bytes, *self._sharing(sizes))
+
     def _over_shards(self, num_bytes: float, sizes: MeshSizes) -> float:
-        return self.cluster.ring_s(num_bytes, sizes.dp_shard, sizes.tp)
+        return self.cluster.ring_s(num_bytes, *self._sharing(sizes))
+
+    def _sharing(self, sizes: MeshSizes) -> tuple[int, int]:
+        """Ranks that share most of a layer, and how far they are apart: of experts those too that cut matrices."""
+        if self.model.shards(sizes).experts_apart:
+            return sizes.dp_shard * sizes.tp, 1
+        return sizes.dp_shard, sizes.tp
 
 
 class PassKey(NamedTuple):
@@ -136,6 +154,13 @@ class PassKey(NamedTuple):
     rows: int
     activations: Activations
     shape: ShapeKey
+
+
+class SumKey(NamedTuple):
+    """What decides how long sums of gradients take."""
+
+    reduce_each: bool
+    wire: WireName
 
 
 class UpdateKey(NamedTuple):
@@ -195,7 +220,7 @@ class MeshCosts:
         """Of shards and copies, on the rank that waits longest."""
         one = self.setting
         found = [
-            self.rates.exposed(held, self.key, one.count, one.sizes, one.reduce_each)
+            self.rates.exposed(held, self.key, one.count, one.sizes, SumKey(one.reduce_each, one.wire))
             for held in dict.fromkeys(self.held)
         ]
         return max(found, key=lambda each: each.total)
