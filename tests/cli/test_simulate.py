@@ -4,6 +4,8 @@ import json
 import re
 from xml.etree import ElementTree
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tilewright.cli.app import run
@@ -87,6 +89,37 @@ def test_a_ladder_is_a_table_and_a_page_that_is_well_formed(capsys, tmp_path):
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.parametrize("inside", ["", "tokens"])
+def test_lengths_are_those_of_a_prepared_dataset(capsys, tmp_path, inside):
+    """Of the documents for training: as if they were in a file."""
+    folder = tmp_path / "dataset"
+    (folder / inside).mkdir(parents=True)
+    table = {"split": ["train"] * 40 + ["holdout"] * 2, "domain": ["a"] * 42, "length": [*range(100, 140), 9000, 9000]}
+    pq.write_table(pa.table(table), folder / inside / "documents.parquet")
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(100, 140))))
+    found = []
+    for lengths in ("dataset", "lengths.txt"):
+        assert run([*SMALL, "--json", "--lengths", lengths]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+
+
+def test_goodput_of_a_run_that_fails(capsys, tmp_path):
+    failing = ["--fail-every", "2.7h", "--checkpoint-stall", "30s"]
+    assert run([*SMALL, *failing, "--html", "page.html"]) == 0
+    out = capsys.readouterr().out
+    assert "a failure every 2h42m" in out
+    assert "15m00s to recover" in out
+    assert "best every" in out
+    assert "Goodput" in (tmp_path / "page.html").read_text()
+    shares = []
+    for more in ([], ["--recover", "1m"], ["--checkpoint-every", "2h"], ["--checkpoint-stall", "5m"]):
+        assert run([*SMALL, "--json", "--fail-every", "2.7h", *more]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["goodput"])
+    plain, quick, rare, stalled = shares
+    assert quick > plain > max(rare, stalled)
+
+
 def test_a_table_from_a_file_is_simulated(capsys, tmp_path):
     (tmp_path / "own.csv").write_text(TABLE)
     assert run(["simulate", "--table", "own.csv", "--dp", "1", "--seeds", "1", "--json"]) == 0
@@ -113,12 +146,20 @@ def test_a_table_from_a_file_is_simulated(capsys, tmp_path):
         (["--lengths", "gone.txt"], "neither a distribution nor a file"),
         (["--lengths", "three.txt"], "fewer documents than a step"),
         (["--lengths", "empty.txt"], "no lengths"),
+        (["--lengths", "."], "no lengths"),
+        (["--lengths", "broken"], "no lengths"),
+        (["--fail-every", "0"], "--fail-every is no time"),
+        (["--fail-every", "2h", "--checkpoint-every", "0"], "--checkpoint-every is no time"),
+        (["--fail-every", "often"], "not a duration"),
+        (["--recover", "1m"], "--recover without --fail-every"),
         (["--table", "gone.csv"], "cannot be read"),
     ],
 )
 def test_bad_input_is_refused_in_four_parts(capsys, tmp_path, arguments, says):
     (tmp_path / "three.txt").write_text("1\n2\n3\n")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "documents.parquet").write_text("no table")
     start = SMALL if "--table" not in arguments else ["simulate"]
     assert run([*start, *arguments]) == 2
     error = capsys.readouterr().err

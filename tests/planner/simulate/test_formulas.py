@@ -1,11 +1,15 @@
 """Simulated steps of torch's own tables against the closed formulas of the papers."""
 
+import math
+import random
+
 import pytest
 
 from tests.planner.simulate.conftest import LARGE, SMALL
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.costs import KindSeconds, PassCosts, StepCosts
 from tilewright.planner.simulate.formulas import (
+    Failures,
     idle_in_one_wave,
     idle_of_deferred,
     idle_of_zb_h1,
@@ -84,3 +88,40 @@ def test_equal_costs_are_idle_for_the_schedule_alone(tables, rows):
             causes = idle_by_cause(step)
             assert causes["filling and draining"] == pytest.approx(step.idle, abs=ROUNDING), (pipeline, m)
             assert sum(causes.values()) == pytest.approx(step.idle, abs=ROUNDING)
+
+
+def clocked(failures, stretches, draw):
+    """Useful seconds over all, of so many stretches of steps between checkpoints, failures drawn one by one."""
+    spent, left = 0.0, draw.expovariate(1 / failures.every_s)
+    span = failures.interval_s + failures.stall_s
+    for _ in range(stretches):
+        needed = span
+        while left < needed:  # it fails, and begins again after recovery
+            spent += left
+            left, needed = draw.expovariate(1 / failures.every_s), failures.recover_s + span
+        spent, left = spent + needed, left - needed
+    return stretches * failures.interval_s / spent
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        Failures(9720.0, 900.0, 0.0, 900.0), Failures(9720.0, 900.0, 60.0, 900.0), Failures(3600.0, 1800.0, 120.0, 0.0),
+        Failures(3600.0, 60.0, 30.0, 1200.0),
+    ],
+)  # fmt: skip
+def test_goodput_is_that_of_failures_drawn_one_by_one(failures):
+    found = clocked(failures, 60_000, random.Random("goodput"))
+    print(failures, found, failures.goodput)
+    assert failures.goodput == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("stall", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("every", [1800.0, 9720.0, 1e6])
+def test_no_interval_is_better_than_the_best_one(stall, every):
+    best = Failures(every, 1.0, stall, 60.0).best_interval_s
+    goodput = Failures(every, best, stall, 60.0).goodput
+    for factor in (0.5, 0.9, 1.1, 2.0):
+        assert Failures(every, factor * best, stall, 60.0).goodput <= goodput
+    if every > 100 * stall:  # Young's square root holds for rare failures
+        assert best == pytest.approx(math.sqrt(2 * stall * every), rel=0.1)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     "--link",
     multiple=True,
     metavar="NAME=RATE",
-    help="With --world: intra or inter nodes per GPU, as inter=50GB/s or inter=ethernet-100.",
+    help="With --world: intra or inter nodes per GPU, as inter=50GB/s, inter=ethernet-100, or a file of bench comm.",
 )
 @verbosity
 @click.pass_context

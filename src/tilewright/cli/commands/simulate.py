@@ -10,6 +10,7 @@ from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tilewright.planner.simulate.case import SimulatedCase
+    from tilewright.planner.simulate.formulas import Failures
     from tilewright.planner.simulate.ladder import Rung
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v")
@@ -32,7 +33,8 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
     default="lognormal:6.6,1.1",
     show_default=True,
     metavar="SOURCE",
-    help="Tokens of documents: lognormal:MEAN,SIGMA, uniform:LEAST,MOST, fixed:LENGTH, or a file with one per line.",
+    help="Tokens of documents: lognormal:MEAN,SIGMA, uniform:LEAST,MOST, fixed:LENGTH, a file with one per line, "
+    "or the folder of a prepared dataset.",
 )
 @click.option(
     "--max-length", default=8192, show_default=True, type=click.IntRange(1), help="Tokens of the longest document."
@@ -92,6 +94,14 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
 @click.option("--data", default="0", metavar="TIME", help="Reading of a micro-batch, while others are computed.")
 @click.option("--reduce", default="0", metavar="TIME", help="Sum of gradients over rows, after the last pass.")
 @click.option("--optimizer", default="0", metavar="TIME", help="Update of the weights.")
+@click.option("--fail-every", default="", metavar="TIME", help="Mean time between failures, for goodput: as 2.7h.")
+@click.option(
+    "--checkpoint-every", default="15m", show_default=True, metavar="TIME", help="Steps from checkpoint to checkpoint."
+)
+@click.option("--checkpoint-stall", default="0", metavar="TIME", help="What a checkpoint stops the steps for.")
+@click.option(
+    "--recover", default="15m", show_default=True, metavar="TIME", help="From a failure to the first step again."
+)
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Steps, each with other documents.")
 @click.option("--ladder", is_flag=True, help="Turn levers against idle time on, one after the other.")
 @click.option("--html", default="", metavar="FILE", help="Write an HTML page with the time of each rank.")
@@ -114,16 +124,39 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
             try_="tilewright simulate --ladder",
             where=option,
         )
+    failures = _failures(options, given)
     rungs = _ladder(options) if ladder else [_one(options, given)]
     if html:
         from tilewright.core.atomic_io import write_whole
         from tilewright.report.pages.simulate_page import render_simulation
 
-        write_whole(Path(html), render_simulation(rungs))
+        write_whole(Path(html), render_simulation(rungs, failures))
     if as_json:
-        print_json({"rungs": [rung.to_json() for rung in rungs]})
+        more = {} if failures is None else {"goodput": failures.goodput, "best_interval_s": failures.best_interval_s}
+        print_json({"rungs": [rung.to_json() for rung in rungs]} | more)
     else:
         _show(rungs)
+        if failures is not None:
+            from tilewright.planner.simulate.describe import failures_words
+
+            echo()
+            echo(failures_words(failures))
+
+
+def _failures(options: dict[str, Any], given: set[str]) -> "Failures | None":
+    from tilewright.planner.simulate.options import failures_of
+
+    names = ("checkpoint_every", "checkpoint_stall", "recover")
+    if not options["fail_every"] and (idle := [name for name in names if name in given]):
+        option = f"--{idle[0].replace('_', '-')}"
+        raise ConfigError(
+            f"{option} without --fail-every",
+            got=f"{option}, and no failures",
+            need="how often a run fails",
+            try_=f"--fail-every 2.7h {option} ...",
+            where=option,
+        )
+    return failures_of(options["fail_every"], *(options[name] for name in names))
 
 
 def _case(options: dict[str, Any], pipeline: Any) -> "SimulatedCase":

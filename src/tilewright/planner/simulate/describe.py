@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tilewright.core.units import format_seconds, format_share
 from tilewright.planner.simulate.case import SimulatedCase
+from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
 from tilewright.planner.simulate.step import SimulatedStep
 
@@ -16,6 +17,20 @@ ABOUT = (
     "Activations are counted in micro-batches of mean cost through all layers of a rank with an equal share.",
     "Left out: the traffic of shards (FSDP), of tensor and expert parallelism, and recomputation.",
 )
+
+
+def failures_words(failures: Failures) -> str:
+    """Goodput, and what it is made of.
+
+    Example:
+        >>> failures_words(Failures(every_s=9720.0, interval_s=900.0, recover_s=900.0))
+        'goodput 87.0 %: a failure every 2h42m, checkpoints every 15m00s that stall 0 s, 15m00s to recover'
+    """
+    best = failures.best_interval_s
+    text = f"goodput {format_share(failures.goodput)}: a failure every {format_seconds(failures.every_s)}, checkpoints "
+    text += f"every {format_seconds(failures.interval_s)} that stall {format_seconds(failures.stall_s)}, "
+    text += f"{format_seconds(failures.recover_s)} to recover"
+    return text + (f"; best every {format_seconds(best)}" if best else "")
 
 
 def setting_of(case: SimulatedCase) -> str:

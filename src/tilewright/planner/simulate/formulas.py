@@ -4,6 +4,9 @@ p ranks of a row, m micro-batches, v stages per rank; F, I and W: seconds of a f
 stage's input, and of the gradients of its weights, through all stages of a rank.
 """
 
+import math
+from dataclasses import dataclass
+
 from tilewright.planner.simulate.costs import KindSeconds
 
 
@@ -55,3 +58,46 @@ def in_flight_of_interleaved(p: int, m: int, v: int, rank: int) -> float:
     Source: Narayanan et al. 2021, section 2.2: forward passes before the first backward pass. m is a multiple of p.
     """
     return min(m * v, (v - 1) * p + 2 * (p - rank - 1) + 1) / v
+
+
+@dataclass(frozen=True)
+class Failures:
+    """A run that fails now and then, at random and without memory, and goes on from its last checkpoint.
+
+    Example:
+        >>> round(Failures(every_s=2.7 * 3600, interval_s=900.0, recover_s=900.0).goodput, 3)
+        0.87
+    """
+
+    every_s: float
+    """Mean seconds from one failure to the next."""
+    interval_s: float
+    """Seconds of steps from one checkpoint to the next."""
+    stall_s: float = 0.0
+    """Seconds that a checkpoint stops the steps for."""
+    recover_s: float = 0.0
+    """Seconds from a failure to the first step again; failures that come meanwhile begin it anew."""
+
+    @property
+    def goodput(self) -> float:
+        """Share of all time that goes into steps which count.
+
+        Source: Daly 2006 (Future Generation Computer Systems 22), equation 13: a stretch of steps and its checkpoint
+        take M e^(R/M) (e^((T + C)/M) - 1) seconds on average.
+        """
+        spent = self.every_s * math.exp(self.recover_s / self.every_s)
+        return self.interval_s / (spent * math.expm1((self.interval_s + self.stall_s) / self.every_s))
+
+    @property
+    def best_interval_s(self) -> float:
+        """The interval with the greatest goodput; 0 where checkpoints stall nothing: the more, the better.
+
+        Source: zero of the derivative, (1 - x) e^x = e^(-C/M) of x = T/M, by bisection.
+        """
+        if not self.stall_s:
+            return 0.0
+        low, high, stall = 0.0, 1.0, self.stall_s / self.every_s
+        for _ in range(60):
+            x = (low + high) / 2
+            low, high = (x, high) if (1 - x) * math.exp(x) > math.exp(-stall) else (low, x)
+        return low * self.every_s

@@ -1,4 +1,4 @@
-"""Lengths of the documents of a step: drawn from a distribution, or from a file. No torch."""
+"""Lengths of the documents of a step: drawn from a distribution, from a file, or of a prepared dataset. No torch."""
 
 import difflib
 import json
@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from tilewright.core.errors import ConfigError, DataError
 
+DOCUMENTS = "documents.parquet"
+"""The table of a prepared dataset's documents."""
 SHORTEST = 64
 """Tokens of the shortest document that is drawn, or fewer where the longest is."""
 
@@ -89,7 +92,8 @@ _NUMBERS = {"lognormal": "MEAN,SIGMA of the logarithm", "uniform": "LEAST,MOST",
 
 
 def lengths_from(text: str, most: int) -> Lengths:
-    """What `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, or a file.
+    """What `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, a file, or the folder of a
+    prepared dataset.
 
     Args:
         text: of the option.
@@ -112,13 +116,16 @@ def lengths_from(text: str, most: int) -> Lengths:
             )
         return DrawnLengths(name, numbers, most)
     path = Path(text)
+    if path.is_dir():
+        return _prepared(path, most)
     if path.is_file():
         return _listed(path, most)
     near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
     raise ConfigError(
         "Lengths are neither a distribution nor a file",
         got=text,
-        need="lognormal:MEAN,SIGMA, uniform:LEAST,MOST, fixed:LENGTH, or a file with one length per line",
+        need="lognormal:MEAN,SIGMA, uniform:LEAST,MOST, fixed:LENGTH, a file with one length per line, "
+        "or the folder of a prepared dataset",
         try_=f"--lengths {near[0]}:{_NUMBERS[near[0]].split(' of ')[0]}" if near else "--lengths lognormal:6.6,1.1",
         where="--lengths",
     )
@@ -153,6 +160,22 @@ def _listed(path: Path, most: int) -> ListedLengths:
         if not str(one).isdecimal() or int(one) < 1:
             raise _no_lengths(path, f"{str(one)[:40]!r} at place {number}")
         lengths.append(int(one))
+    return _checked(lengths, path, most)
+
+
+def _prepared(folder: Path, most: int) -> ListedLengths:
+    """Of the documents for training of a prepared dataset, which has a table of them."""
+    found = next((path for path in (folder / DOCUMENTS, folder / "tokens" / DOCUMENTS) if path.is_file()), None)
+    if found is None:
+        raise _no_lengths(folder, f"a folder without {DOCUMENTS}")
+    try:
+        table = pq.read_table(found, columns=["split", "length"], filters=[("split", "=", "train")])
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's own errors are of these
+        raise _no_lengths(found, str(error).splitlines()[0]) from error
+    return _checked([int(one) for one in table["length"].to_pylist()], found, most)
+
+
+def _checked(lengths: Sequence[int], path: Path, most: int) -> ListedLengths:
     if not lengths:
         raise _no_lengths(path, "an empty file")
     if max(lengths) > most:
@@ -170,7 +193,7 @@ def _no_lengths(path: Path, got: str) -> DataError:
     return DataError(
         "File has no lengths of documents",
         got=got,
-        need="whole numbers of tokens from 1 on, one per line, or a list of them in JSON",
+        need="whole numbers of tokens from 1 on, one per line, a list of them in JSON, or a dataset of `data build`",
         try_="--lengths lognormal:6.6,1.1",
         where=str(path),
     )

@@ -12,14 +12,15 @@ from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.units import parse_bytes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.costs import Link, Network
+from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.table import ScheduleTable
 
-_SECONDS = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s)?")
-_UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_SECONDS = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s|m|h)?")
+_UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "h": 3600.0}
 
 
 def seconds_of(text: str, option: str) -> float:
-    """Seconds from `100ms`, `5us`, `0.1s` or a plain number.
+    """Seconds from `100ms`, `5us`, `0.1s`, `15m`, `2.7h` or a plain number.
 
     Raises:
         ConfigError: no duration.
@@ -33,11 +34,31 @@ def seconds_of(text: str, option: str) -> float:
         raise ConfigError(
             f"{option} is not a duration",
             got=text,
-            need="a number and us, ms or s",
+            need="a number and us, ms, s, m or h",
             try_=f"{option} 100ms",
             where=option,
         )
     return float(match[1]) * _UNITS[match[2]]
+
+
+def failures_of(every: str, checkpoint: str, stall: str, recover: str) -> Failures | None:
+    """What `--fail-every` and its companions say; None where nothing fails.
+
+    Raises:
+        ConfigError: no durations, or no time between failures or checkpoints.
+    """
+    if not every:
+        return None
+    found = Failures(
+        seconds_of(every, "--fail-every"),
+        seconds_of(checkpoint, "--checkpoint-every"),
+        seconds_of(stall, "--checkpoint-stall"),
+        seconds_of(recover, "--recover"),
+    )
+    for option, seconds in (("--fail-every", found.every_s), ("--checkpoint-every", found.interval_s)):
+        if not seconds:
+            raise ConfigError(f"{option} is no time", got="0", need="above 0", try_=f"{option} 1h", where=option)
+    return found
 
 
 def size_of(text: str, option: str) -> int:

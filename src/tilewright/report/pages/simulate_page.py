@@ -15,6 +15,7 @@ from tilewright.planner.simulate.describe import (
     ladder_verdict,
     setting_of,
 )
+from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
 from tilewright.planner.simulate.step import CAUSES, SimulatedStep
 from tilewright.report.figures.run_figures import Figure
@@ -46,11 +47,12 @@ class PageTable:
     rows: Sequence[Sequence[str]]
 
 
-def render_simulation(rungs: Sequence[Rung]) -> str:
+def render_simulation(rungs: Sequence[Rung], failures: Failures | None = None) -> str:
     """The page as HTML text.
 
     Args:
         rungs: of a ladder, or the one case; charts are of the first step of each.
+        failures: of the run, for its goodput.
     """
     shown = [rung for rung in rungs if rung.steps]
     last = shown[-1]
@@ -63,12 +65,17 @@ def render_simulation(rungs: Sequence[Rung]) -> str:
         kind="simulate",
         setting=setting_of(last.case),
         verdict=ladder_verdict(rungs),
-        cards=_cards(last),
+        cards=[*_cards(last), *([] if failures is None else [_goodput(failures)])],
         tables=tables,
         heading="Time of each rank",
         figures=[*(step_gantt(rung.name, rung.steps[0]) for rung in shown), _memory(last)],
         notes=ABOUT,
     )
+
+
+def _goodput(failures: Failures) -> SummaryCard:
+    every = f"a failure every {format_seconds(failures.every_s)}, {format_seconds(failures.recover_s)} to recover"
+    return SummaryCard("Goodput", format_share(failures.goodput), every)
 
 
 def _cards(rung: Rung) -> list[SummaryCard]:

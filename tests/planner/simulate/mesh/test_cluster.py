@@ -3,8 +3,10 @@
 import pytest
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.json_text import to_json
 from tilewright.planner.machine.gpu_specs import TABLE
 from tilewright.planner.machine.link_specs import LINK_REACH, links_of
+from tilewright.planner.machine.measured_links import LinkPoint, MeasuredLinks
 from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster, cluster_of
 
@@ -51,6 +53,33 @@ def test_links_are_published_or_given_and_the_notes_say_which():
     assert any(note.startswith("given: ") and "between nodes" in note for note in given.notes)
     named = cluster_of("h100", 16, "4x4", ["inter=ethernet-100"])
     assert named.inter.bytes_per_s == LINK_REACH * 12.5e9
+
+
+def links_file(folder, nodes):
+    """As `bench comm` writes it: 20 us, and 8 GB/s."""
+    points = tuple(LinkPoint("all_gather", "fp32", 2 * size, size, 2e-5 + size / 8e9) for size in (2**12, 2**20, 2**25))
+    path = folder / f"links{nodes}.json"
+    path.write_text(to_json(MeasuredLinks(8, nodes, "nccl", "a GPU", points).to_json()))
+    return str(path)
+
+
+def test_links_that_were_measured_are_used_and_said(tmp_path):
+    intra, inter = links_file(tmp_path, 1), links_file(tmp_path, 2)
+    found = cluster_of("h100", 16, "2x8", [f"intra={intra}", f"inter={inter}"])
+    for link in (found.intra, found.inter):
+        assert link.bytes_per_s == pytest.approx(8e9)
+        assert link.latency_s == pytest.approx(2e-5)
+    assert all(note.startswith("measured: ") for note in found.notes), found.notes
+    half = cluster_of("h100", 16, "2x8", [f"intra={intra}"])
+    assert [note.split(":")[0] for note in half.notes] == ["measured", "published, not measured", "guessed"]
+    for links, what in (
+        (f"inter={intra}", "other ranks"),
+        (f"intra={inter}", "other ranks"),
+        ("intra=gone.json", "no measured"),
+    ):
+        with pytest.raises(ConfigError, match=what) as error:
+            cluster_of("h100", 16, "2x8", [links])
+        assert error.value.problems[0].try_
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ the speed inside the node at most.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes
 from tilewright.planner.machine.link_specs import LINK_GUESS, LINK_REACH, LinkSpec, find_link, links_of
+from tilewright.planner.machine.measured_links import MeasuredLinks
 from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.options import seconds_of, size_of
 
@@ -76,7 +78,8 @@ def cluster_of(gpu: str, world: int, nodes: str, links: Sequence[str]) -> Cluste
         gpu: name of a published one.
         world: ranks in all.
         nodes: `32x8`: nodes x GPUs in each; empty: eight in each, or all in one.
-        links: `intra=...`, `inter=...`: a rate, with latency or without, or the name of a published link.
+        links: `intra=...`, `inter=...`: a rate, with latency or without, the name of a published link, or a file of
+            `tilewright bench comm`.
 
     Raises:
         ConfigError: nodes that are none or do not make up the world, or no such link.
@@ -95,12 +98,15 @@ def cluster_of(gpu: str, world: int, nodes: str, links: Sequence[str]) -> Cluste
             raise ConfigError(
                 "--link names no link and its rate",
                 got=text,
-                need="intra=RATE or inter=RATE, each once: a rate per GPU such as 50GB/s, or the name of a link",
+                need="intra=RATE or inter=RATE, each once: a rate per GPU such as 50GB/s, the name of a link, or "
+                "a file of `tilewright bench comm --out`",
                 try_="--link inter=50GB/s, or --link inter=ethernet-100",
                 where="--link",
             )
         given[name], told[name] = _given(name, value)
-    notes = (*(told[name] for name in (("intra", "inter") if number > 1 else ("intra",))), LINK_GUESS)
+    notes = tuple(told[name] for name in (("intra", "inter") if number > 1 else ("intra",)))
+    if any(note.startswith("published") for note in notes):
+        notes += (LINK_GUESS,)
     return Cluster(number, gpus, given.get("intra", intra), given.get("inter", inter), notes)
 
 
@@ -114,6 +120,8 @@ def _words(where: str, spec: LinkSpec) -> str:
 
 def _given(name: str, value: str) -> tuple[Link, str]:
     where = "inside a node" if name == "intra" else "between nodes"
+    if Path(value).is_file() or value.endswith(".json"):
+        return _measured(name, value, where)
     match = re.fullmatch(r"([^,]+?)/s(?:,(.+))?", value)
     if match is None:
         spec = find_link(value)
@@ -125,6 +133,25 @@ def _given(name: str, value: str) -> tuple[Link, str]:
         )
     latency = seconds_of(match[2], "--link") if match[2] else 0.0
     return Link(rate, latency), f"given: {format_bytes(rate)}/s per GPU {where}, as reached"
+
+
+def _measured(name: str, path: str, where: str) -> tuple[Link, str]:
+    """From a file of `tilewright bench comm`: what ranks reached of an all-gather, which send as many bytes as in a
+    reduce-scatter."""
+    found = MeasuredLinks.read(path)
+    fit = found.fit("all_gather")
+    one_machine = found.nodes == 1
+    if fit is None or one_machine != (name == "intra"):
+        machines = "one machine" if one_machine else f"{found.nodes} machines"
+        raise ConfigError(
+            "Measured links are of other ranks than --link names",
+            got=f"{path}: {found.ranks} ranks on {machines}" + ("" if fit else ", no all-gather"),
+            need="of ranks on one machine for intra, on several for inter",
+            try_="tilewright bench comm --out FILE, under torchrun on several machines for inter",
+            where="--link",
+        )
+    words = f"measured: {format_bytes(fit.bytes_per_s)}/s per rank {where}: all-gather of {found.ranks} ranks over "
+    return Link(fit.bytes_per_s, fit.latency_s), f"{words}{found.backend}, {found.device} ({Path(path).name})"
 
 
 def _nodes(world: int, nodes: str) -> tuple[int, int]:
