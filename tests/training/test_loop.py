@@ -41,7 +41,8 @@ def straight(data, tmp_path_factory):
     def run(case: str):
         if case not in made:
             runs = tmp_path_factory.mktemp(case)
-            train(tiny(data, runs, **CASES[case]))
+            stopped = train(tiny(data, runs, **CASES[case])).stopped
+            assert stopped is None, f"the reference was stopped by {stopped}: did a time limit of the tests run out?"
             made[case] = runs / "tiny"
         return made[case]
 
@@ -136,6 +137,14 @@ def test_stopped_before_the_first_step_and_resumed_equals_never_stopped_bitwise(
     torch.manual_seed(999)  # what the process did meanwhile
     train(tiny(data, tmp_path, **CASES[case]))
     assert_same_run(tmp_path / "tiny", reference)
+
+
+def test_a_reference_that_a_signal_stopped_is_named(tmp_path):
+    for name, kind in (("run", "done"), ("reference", "stop")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text(json.dumps({"kind": kind, "message": "SIGTERM"}) + "\n")
+    with pytest.raises(AssertionError, match="the reference was stopped: SIGTERM"):
+        assert_same_run(tmp_path / "run", tmp_path / "reference")
 
 
 def test_two_straight_runs_are_bitwise_equal(data, tmp_path, straight):

@@ -92,6 +92,9 @@ def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None
         reference: folder.
         matmuls: as many matmuls were executed, too; not so where one of them computed some again.
     """
+    # `timeout` stops the tests with one SIGTERM: a run that is under way takes it, and the tests go on.
+    ends = [rows(folder / "events.jsonl")[-1] for folder in (run, reference)]
+    assert ends[0]["kind"] == "stop" or ends[1]["kind"] != "stop", f"the reference was stopped: {ends[1]['message']}"
     (tensors, meta), (expected, expected_meta) = last_state(run), last_state(reference)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
