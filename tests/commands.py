@@ -10,9 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.disk import not_waited_for
 from tests.ranks import fork_server
@@ -116,6 +119,17 @@ def call_in_fork(
     assert answers, f"python -m {module} ended with {command.returncode}: {said}"
     assert "result" in answers[-1], answers[-1]
     return answers[-1]["result"]
+
+
+def workers_from_fork_server(patch: pytest.MonkeyPatch) -> None:
+    """Workers of `data build` begin with everything imported: each takes a second of imports otherwise. They do not
+    watch this process, whose children they are not."""
+    from tilewright.data.build.executors.local import LocalExecutor
+
+    def pool_of(executor: LocalExecutor, num: int | None) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(num or executor._processes, fork_server())
+
+    patch.setattr(LocalExecutor, "pool_of", pool_of)
 
 
 def _main(args: list[str], module: str, leads: bool, environ: dict[str, str], said: str) -> None:

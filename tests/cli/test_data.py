@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.commands import Command
+from tests.commands import Command, workers_from_fork_server
 from tests.contracts.observe import fixed_ceilings
 from tests.data.build.corpora import digest, write_corpus, write_media
 from tilewright.cli.app import run
@@ -29,6 +29,11 @@ SMALL = {
 SMALL |= {"train.steps": "2", "train.global_batch_size": "3", "train.micro_batch_size": "3", "train.compile": "off"}
 SMALL |= {"train.eval_batches": "1", "train.sample_tokens": "0", "run.threads": "1", "log.report": "false"}
 SMALL |= {"ops.cross_entropy": "ref", "ops.adam": "ref"}
+
+
+@pytest.fixture(autouse=True)
+def _workers(monkeypatch):
+    workers_from_fork_server(monkeypatch)
 
 
 @pytest.fixture

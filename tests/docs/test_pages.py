@@ -8,6 +8,7 @@ import pytest
 from sybil import Document, Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from tests.commands import workers_from_fork_server
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.data.build.config import load_data_toml
@@ -54,6 +55,7 @@ PARSERS = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    workers_from_fork_server(monkeypatch)
     document = Document.parse(str(page), *PARSERS, encoding="utf-8")
     for example in document.examples():
         example.evaluate()

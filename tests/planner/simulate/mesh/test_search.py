@@ -64,7 +64,7 @@ def made_once(asked):
     return {one: TABLES[one] for one in asked}
 
 
-@pytest.mark.parametrize("gib", [20, 28, 70])
+@pytest.mark.parametrize("gib", [20, pytest.param(28, marks=pytest.mark.slow), 70])
 def test_as_good_as_every_setting(dense, gib):
     few = {"schedules": ("1f1b", "zbv"), "kinds": ("keep", "recompute")}
     search = search_of(dense, gib, **few)
