@@ -17,7 +17,6 @@ REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "lora.rank": {"lora.rank": "4"},
     "distill.teacher": {"distill.teacher": "some/folder"},
-    "optim.kind": {"optim.kind": "muon"},
     "optim.master_weights": {"optim.master_weights": "stochastic"},
     "precision.mode": {"precision.mode": "pure_fp16"},
     "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
@@ -49,7 +48,6 @@ def test_each_row_of_the_table_has_a_case():
 
 @pytest.mark.support("hf", "tensor", refused=True)
 @pytest.mark.support("lora", "tensor", refused=True)
-@pytest.mark.support("muon", "tensor", refused=True)
 @pytest.mark.support("fp16", "tensor", refused=True)
 @pytest.mark.support("controller", "tensor", refused=True)
 @pytest.mark.support("offload", "tensor", refused=True)

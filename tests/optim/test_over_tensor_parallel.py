@@ -63,19 +63,23 @@ def _layers(mesh, names, dtype=torch.float32):
     return model
 
 
-def _optimizer(params, format):
+def _optimizer(params, format, muon=False):
     kernels = kernels_with(None if format[1:] == ("fp32", "fp32") else "ref")
-    return DeepSeekAdam(params, **HYPER, moments=format[1], master=format[2], kernels=kernels, seed=5)
+    more = {"moments": format[1], "master": format[2], "kernels": kernels, "seed": 5}
+    if not muon:
+        return DeepSeekAdam(params, **HYPER, **more)
+    matrices, rest = ([param for param in params if (param.ndim == 2) is two] for two in (True, False))
+    return Muon([{"params": matrices, "muon": True}, {"params": rest}], **HYPER, **more)
 
 
 def _kind(name):
     return name.partition(".")[0]
 
 
-def _updates(rank, mesh, names, format):
+def _updates(rank, mesh, names, format, muon=False):
     """What differs after three updates: parameters and states, each against the block of the whole one."""
     whole, model, found = Layers(names, format[0]), _layers(mesh, names, format[0]), []
-    law, ours = (_optimizer(list(each.parameters()), format) for each in (whole, model))
+    law, ours = (_optimizer(list(each.parameters()), format, muon) for each in (whole, model))
     params = dict(model.named_parameters())
     for number in range(3):
         for index, (name, want) in enumerate(whole.named_parameters()):
@@ -116,6 +120,8 @@ def _everything(rank, folder):
         more = ("columns",) if format[1] != "8bit" else ()
         found["updates"] += _updates(rank, mesh, ("rows", "blocks", *more), format)
     found["updates"] += _updates(rank, mesh, ("rows", "columns", "uneven"), (torch.float32, "fp32", "fp32"))
+    for moments in ("fp32", "bf16", "8bit"):
+        found["updates"] += _updates(rank, mesh, ("rows", "blocks"), (torch.float32, moments, "fp32"), muon=True)
 
     model = _layers(mesh, ("rows", "columns", "uneven"))
     params, whole = dict(model.named_parameters()), Layers(("rows", "columns", "uneven"), torch.float32).state_dict()
@@ -138,7 +144,7 @@ def _everything(rank, folder):
     refused = {"place": lambda: place_of("uneven", params["uneven.weight"])}
     for kind in ("columns", "uneven"):
         refused |= {f"8bit {kind}": lambda kind=kind: DeepSeekAdam([params[f"{kind}.weight"]], moments="8bit")}
-    refused["muon"] = lambda: Muon([{"params": [params["rows.weight"]], "muon": True}])
+    refused["muon"] = lambda: Muon([{"params": [params["uneven.weight"]], "muon": True}])
     found["refused"] = {name: _said(call) for name, call in refused.items()}
 
     world = World(Group(rank, 4, dist.new_group(backend="gloo")), waiting_group=dist.new_group(backend="gloo"))
@@ -201,7 +207,7 @@ def test_rows_of_rows_are_updated_like_the_whole(tmp_path):
         assert "divides by the number of its parts" in refused["place"]
         assert "a multiple of 256 columns" in refused["8bit columns"]
         assert "in equal parts" in refused["8bit uneven"]
-        assert "along one axis of the mesh" in refused["muon"]
+        assert "even ones where several axes of the mesh cut the same dim" in refused["muon"]
     starts = [found["places"]["rows.weight"][0] for found in results]
     assert starts == [0, 4, 2, 6], "two rows for each rank, not in the order of ranks"
     assert [found["places"]["columns.weight"] for found in results] == [(0, 0), (0, 4), (6, 0), (6, 4)]

@@ -51,7 +51,8 @@ EVERY_FORMAT = [Case(((7, 300), (5,), (3, 4, 40)), format) for format in FORMATS
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.mark.support("adam", "shards", "hsdp")
 def test_a_sharded_update_has_the_bits_of_the_whole_one(sizes, cases):
-    for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)):
+    of_ranks = on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)
+    for rank, found in enumerate(of_ranks):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
 
 
@@ -84,6 +85,16 @@ MATRICES = [
 def test_a_sharded_matrix_of_muons_has_the_bits_of_the_whole_one(sizes):
     """More and fewer matrices than ranks, and matrices with fewer rows than those."""
     for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, MATRICES)):
+        assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
+def test_blocks_of_a_matrix_of_muons_have_the_bits_of_the_whole_one(sizes):
+    """As tensor parallelism by columns leaves them, and FSDP2 over it: more matrices than ranks."""
+    shapes = (7, 256), (12, 256), (12, 512), (3, 256), (256, 256)
+    cases = [Case(shapes, format, muon=True, columns=True) for format in FORMATS if format[0] != torch.float16]
+    of_ranks = on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)
+    for rank, found in enumerate(of_ranks):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
 
 
@@ -141,10 +152,10 @@ def test_a_stack_cut_in_its_matrices_is_refused_where_something_is_rounded(mesh,
     assert_in_words(caught.value, "DTensor", "Shard(0)", moments)
 
 
-def test_columns_of_a_matrix_are_refused_by_muon(mesh):
+def test_a_stack_cut_in_its_matrices_is_refused_by_muon(mesh):
     with pytest.raises(ConfigError) as caught:
-        Muon([{"params": [sharded(mesh, placement=Shard(1))], "muon": True}])
-    assert_in_words(caught.value, "Shard(dim=1)", "by rows")
+        Muon([{"params": [sharded(mesh, placement=Shard(1), shape=STACK)], "muon": True, "stacks": True}])
+    assert_in_words(caught.value, "Shard(dim=1)", "whole matrices")
 
 
 def test_parts_of_a_sum_are_refused(mesh):

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import holds_rows, local, num_cuts, numbering
+from tilewright.ops.base.parts import columns_cut, holds_rows, local, num_cuts, numbering
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.optim.muon_shards import Axis, axis_of, directions, rounds
+from tilewright.optim.muon_shards import Axes, axes_of, directions, rounds
 from tilewright.optim.muon_update import AdjustLr, MatrixUpdate, MuonHyper, update_matrix
 from tilewright.optim.param_groups import check_settings
 from tilewright.optim.states import Master, Moments, StateFormat
@@ -49,7 +49,7 @@ class Muon(DeepSeekAdam):
 
     Raises:
         ConfigError: a setting out of range or not known, formats that do not go together, no group with a "muon", or a
-            parameter in a group of Muon that is no matrix, or is sharded otherwise than by rows.
+            parameter in a group of Muon that is no matrix, or of which ranks hold no rows and columns.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ class Muon(DeepSeekAdam):
     @property
     def meets_ranks(self) -> bool:
         """See `DeepSeekAdam`: they share out the directions of sharded matrices."""
-        return any(self._is_muon(param) and axis_of(param) is not None for param in self._all_params())
+        return any(self._is_muon(param) and bool(axes_of(param)[0]) for param in self._all_params())
 
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
         """See `DeepSeekAdam`."""
@@ -137,27 +137,28 @@ class Muon(DeepSeekAdam):
         others = [pair for pair in pairs if not self._is_muon(pair[0])]
         if others:
             yield from super()._updates([param for param, _ in others], [grad for _, grad in others])
-        sharded: dict[tuple[Axis, int], list[tuple[DTensor, Tensor]]] = {}
+        sharded: dict[tuple[Axes, int], list[tuple[DTensor, Tensor]]] = {}
         for param, grad in pairs:
             if not self._is_muon(param):
                 continue
-            axis = axis_of(param)
-            if axis is None:
+            axes, _ = axes_of(param)
+            if not axes:
                 update_matrix(self._matrix_update(param), local(grad, like=param), self.kernels)
                 yield [param]
             else:
                 steps = self.param_groups[self._place(param).group]["num_steps"]
-                sharded.setdefault((axis, steps), []).append((param, grad))
-        for (axis, steps), matrices in sharded.items():
-            for indices in rounds([param for param, _ in matrices], axis[1]):
-                yield self._step_round([matrices[index] for index in indices], steps, axis)
+                sharded.setdefault((axes, steps), []).append((param, grad))
+        for (axes, steps), matrices in sharded.items():
+            for indices in rounds([param for param, _ in matrices], axes):
+                yield self._step_round([matrices[index] for index in indices], steps, axes)
 
-    def _step_round(self, matrices: Sequence[tuple[DTensor, Tensor]], num_steps: int, axis: Axis) -> list[Tensor]:
+    def _step_round(self, matrices: Sequence[tuple[DTensor, Tensor]], num_steps: int, axes: Axes) -> list[Tensor]:
         params = [param for param, _ in matrices]
         updates = [self._matrix_update(param) for param in params]
         parts = [update.begin(local(grad, like=param)) for update, (param, grad) in zip(updates, matrices, strict=True)]
-        shapes = [param.shape for param in params]
-        for update, direction in zip(updates, directions(parts, shapes, num_steps, axis, self.kernels), strict=True):
+        shapes, cuts = [param.shape for param in params], [axes_of(param)[1] for param in params]
+        found = directions(parts, shapes, cuts, num_steps, axes, self.kernels)
+        for update, direction in zip(updates, found, strict=True):
             update.end(direction)
         return list(params)
 
@@ -173,7 +174,7 @@ class Muon(DeepSeekAdam):
             group["adjust_lr"],
             self._hyper(place.group, int(state["step"]) + 1),
         )
-        return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, numbering(param)[0])
+        return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, *numbering(param))
 
 
 def _check_matrix(param: Tensor, stacks: bool) -> None:
@@ -184,9 +185,10 @@ def _check_matrix(param: Tensor, stacks: bool) -> None:
         stacks: of three dims it is a stack of matrices.
 
     Raises:
-        ConfigError: no matrix, or sharded otherwise than by rows along one axis.
+        ConfigError: no matrix, or one of which a rank holds no block of rows and columns; a stack sharded otherwise
+            than by matrices along one axis.
     """
-    by_rows = holds_rows(param) and num_cuts(param) <= 1
+    by_rows = columns_cut(param) is not None if param.ndim == 2 else holds_rows(param) and num_cuts(param) <= 1
     if param.ndim in ((2, 3) if stacks else (2,)) and by_rows and param.dtype.is_floating_point:
         return
     placed = f", placements {param.placements}" if isinstance(param, DTensor) else ""
@@ -197,6 +199,7 @@ def _check_matrix(param: Tensor, stacks: bool) -> None:
         "Parameter that Muon cannot update",
         got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{placed}",
         need='a float matrix [R, C], or in a group with "stacks": True a stack of them [E, R, C],\n'
-        "whole or sharded by rows along one axis of the mesh",
+        "whole or in parts of rows and columns, even ones where several axes of the mesh cut the same dim; stacks in "
+        "whole matrices",
         try_=try_,
     )

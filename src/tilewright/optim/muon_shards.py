@@ -1,66 +1,112 @@
 """Directions of sharded matrices: each matrix goes to one rank, which runs Newton-Schulz for all.
 
 Matrices are taken in rounds of as many as there are ranks, largest first, so that those of a round take about as long.
-In a round rank i gets the rows of the i-th matrix from all others, in BF16, and sends the rows of its direction back.
+In a round each rank gets the parts of one matrix from all others, in BF16, and sends the parts of its direction back.
 So a rank sends and receives 4 bytes per element that it holds, and runs one of the round's matrices. Were all to gather
 all matrices, they would receive about 2 bytes per element of the whole matrix, and each run all of them: at 8 ranks 4
 times the bytes and 8 times the matmuls. The bits are the same either way, and those of a matrix that is not sharded.
+
+Where several axes of the mesh cut a matrix (FSDP2 over tensor parallelism), its parts are joined along one axis after
+the other, outermost first, each time on one rank of the axis: 4 bytes per element and axis.
 
 Legend: R rows of a matrix  C columns.
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from tilewright.ops.base.parts import rows_of
 from tilewright.ops.kernels import Kernels
 
-Axis = tuple[dist.ProcessGroup, int]
-"""The ranks that share a matrix, and how many they are."""
+Axes = tuple[tuple[dist.ProcessGroup, int], ...]
+"""Along each axis of the mesh that cuts a matrix: the ranks, and how many they are. Outermost first."""
+Cut = tuple[int, ...]
+"""The dim that each axis cuts."""
 
 
-def axis_of(param: Tensor) -> Axis | None:
-    """The ranks that hold this matrix's rows; None where this one holds all of it, or whole matrices of a stack."""
+def axes_of(param: Tensor) -> tuple[Axes, Cut]:
+    """The ranks that hold parts of this matrix, and how it is cut; none where this one holds all of it, or whole
+    matrices of a stack."""
     if not isinstance(param, DTensor) or param.ndim != 2:
-        return None
-    for axis, placement in enumerate(param.placements):
-        size = param.device_mesh.size(axis)
-        if isinstance(placement, Shard) and size > 1:
-            return param.device_mesh.get_group(axis), size
-    return None
+        return (), ()
+    found = [
+        ((param.device_mesh.get_group(axis), param.device_mesh.size(axis)), placement.dim)
+        for axis, placement in enumerate(param.placements)
+        if type(placement) is not Replicate and param.device_mesh.size(axis) > 1
+    ]
+    return tuple(axis for axis, _ in found), tuple(dim for _, dim in found)
 
 
-def rounds(params: Sequence[DTensor], size: int) -> Iterator[list[int]]:
+def rounds(params: Sequence[DTensor], axes: Axes) -> Iterator[list[int]]:
     """Indices of the matrices of each round, the same on all ranks."""
     order = sorted(range(len(params)), key=lambda index: -params[index].numel())  # stable
+    size = prod(size for _, size in axes)
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
 def directions(
-    parts_RC: Sequence[Tensor], shapes: Sequence[torch.Size], num_steps: int, axis: Axis, kernels: Kernels
+    parts_RC: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    cuts: Sequence[Cut],
+    num_steps: int,
+    axes: Axes,
+    kernels: Kernels,
+    like: Tensor | None = None,
 ) -> list[Tensor]:
-    """This rank's rows of each direction.
+    """This rank's part of each direction.
 
     Args:
-        parts_RC: this rank's rows of each matrix of a round, BF16.
+        parts_RC: this rank's part of each matrix of a round, BF16.
         shapes: of the whole matrices.
+        cuts: how each is cut, by axis.
         num_steps: iterations.
-        axis: the ranks, which all call this.
+        axes: the ranks, which all call this.
         kernels: implementations, the same on all ranks.
+        like: of the parts' dtype and device, where this rank has none.
     """
-    group, size = axis
-    rank = dist.get_rank(group)
-    mine = shapes[rank] if rank < len(shapes) else torch.Size((0, 0))
-    sent = [part.numel() for part in parts_RC] + [0] * (size - len(parts_RC))
-    received = [len(rows_of(mine[0], size, number)) * mine[1] for number in range(size)]
-    flat = torch.cat([part.reshape(-1) for part in parts_RC])
-    whole = flat.new_empty(mine.numel())
-    dist.all_to_all_single(whole, flat, received, sent, group=group)
-    whole = kernels.newton_schulz(whole.device.type)(whole.view(mine), num_steps).contiguous()
-    dist.all_to_all_single(flat, whole.view(-1), sent, received, group=group)
-    return [piece.view(part.shape) for piece, part in zip(flat.split(sent), parts_RC, strict=False)]
+    if not axes:
+        return [kernels.newton_schulz(part.device.type)(part, num_steps).contiguous() for part in parts_RC]
+    (group, size), rest = axes[0], axes[1:]
+    dealt = [range(rank, len(parts_RC), size) for rank in range(size)]
+    mine = dealt[dist.get_rank(group)]
+    pieces = [_pieces(shapes[index], cuts[index], size, rest) for index in mine]
+    sent = [sum(parts_RC[index].numel() for index in of_rank) for of_rank in dealt]
+    received = [sum(prod(piece[rank]) for piece in pieces) for rank in range(size)]
+    like = parts_RC[0] if like is None else like
+    flat = _flat([parts_RC[index] for of_rank in dealt for index in of_rank], like)
+    got = flat.new_empty(sum(received))
+    dist.all_to_all_single(got, flat, received, sent, group=group)
+    sizes = [piece[rank] for rank in range(size) for piece in pieces]
+    blocks = [block.view(shape) for block, shape in zip(got.split(list(map(prod, sizes))), sizes, strict=True)]
+    joined = [torch.cat(blocks[place :: len(mine)], cuts[index][0]) for place, index in enumerate(mine)]
+    inner = [shapes[index] for index in mine], [cuts[index][1:] for index in mine]
+    found = directions(joined, *inner, num_steps, rest, kernels, like)
+    back = [
+        whole.split([piece[rank][cuts[index][0]] for rank in range(size)], cuts[index][0])
+        for whole, piece, index in zip(found, pieces, mine, strict=True)
+    ]
+    dist.all_to_all_single(
+        flat, _flat([whole[rank] for rank in range(size) for whole in back], like), sent, received, group=group
+    )
+    order = [index for of_rank in dealt for index in of_rank]
+    ends = dict(zip(order, flat.split([parts_RC[index].numel() for index in order]), strict=True))
+    return [ends[index].view(part.shape) for index, part in enumerate(parts_RC)]
+
+
+def _pieces(shape: torch.Size, cut: Cut, size: int, rest: Axes) -> list[tuple[int, ...]]:
+    """Shapes of the parts of the ranks along the first axis, of what those of the others leave of a matrix."""
+    left = list(shape)
+    for dim, (_, others) in zip(cut[1:], rest, strict=True):
+        left[dim] //= others  # even where several axes cut
+    parts = [len(rows_of(left[cut[0]], size, rank)) for rank in range(size)]
+    return [tuple(part if dim == cut[0] else of for dim, of in enumerate(left)) for part in parts]
+
+
+def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)

@@ -74,7 +74,8 @@ class MatrixUpdate:
         number: of the parameter, for the random stream.
         hyper: of this step.
         shape: of the whole parameter.
-        first: elements of it before this rank's rows.
+        first: elements of it before this rank's first one.
+        gap: elements of it between two rows of this rank's part; 0 where rows are whole.
     """
 
     param: Tensor
@@ -83,6 +84,7 @@ class MatrixUpdate:
     hyper: MuonHyper
     shape: torch.Size
     first: int = 0
+    gap: int = 0
     _grad: Tensor | None = None
     _writes: Writes = field(default_factory=list)
 
@@ -122,7 +124,7 @@ class MatrixUpdate:
         if exp_avg.dtype == grad.dtype:
             return exp_avg.lerp(grad, rate), []
         scale_RB = self.state.get("exp_avg_scale")
-        shape_RK = _rows(exp_avg, scale_RB)
+        shape_RK = self._rows(exp_avg, scale_RB)
         old_RK, grad_RK = exp_avg.reshape(shape_RK), grad.reshape(shape_RK)
         new_RK, stored_RK = torch.empty_like(grad_RK), torch.empty_like(old_RK)
         writes = [(exp_avg, stored_RK.view(exp_avg.shape))]
@@ -145,7 +147,7 @@ class MatrixUpdate:
     def _rounded_weights(self, change: Tensor, decay: float) -> Writes:
         """What is stored of BF16 weights, alone or with 8 bits more, times `decay` plus `change`."""
         target, low = self._target, self.state.get("low")
-        shape_RK = _rows(target, None)
+        shape_RK = self._rows(target, None)
         target_RK, change_RK = target.reshape(shape_RK), change.reshape(shape_RK)
         weight_RK = torch.empty_like(target_RK)
         writes = [(target, weight_RK.view(target.shape))]
@@ -169,19 +171,20 @@ class MatrixUpdate:
         together = max(1, chunk // max(1, length))
         for row in range(0, num_rows, together):
             rows = slice(row, min(row + together, num_rows))
-            before_R = torch.arange(rows.start, rows.stop, device=device) * length
+            before_R = torch.arange(rows.start, rows.stop, device=device) * (length + self.gap)
             for column in range(0, length, chunk):
                 columns = slice(column, min(column + chunk, length))
                 element_RK = before_R[:, None] + torch.arange(columns.start, columns.stop, device=device)
                 yield (rows, columns), hash_of(element_RK.to(torch.int32), seed)
 
-
-def _rows(tensor: Tensor, scale_RB: Tensor | None) -> tuple[int, int]:
-    """Rows of a tensor as its blocks have them, and elements of each; one row where blocks fill rows, or there are
-    none."""
-    length = tensor.numel() // max(1, 1 if scale_RB is None else len(scale_RB))
-    whole = scale_RB is None or length % quadratic_map.BLOCK == 0
-    return (1, tensor.numel()) if whole else (len(scale_RB), length)
+    def _rows(self, tensor: Tensor, scale_RB: Tensor | None) -> tuple[int, int]:
+        """Rows of a tensor as its blocks have them, and elements of each; one row where blocks fill rows, or there are
+        none, and rows are whole."""
+        if self.gap:
+            return len(tensor), tensor.shape[1]
+        length = tensor.numel() // max(1, 1 if scale_RB is None else len(scale_RB))
+        whole = scale_RB is None or length % quadratic_map.BLOCK == 0
+        return (1, tensor.numel()) if whole else (len(scale_RB), length)
 
 
 def update_matrix(update: MatrixUpdate, grad: Tensor, kernels: Kernels) -> None:
