@@ -226,6 +226,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.tp": Probe("2", "error"),
+    "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",
     "energy.measure": f"{_ENERGY}::test_it_can_be_left_out_and_changes_no_number",

@@ -3,6 +3,7 @@
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -95,6 +96,10 @@ NVFP4_BLOCK = OperandFormat(E2M1, replace(NVFP4_SCALE, tile=Tile(16, 16)))
 """Of weights, as NVIDIA trains in NVFP4 (appendix B of the report in `scaling`): the same scales both ways."""
 
 
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Codes, scales and second scale of a TiledTensor, as operators of torch and autograd take them."""
+
+
 @dataclass(frozen=True)
 class TiledTensor:
     """Codes and scales of a matrix. Value of an element = decode(code) * scale_inv of its tile * second.
@@ -176,9 +181,12 @@ class TiledTensor:
 class WithCopies(NamedTuple):
     """A matrix or batch of them [..., K] and its 8-bit copies, handed to the only layers that read it.
 
-    `row` is the value as [N, K] in tiles of 1x128; `column` is that transposed, [K, N], in tiles of 1x128 tokens.
+    `row` is the value as [N, K] in tiles of 1x128; `column` is that transposed, [K, N], in tiles of 1x128 tokens. With
+    `arrive` the value is a place without numbers, and `column` is of this rank's tokens alone.
     """
 
     value: Tensor
     row: TiledTensor
     column: TiledTensor
+    arrive: Callable[[Parts], Parts] | None = None
+    """Makes of codes and scales of `column` those of all tokens, as backward reads them."""

@@ -63,7 +63,7 @@ def parallelize(
     if world.sizes.ep > 1 or (world.sizes.tp > 1 and any(mixtures(model))):
         hold_experts(model, world)
     if world.sizes.tp > 1:
-        cut_tensors(model, world)
+        cut_tensors(model, world, sequence_parallel=section.sequence_parallel)
     mesh, wait = world.fsdp_mesh_beside(bool(expert_meshes(model))), world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:

@@ -133,6 +133,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         "parallel",
         ("schedule", "virtual_stages", "split", "balance", "resplit"),
     ),
+    (lambda r: r.parallel.tp == 1, "parallel.tp = 1", "parallel", ("sequence_parallel",)),
     (lambda r: r.data.rows != "documents", 'data.rows is not "documents"', "parallel", ("balance",)),
     (
         lambda r: r.parallel.schedule not in INTERLEAVED,

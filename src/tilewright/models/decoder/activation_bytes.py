@@ -43,6 +43,8 @@ class Storage:
         qdata: those of them that keep their input in codes, with its format.
         fused: those of them that take it in 8 bits from the norm or SwiGLU before them, if all its readers do so.
         spread: experts are on several ranks: a layer that is recomputed keeps which ones its tokens went to.
+        slices: ranks that each have as many positions of the residual stream (`parallel.sequence_parallel`).
+        cut_codes: slices are whole tiles, so codes that a norm makes are kept in slices too.
     """
 
     stream: int = 2
@@ -53,6 +55,8 @@ class Storage:
     qdata: Mapping[str, "OperandFormat"] = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
     spread: bool = False
+    slices: int = 1
+    cut_codes: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -85,13 +89,13 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
         >>> [layer_bytes(config, 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
         [16680, 11808, 10752, 2080, 1024]
     """
-    entry = config.dim * storage.stream
+    entry = config.dim * storage.stream // storage.slices
     moe = config.is_moe(layer)
     if moe and storage.spread and mode != "none":
         entry += _INT64 * config.num_experts_per_token
     if mode == "full":
         exact = storage.inputs == "exact" or moe
-        return entry if exact else config.dim + FP32 * -(-config.dim // TILE)
+        return entry if exact else (config.dim + FP32 * -(-config.dim // TILE)) // storage.slices
     if mode in ("selective", "matmuls"):
         if moe and storage.compiled:  # compiled parts are opaque to the eager checkpoint around them
             seen = config.num_experts_per_token * (2 * config.expert_dim + config.dim) if storage.grouped else 0
@@ -266,9 +270,10 @@ def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
     """A norm over the stream and the copies of its output that matmuls keep."""
     if storage.fused.issuperset(readers):
-        return config.dim * (storage.stream + 1)
+        codes = config.dim // (storage.slices if storage.cut_codes else 1)
+        return config.dim * storage.stream // storage.slices + codes
     source = storage.stream if storage.compiled else 2 * FP32
-    return config.dim * source + _kept_input(storage, config.dim, *readers) + FP32
+    return (config.dim * source + FP32) // storage.slices + _kept_input(storage, config.dim, *readers)
 
 
 def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
@@ -314,14 +319,14 @@ def _dense_none(config: DecoderConfig, storage: Storage) -> int:
 
 def _moe_none(config: DecoderConfig, storage: Storage) -> int:
     dim, chosen = config.dim, config.num_experts_per_token
-    norm = dim * (storage.stream if storage.compiled else 2 * FP32) + FP32
-    router = dim * FP32 + FP32 * (config.num_experts + 1) + chosen * (3 * _INT64 + 2 * FP32)
+    norm = (dim * (storage.stream if storage.compiled else 2 * FP32) + FP32) // storage.slices
+    router = (dim * FP32 + FP32 * (config.num_experts + 1)) // storage.slices + chosen * (3 * _INT64 + 2 * FP32)
     rows = dim * storage.matmul + _kept_input(storage, dim, "experts.gate_proj", "experts.up_proj")
     rows += _swiglu(config.expert_dim, storage, "experts.down_proj")
     shared = 0
     if config.num_shared_experts:
         width = config.shared_width
-        same = storage.stream == storage.matmul == FP32  # it is the router's input too
+        same = storage.stream == storage.matmul == FP32 and storage.slices == 1  # it is the router's input too
         shared = 0 if same else _kept_input(storage, dim, "shared_experts.gate_proj", "shared_experts.up_proj")
         shared += _swiglu(width, storage, "shared_experts.down_proj")
     return norm + router + chosen * rows + shared

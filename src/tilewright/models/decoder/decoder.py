@@ -36,7 +36,7 @@ from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
-from tilewright.models.decoder.layers import RMSNorm, rope_angles
+from tilewright.models.decoder.layers import RMSNorm, StreamSlices, rope_angles
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.documents import document_tensors, documents_from
 from tilewright.ops.kernels import Kernels
@@ -89,6 +89,8 @@ class Decoder(nn.Module):
         self.residual_dtype: torch.dtype | None = None
         """Dtype of the residual stream; None keeps that of the embedding's output. Set by `precision.convert`."""
         self.notes: list[str] = []
+        self.slices: StreamSlices | None = None
+        """Where ranks have other positions of the residual stream. Set by `parallel.inside.tensor`."""
         self._compiled = False
         self._load_LE: Tensor | None = None
 
@@ -229,9 +231,10 @@ class Decoder(nn.Module):
             rows, num_new = input_ids_BS.shape
             cache.check_room(rows, num_new)
             cos, sin = cache.angles(num_new, self._angles, input_ids_BS.device)
-            x_BSD = self._embedded(input_ids_BS)
+            x_BSD = self._sliced(self._embedded(input_ids_BS))
             for block, kept in zip(self.blocks, cache.layers, strict=True):
                 x_BSD, _ = block(x_BSD, cos, sin, None, kept)
+            x_BSD = x_BSD if self.slices is None else self.slices.leave(x_BSD, num_new)
             cache.advance(num_new)
             return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()
 
@@ -301,12 +304,16 @@ class Decoder(nn.Module):
         return rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
 
     def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:
-        loads = []
+        loads, length = [], x_BSD.shape[1]
+        x_BSD = self._sliced(x_BSD)
         for index in range(len(self.blocks)):
             x_BSD, load_E = self.layer(index, x_BSD, context)
             if load_E is not None:
                 loads.append(load_E)
-        return x_BSD, loads
+        return x_BSD if self.slices is None else self.slices.leave(x_BSD, length), loads
+
+    def _sliced(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.slices is None else self.slices.enter(x_BSD)
 
     def _note_opaque_parts(self) -> None:
         if self._compiled and CONTEXTS.keys() & set(self.checkpointing) and self.config.num_experts:
@@ -328,6 +335,7 @@ class Decoder(nn.Module):
         if not loads:
             return {}
         load_LE = torch.stack(list(loads))
+        load_LE = load_LE if self.slices is None else self.slices.total(load_LE)
         if self.training:
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         mean_L = load_LE.mean(-1)

@@ -7,6 +7,7 @@ Legend: B rows  S positions  D model width  F hidden width  R rotary width.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,3 +88,24 @@ def rope_angles(positions: Tensor, rope_dim: int, theta: float) -> tuple[Tensor,
     exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32, device=positions.device) / rope_dim
     angles = positions[..., None].float() * (1.0 / theta**exponent)
     return angles.cos(), angles.sin()
+
+
+class StreamSlices(Protocol):
+    """Who gives ranks slices of the residual stream (`parallel.inside.tensor.rows`): each has some positions of rows.
+    All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
+
+    def enter(self, x_BSD: Tensor) -> Tensor:
+        """This rank's slice [B, s, D] of a stream that all have."""
+        ...
+
+    def leave(self, x_BsD: Tensor, length: int) -> Tensor:
+        """The stream [B, S, D] of all ranks; `length` is S."""
+        ...
+
+    def documents_of(self, segments_BS: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
+        """The slice of documents' numbers, below 0 where there is no token; None where there is one everywhere."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks, without a gradient."""
+        ...

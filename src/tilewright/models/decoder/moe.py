@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.layers import MLP
+from tilewright.models.decoder.layers import MLP, StreamSlices
 from tilewright.ops.base.documents import Segments, segments_of
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
@@ -138,6 +138,8 @@ class MoE(nn.Module):
         self.divided: Callable[[RunTokens, Tensor, Tensor, Tensor], Tensor] | None = None
         """Takes `run_experts` and what it takes, and gives the same; the experts see some of the tokens on each of
         the ranks that have the same ones. None where other ranks have others. Set by `parallel.inside.tensor`."""
+        self.slices: StreamSlices | None = None
+        """Where this rank's tokens are some positions of the rows. Set by `parallel.inside.tensor`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
@@ -152,7 +154,11 @@ class MoE(nn.Module):
             out_ND = run(x_ND, weights_NK, experts_NK)
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
-        return out_ND.view_as(x_BSD), self._load(experts_NK, segments_of(segments))
+        return out_ND.view_as(x_BSD), self._load(experts_NK, self._documents(x_BSD, segments))
+
+    def _documents(self, x_BSD: Tensor, segments: Segments) -> Tensor | None:
+        segments_BS = segments_of(segments)
+        return segments_BS if self.slices is None else self.slices.documents_of(segments_BS, len(x_BSD), x_BSD.device)
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
         """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data."""

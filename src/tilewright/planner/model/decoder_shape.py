@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs, Recipe
 from tilewright.core.hardware import Machine
 from tilewright.models.build import spec_of
-from tilewright.models.decoder.activation_bytes import FP32, Storage, role
+from tilewright.models.decoder.activation_bytes import FP32, TILE, Storage, role
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.spec import Formulas
 from tilewright.ops.attention import attention_kind, keeps_mask
@@ -142,6 +142,9 @@ class _Decoder:
             inputs=self.recipe.train.checkpoint_inputs,
             spread=self.recipe.parallel.ep > 1,
         )
+        parallel = self.recipe.parallel
+        slices = parallel.tp if parallel.sequence_parallel else 1
+        storage = replace(storage, slices=slices, cut_codes=slices > 1 and self.seq_len % (slices * TILE) == 0)
         rounded = rounding_kept(matmuls, seq_len, BYTES[policy.activation])
         rounded += self._dropped(prefix, share_of_tokens)
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")

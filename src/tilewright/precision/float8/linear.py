@@ -190,7 +190,7 @@ class Float8Linear(Cast, nn.Linear):
 
     def forward(self, x: Tensor | WithCopies) -> Tensor:
         if isinstance(x, WithCopies):
-            return self._no_autocast(self._run, x.value, InputCopies(x.row, x.column))
+            return self._no_autocast(self._run, x.value, InputCopies(x.row, x.column, x.arrive))
         return self._no_autocast(self._run, x, None)
 
     def _run(self, x: Tensor, copies: InputCopies | None) -> Tensor:

@@ -44,6 +44,12 @@ class Case:
     tp: int
     shards: int = 1
     ep: int = 1
+    length: int = 16
+    """Of the rows, 16 at most."""
+    documents: bool = False
+    """Several in each row, and padding behind the last."""
+    slices: bool = True
+    """Of the residual stream on each rank."""
     kind: str = "gqa"
     mode: str = "fp32"
     number: int = 2
@@ -87,11 +93,25 @@ def cut(case: Case, world: World) -> Decoder:
         model = Decoder(CONFIGS[case.kind], KERNELS)
     values = random_values(model, 0)
     prepared(model, case)
-    section = ParallelSection(reshard_after_forward=case.reshard)
+    section = ParallelSection(reshard_after_forward=case.reshard, sequence_parallel=case.slices)
     parallelize(model, world, section, device=torch.device("cpu"), values=values)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
     return model
+
+
+def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
+    """A data rank's micro-batches."""
+    batches = [
+        {name: tensor[:, : case.length].contiguous() for name, tensor in batch.items()}
+        for batch in microbatches(rank, case.number)
+    ]
+    for batch in batches if case.documents else ():
+        place = torch.arange(case.length).expand_as(batch["labels"])
+        batch["segments"] = torch.where(place < 5, 0, torch.where(place < case.length - 2, 1, -1))
+        batch["positions"] = torch.where(place < 5, place, place - 5)
+        batch["labels"] = batch["labels"].masked_fill(batch["segments"] < 0, -100)
+    return batches
 
 
 def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -100,8 +120,8 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         world = world_of(case)
         model = cut(case, world)
-        seen, result = run(model, world, microbatches(world.data.rank, case.number), **case.options)
-        batches = [batch for other in range(world.data.size) for batch in microbatches(other, case.number)]
+        seen, result = run(model, world, _batches(case, world.data.rank), **case.options)
+        batches = [batch for other in range(world.data.size) for batch in _batches(case, other)]
         reference = whole(case)
         want, alone = run(reference, World.alone(), batches)
         held = {number for layer in mixtures(model) for number, _ in layer.experts.named_children()}

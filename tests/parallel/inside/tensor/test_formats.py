@@ -25,7 +25,7 @@ TILES = DecoderConfig.of(vocab_size=256, dim=128, num_heads=4, head_dim=64, num_
 """Parts of two ranks are whole tiles of 128."""
 
 
-def _least_db(got, want):
+def least_db(got, want):
     """Signal to noise of the worst gradient."""
     found = {}
     for name, grad in want.items():
@@ -44,7 +44,7 @@ def _grads(rank, modes):
         seen, result = run(cut(case, world), world, microbatches(world.data.rank, 2))
         batches = [batch for data in range(world.data.size) for batch in microbatches(data, 2)]
         want, alone = run(whole_of(case), World.alone(), batches)
-        found.append((mode, *_least_db(seen.grads, want.grads), abs(result.loss / alone.loss - 1), result.loss))
+        found.append((mode, *least_db(seen.grads, want.grads), abs(result.loss / alone.loss - 1), result.loss))
     return found
 
 

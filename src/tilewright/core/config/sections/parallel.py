@@ -25,7 +25,17 @@ class ParallelSection(Section):
 
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
-        *("dp_replicate", "dp_shard", "tp", "ep", "cpu_offload", "reduce_each", "grad_sync", "grad_feedback"),
+        *(
+            "dp_replicate",
+            "dp_shard",
+            "tp",
+            "sequence_parallel",
+            "ep",
+            "cpu_offload",
+            "reduce_each",
+            "grad_sync",
+            "grad_feedback",
+        ),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
@@ -63,6 +73,9 @@ class ParallelSection(Section):
     attention, hidden width of MLPs, vocabulary. Divides the numbers of heads and the hidden width. With `dp_shard` each
     of these parts is sharded over the processes that hold it. Routed experts are not cut: they are sharded, or spread
     (`ep`), over all of these processes, each of which sends other tokens through them."""
+    sequence_parallel: bool = True
+    """Matrices that are cut: each process has some positions of the residual stream between attention and MLP, where it
+    computes norms and sums and keeps what backward reads. False: all of it, for fewer and larger messages."""
     ep: Count = Field(default=1, ge=1)
     """Processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
     `dp_shard x tp` and the number of experts; each expert is sharded over the `dp_shard x tp / ep` processes that hold

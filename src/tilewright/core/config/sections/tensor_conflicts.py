@@ -37,10 +37,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "distill.teacher", "A teacher", "no teacher: it asks for all logits of all tokens", "--distill.teacher ''",
     ),
     (
-        lambda r: r.optim.kind == "muon",
-        "optim.kind", "Muon", "AdamW: Muon takes matrices that are whole or cut by rows", "--optim.kind adamw",
-    ),
-    (
         lambda r: r.optim.master_weights != "fp32",
         "optim.master_weights", "Weights stored in 16 bits", "weights in FP32", "--optim.master_weights fp32",
     ),

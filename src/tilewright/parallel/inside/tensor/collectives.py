@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from tilewright.formats.tiled import WithCopies
 from tilewright.ops.base.parts import rows_of
 from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes, wire_name
-from tilewright.parallel.communicate.transport import all_gather_rows
+from tilewright.parallel.communicate.transport import all_gather_rows, reduce_scatter_rows
 from tilewright.parallel.world import Group, World
 
 Move = Callable[[Tensor], Tensor]
@@ -62,22 +62,22 @@ class TensorRanks:
         """x [...], the same on all ranks, for layers of which each rank has a part. Its 8-bit copies stay as they
         are."""
         if isinstance(x, WithCopies):
-            return x._replace(value=_moved(x.value, _same, self._sum))
-        return _moved(x, _same, self._sum)
+            return x._replace(value=moved(x.value, _same, self._sum))
+        return moved(x, _same, self._sum)
 
     def joined(self, x: Tensor) -> Tensor:
         """The sum of x [...] over the ranks, in its dtype."""
-        return _moved(x, self._sum, _same)
+        return moved(x, self._sum, _same)
 
     def gathered(self, x: Tensor) -> Tensor:
         """x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
         columns = x.shape[-1]
-        return _moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
+        return moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
 
     def own_rows(self, x_ND: Tensor) -> Tensor:
         """This rank's rows [n, ...] of x [N, ...], which is the same on all ranks, as its gradient will be."""
         num_rows = len(x_ND)
-        return _moved(x_ND, self._own, functools.partial(self._all, num_rows=num_rows))
+        return moved(x_ND, self._own, functools.partial(self._all, num_rows=num_rows))
 
     def all_rows(self, x_nD: Tensor, num_rows: int) -> Tensor:
         """The rows x [n, ...] of each rank, in the order of ranks: [N, ...].
@@ -86,7 +86,7 @@ class TensorRanks:
             x_nD: this rank's of N rows, as `own_rows` has them.
             num_rows: N.
         """
-        return _moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
+        return moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
 
     def most(self, x: Tensor) -> Tensor:
         """The largest over the ranks, without a gradient."""
@@ -95,6 +95,20 @@ class TensorRanks:
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks, without a gradient."""
         return self._sum(x)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """x [...] of each rank: [R, ...], without a gradient."""
+        out = x.new_empty(self.size, *x.shape)
+        with self._counted("all_gather", out, out.nbytes):
+            all_gather_rows(out.view(-1), x.contiguous().view(-1), group=self.group.handle)
+        return out
+
+    def scattered(self, x_R: Tensor) -> Tensor:
+        """This rank's part [...] of the sum of x [R, ...] over the ranks, without a gradient."""
+        out, x_R = x_R.new_empty(x_R.shape[1:]), x_R.contiguous()
+        with self._counted("reduce_scatter", out, x_R.nbytes):
+            reduce_scatter_rows(out.view(-1), x_R.view(-1), op=dist.ReduceOp.SUM, group=self.group.handle)
+        return out
 
     def rows_of(self, num_rows: int) -> range:
         """Which of so many rows are this rank's."""
@@ -146,7 +160,8 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _moved(x: Tensor, there: Move, back: Move) -> Tensor:
+def moved(x: Tensor, there: Move, back: Move) -> Tensor:
+    """A linear map of x, and its adjoint for the gradient."""
     return _Moved.apply(x, there, back)
 
 

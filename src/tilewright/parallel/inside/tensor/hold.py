@@ -18,21 +18,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.tiled import WithCopies
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.decoder.moe import MoE, RunTokens
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary
+from tilewright.parallel.inside.tensor.rows import SequenceSlices
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.world import World
+from tilewright.precision.float8.linear import Float8Linear
+
+TILE = ROW_TILE.cols
+"""Tokens that share a scale of a column."""
 
 
-def cut_tensors(model: Any, world: World) -> None:
+def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) -> None:
     """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
 
     Args:
         model: converted, on meta, or with memory in tests: its parameters are new objects.
         world: with `tp` ranks that hold other parts.
+        sequence_parallel: each rank has some positions of the residual stream (`rows`); False: all of it.
 
     Raises:
         ConfigError: see `cuts.check_cuts`.
@@ -47,17 +55,22 @@ def cut_tensors(model: Any, world: World) -> None:
             made[whole] = _part(whole, world.mesh["tp"], dim)
         module.register_parameter("weight", made[whole])
         _run_on_part(module)
+    slices = model.slices = SequenceSlices(ranks) if sequence_parallel else None
     for _, module in cut_modules(model):
-        if isinstance(module, GroupedQueryAttention | MLP):
-            _spread_input(module, ranks)
-            _join_output(module.o_proj if isinstance(module, GroupedQueryAttention) else module.down_proj, ranks)
-        elif isinstance(module, LatentAttention):
+        if isinstance(module, LatentAttention):
             for reader in (module.q_b_proj if module.q_lora_rank else module.q_proj, module.kv_b_proj):
                 _spread_input(reader, ranks)
             module.shared_by_heads = ranks.spread
-            _join_output(module.o_proj, ranks)
-        elif isinstance(module, MoE):
-            module.divided = functools.partial(_each_some_tokens, ranks)
+        if isinstance(module, MoE):
+            module.divided, module.slices = None, slices
+            if slices is None:
+                module.divided = functools.partial(_each_some_tokens, ranks)
+        elif isinstance(module, GroupedQueryAttention | LatentAttention | MLP) and slices is not None:
+            _run_on_slices(module, slices)
+        elif isinstance(module, GroupedQueryAttention | MLP):
+            _spread_input(module, ranks)
+        if isinstance(module, GroupedQueryAttention | LatentAttention | MLP) and slices is None:
+            _join_output(module.down_proj if isinstance(module, MLP) else module.o_proj, ranks)
     if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
         cut_embedding(model.model.embed_tokens, ranks)
         HeadPart.of(model.lm_head, ranks, on_part)
@@ -110,6 +123,45 @@ def _each_some_tokens(
     rows = ranks.rows_of(len(x_ND))
     out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop])
     return ranks.all_rows(out_nD, len(x_ND))
+
+
+def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices: SequenceSlices) -> None:
+    """Gather what attention or an MLP reads, and give slices of what it makes."""
+    shapes: list[torch.Size] = []
+    """Of the input of the call that runs."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, readers = args[0], module.readers()
+        value, latent = x.value if isinstance(x, WithCopies) else x, isinstance(module, LatentAttention)
+        if isinstance(module, MLP):
+            shapes.append(value.shape)
+            if reads_codes(module, x) and value.shape[:-1].numel() % TILE == 0:
+                return slices.read_token_codes(x, len(readers)), *args[1:]
+            return slices.read_tokens(value), *args[1:]
+        slices.length = length = args[1].shape[1]
+        if reads_codes(module, x) and length == value.shape[1] * slices.ranks.size and value.shape[1] % TILE == 0:
+            return slices.read_codes(x, length, len(readers), whole_gradient=latent), *args[1:]
+        return (slices.leave if latent else slices.read)(value, length), *args[1:]
+
+    def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        if isinstance(module, MLP):
+            shape = shapes.pop()
+            return slices.written_tokens(out, shape).view(*shape[:-1], out.shape[-1])
+        return slices.written(out)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def reads_codes(module: GroupedQueryAttention | LatentAttention | MLP, x: Tensor | WithCopies) -> bool:
+    """Whether the layers that read a module's input read its codes, forward and backward, in their present formats. An
+    MLP in chunks takes the value, some tokens at a time."""
+    if not isinstance(x, WithCopies) or getattr(module, "chunking", None) is not None:
+        return False
+    return all(
+        isinstance(reader, Float8Linear) and reader.gemms.fprop.scaled and not reader.keep_value
+        for reader in module.readers()
+    )
 
 
 def _spread_input(module: nn.Module, ranks: TensorRanks) -> None:

@@ -111,7 +111,7 @@ def matmuls(
     run = _Float8Matmuls if torch.compiler.is_compiling() else _EagerFloat8Matmuls
     return run.apply(
         x_NK, weight_MK, bias_M, *row, *column, store, switch.formats, switch.counts, switch.known,
-        fixed.keep_value, fixed.out_dtype, fixed.kernels, queue,
+        fixed.keep_value, fixed.out_dtype, fixed.kernels, queue, copies.arrive,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class _Float8Matmuls(torch.autograd.Function):
     @staticmethod
     def forward(
         x_NK, weight_MK, bias_M, row_qdata, row_scale, row_second, column_qdata, column_scale, column_second, store,
-        formats, counts, known, keep_value, out_dtype, kernels, queue,
+        formats, counts, known, keep_value, out_dtype, kernels, queue, arrive,
     ):  # fmt: skip
         return _fprop(
             x_NK, weight_MK, bias_M, row_qdata, row_scale, row_second, store, formats, counts,
@@ -134,7 +134,7 @@ class _Float8Matmuls(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         (
             x_NK, weight_MK, bias_M, _, _, _, *column, store,
-            formats, counts, known, keep_value, _, kernels, ctx.queue,
+            formats, counts, known, keep_value, _, kernels, ctx.queue, ctx.arrive,
         ) = inputs  # fmt: skip
         wants_dw = ctx.needs_input_grad[1]
         keeps_qdata = wants_dw and not keep_value
@@ -158,6 +158,8 @@ class _Float8Matmuls(torch.autograd.Function):
         dx = dw = db = None
         with torch.no_grad():
             if wants_dx or wants_dw:
+                if wants_dw and ctx.arrive is not None:
+                    column = ctx.arrive(tuple(column))
                 given = (
                     dy_NM, x_NK, *column, weight_MK, store, ctx.formats, ctx.counts,
                     ctx.known, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
@@ -170,7 +172,7 @@ class _Float8Matmuls(torch.autograd.Function):
             if ctx.bias_dtype is not None and wants_db:
                 db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         grads = first_order_only(dx if wants_dx else None, dw if wants_dw else None, db, of=(dy_NM, x_NK, weight_MK))
-        return *grads, *[None] * 14
+        return *grads, *[None] * 15
 
 
 class _EagerFloat8Matmuls(NoForwardMode, _Float8Matmuls): ...

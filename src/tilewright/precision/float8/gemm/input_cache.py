@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewright.formats.tiled import TiledTensor
+from tilewright.formats.tiled import Parts, TiledTensor
 from tilewright.ops.base.fingerprint import fingerprint
 
 
@@ -23,6 +23,8 @@ class InputCopies:
 
     row: TiledTensor | None
     column: TiledTensor | None
+    arrive: Callable[[Parts], Parts] | None = None
+    """See `WithCopies`."""
 
 
 @dataclass

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.scaling import TENSORWISE
-from tilewright.formats.tiled import OperandFormat, TiledTensor
+from tilewright.formats.tiled import OperandFormat, Parts, TiledTensor
 from tilewright.ops.base.deferred import Waiting
 from tilewright.ops.kernels import Kernels
-
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Codes, scales and second scale of a TiledTensor, as operators of torch and autograd take them."""
 
 
 def parts_of(tiled: TiledTensor | None) -> Parts:

@@ -1,0 +1,202 @@
+"""The residual stream of a cut decoder in slices: each rank has some positions of all rows (sequence parallelism).
+
+Between attention and MLP ranks would compute the same: norms, sums, routers, each on all tokens. With slices each
+computes, and keeps for backward, its share of them. A layer gathers what it reads, and what its ranks would have added
+up they add up in slices, which is as many bytes in all.
+
+    slices = SequenceSlices(ranks)
+    x_BsD = slices.enter(x_BSD); ...layers...; x_BSD = slices.leave(x_BsD, length)
+
+Slices are as long as each other: where the length does not come out even, rows of zeros stand behind the last token.
+They stay zeros through every layer, and nothing that they go through gets a gradient from them. Parameters that all
+ranks have, and that read slices (norms of layers, routers), have a part of their gradient on each rank: `sum_of_slices`
+adds these up, once per step.
+
+Legend: B rows  S positions  s of a slice  R ranks  D model width  N tokens.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.formats.tiled import Parts, TiledTensor, WithCopies
+from tilewright.ops.base.parts import local
+from tilewright.parallel.inside.tensor.collectives import TensorRanks, moved
+
+
+class SequenceSlices:
+    """Cuts a stream into slices, and puts it together.
+
+    Args:
+        ranks: each has a slice.
+    """
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+        self.length = 0
+        """Positions of the batch that a layer runs on: set by its attention, which is told their angles."""
+
+    def enter(self, x_BSD: Tensor) -> Tensor:
+        """This rank's slice of a stream that all have, as they all have its gradient."""
+        return moved(x_BSD, self._own, functools.partial(self._whole, length=x_BSD.shape[1]))
+
+    def leave(self, x_BsD: Tensor, length: int) -> Tensor:
+        """The stream of all ranks, whose gradient all have too."""
+        return moved(x_BsD, functools.partial(self._whole, length=length), self._own)
+
+    def read(self, x_BsD: Tensor, length: int) -> Tensor:
+        """The same, for layers of which each rank has a part, and so a part of the gradient."""
+        return moved(x_BsD, functools.partial(self._whole, length=length), self._summed)
+
+    def written(self, x_BSD: Tensor) -> Tensor:
+        """This rank's slice of the sum over ranks."""
+        return moved(x_BSD, self._summed, functools.partial(self._whole, length=x_BSD.shape[1]))
+
+    def read_tokens(self, x: Tensor) -> Tensor:
+        """Slices [..., D] of all ranks behind each other [N, D], for what takes each token alone."""
+        return moved(x, self._every_token, functools.partial(self._summed_tokens, shape=x.shape))
+
+    def written_tokens(self, x_ND: Tensor, shape: torch.Size) -> Tensor:
+        """The sum over ranks of what was made of these, in slices of this shape but for the width."""
+        shape = torch.Size((*shape[:-1], x_ND.shape[-1]))
+        return moved(x_ND, functools.partial(self._summed_tokens, shape=shape), self._every_token)
+
+    def read_codes(self, x: WithCopies, length: int, readers: int, *, whole_gradient: bool) -> WithCopies:
+        """The same of a value whose readers take its codes alone, of slices that are whole tiles (`tiles_of`): codes
+        travel, one byte per element forward, and one backward, where the weights' gradients read the other copy.
+
+        Args:
+            x: of this rank's slice.
+            length: S.
+            readers: layers that read it.
+            whole_gradient: all ranks have the whole gradient, see `leave`.
+        """
+        rows, _, width = x.value.shape
+        whole = functools.partial(self._codes, rows=rows, length=length)
+        back = self._own if whole_gradient else self._summed
+        value = moved(x.value, lambda v: _no_numbers(v, (rows, length, width)), back)
+        return WithCopies(value, whole_rows(x.row, whole), x.column, Arrival(whole, readers))
+
+    def read_token_codes(self, x: WithCopies, readers: int) -> WithCopies:
+        """The same for what takes each token alone, see `read_tokens`."""
+        whole, shape = self._every_token, x.value.shape
+        tokens = shape[:-1].numel() * self.ranks.size
+        back = functools.partial(self._summed_tokens, shape=shape)
+        value = moved(x.value, lambda v: _no_numbers(v, (tokens, shape[-1])), back)
+        return WithCopies(value, whole_rows(x.row, whole), x.column, Arrival(whole, readers))
+
+    def documents_of(self, segments_BS: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
+        """This rank's slice of the documents' numbers, below 0 where there is no token; None where each is one.
+
+        Args:
+            segments_BS: of the batch; None: tokens everywhere.
+            rows: B.
+            device: of the stream.
+        """
+        if segments_BS is None and self.length % self.ranks.size == 0:
+            return None
+        if segments_BS is None:
+            segments_BS = torch.zeros(rows, self.length, dtype=torch.int64, device=device)
+        return self._own(segments_BS + 1) - 1
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks, without a gradient."""
+        return self.ranks.total(x)
+
+    # ---- linear maps, each with its adjoint beside it ----
+
+    def _own(self, x: Tensor) -> Tensor:
+        """[B, S, ...] -> [B, s, ...]"""
+        each = -(-x.shape[1] // self.ranks.size)
+        part = x[:, self.ranks.rank * each : (self.ranks.rank + 1) * each]
+        missing = each - part.shape[1]
+        return F.pad(part, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else part.contiguous()
+
+    def _whole(self, x_BsD: Tensor, length: int) -> Tensor:
+        """[B, s, D] of each rank -> [B, S, D]"""
+        x_RBsD = self.ranks.stacked(x_BsD)
+        return x_RBsD.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+
+    def _summed(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, s, D] of the sum over ranks"""
+        ranks, (rows, length, width) = self.ranks.size, x_BSD.shape
+        each = -(-length // ranks)
+        padded = F.pad(x_BSD, (0, 0, 0, each * ranks - length))
+        return self.ranks.scattered(padded.view(rows, ranks, each, width).transpose(0, 1))
+
+    def _codes(self, codes_nK: Tensor, rows: int, length: int) -> Tensor:
+        """Of each token, or of each tile of tokens, of this rank's -> of all, in the order of one process."""
+        each = len(codes_nK) // rows
+        tokens = length // self.ranks.size // each  # that share one
+        return self._whole(codes_nK.view(rows, each, -1), length // tokens).flatten(0, 1)
+
+    def _every_token(self, x: Tensor) -> Tensor:
+        return self.ranks.stacked(x).flatten(0, -2)
+
+    def _summed_tokens(self, x_ND: Tensor, shape: torch.Size) -> Tensor:
+        return self.ranks.scattered(x_ND.view(self.ranks.size, *shape))
+
+
+class Arrival:
+    """Column-wise codes of all ranks' tokens, from those of each. The layers that read one input have them of one
+    exchange.
+
+    Args:
+        whole: codes or scales [n, K] of each rank to those of all.
+        readers: how many layers.
+    """
+
+    def __init__(self, whole: Callable[[Tensor], Tensor], readers: int) -> None:
+        self._whole, self._readers, self._left = whole, readers, 0
+        self._found: Parts = (None, None, None)
+
+    def __call__(self, parts: Parts) -> Parts:
+        """Codes and scales [K, n], [K, n / 128] -> [K, N], [K, N / 128]."""
+        if not self._left:
+            codes_Kn, scale_Kg, _ = parts
+            assert codes_Kn is not None, "backward has kept them"
+            assert scale_Kg is not None, "in tiles"
+            self._found = self._whole(codes_Kn.T).T, self._whole(scale_Kg.T).T, None
+            self._left = self._readers
+        self._left -= 1
+        found = self._found
+        if not self._left:
+            self._found = (None, None, None)
+        return found
+
+
+def whole_rows(row: TiledTensor, whole: Callable[[Tensor], Tensor]) -> TiledTensor:
+    """Codes and scales of each token, put together."""
+    return replace(row, qdata=whole(row.qdata), scale_inv=whole(row.scale_inv))
+
+
+def _no_numbers(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Where a value would be that nobody reads, so that a gradient has where to go to: NaN, without memory."""
+    return like.new_full((), float("nan")).expand(shape)
+
+
+def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that all ranks have, and that read slices; none where the stream is whole."""
+    if getattr(model, "slices", None) is None:
+        return
+    blocks: Any = model.get_submodule("model.layers")
+    for block in blocks:
+        parts = [block.input_layernorm, block.post_attention_layernorm, *([block.mlp.gate] if block.is_moe else [])]
+        for part in parts:
+            yield from part.parameters()
+
+
+@torch.no_grad()
+def sum_of_slices(model: nn.Module) -> None:
+    """Add up the gradients of `sliced_parameters` over the ranks. Once per step, when they are summed over rows."""
+    grads = [local(param.grad) for param in sliced_parameters(model) if param.grad is not None]
+    for dtype in sorted({grad.dtype for grad in grads}, key=str):
+        same = [grad for grad in grads if grad.dtype == dtype]
+        summed = model.slices.ranks.total(torch.cat([grad.flatten() for grad in same]))
+        for grad, part in zip(same, summed.split([grad.numel() for grad in same]), strict=True):
+            grad.copy_(part.view_as(grad))
