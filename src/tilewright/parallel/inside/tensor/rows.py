@@ -176,7 +176,7 @@ def whole_rows(row: TiledTensor, whole: Callable[[Tensor], Tensor]) -> TiledTens
 
 
 def _no_numbers(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Where a value would be that nobody reads, so that a gradient has where to go to: NaN, without memory."""
+    """NaN in the shape of values that no layer reads, without memory: their gradients go on from there."""
     return like.new_full((), float("nan")).expand(shape)
 
 
