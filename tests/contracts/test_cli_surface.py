@@ -81,6 +81,10 @@ SURFACE = {
         ),
         *("--table", "--verbose", "--virtual-stages", "--wgrad"),
     ],
+    "compress": [
+        *("--budget", "--controls", "--cut", "--dry-run", "--goal", "--help", "--importance", "--json", "--out"),
+        *("--quiet", "--steps", "--targets", "--time-limit", "--tries", "--verbose", "run"),
+    ],
     "data": ["--help"],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],

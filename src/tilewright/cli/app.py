@@ -68,6 +68,10 @@ COMMANDS = {
         "tilewright.cli.commands.outputs.export:export",
         "Export a run for other runtimes, and run each artefact in its own.",
     ),
+    "compress": (
+        "tilewright.cli.commands.outputs.compress:compress",
+        "Cut, recover and export a run inside a loss budget, with controls.",
+    ),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (
         "tilewright.cli.commands.outputs.report:report",

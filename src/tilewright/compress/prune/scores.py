@@ -6,7 +6,7 @@
     taylor      |sum of weight x gradient|, the change of the loss to first order (Molchanov et al., 2019)
     random      a control: what says no more than this says nothing
 
-Ranks hold before recovery; after it they may not (`docs/log.md`).
+Ranks hold before recovery; after it they may not.
 
 Legend: U units  M tokens  K in features.
 """

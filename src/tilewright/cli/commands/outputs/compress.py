@@ -1,0 +1,113 @@
+"""`tilewright compress`: a run cut, recovered and exported inside a loss budget, with controls."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tilewright.cli.common import echo, json_option, print_json, run_argument, show_table, verbosity
+from tilewright.core.log import say
+
+if TYPE_CHECKING:
+    from tilewright.compress.budget.candidates import CutPlan
+    from tilewright.compress.budget.compress_run import Compression
+
+PAGE = "compress.html"
+
+
+@click.command()
+@run_argument
+@click.option("--budget", default="1%", show_default=True, help="Largest relative rise of the held-out loss.")
+@click.option("--targets", default="int8,edge4,fp8", show_default=True, help="int8, edge4, or targets of `export`.")
+@click.option("--cut", "kinds", default="ffn,heads", show_default=True, help="Units: ffn, heads, experts, ...")
+@click.option(
+    "--importance",
+    type=click.Choice(["l1", "activation", "taylor", "random"]),
+    default="activation",
+    show_default=True,
+    help="Which units stay.",
+)
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Of recovery, and of controls.")
+@click.option("--tries", type=click.IntRange(1), default=3, show_default=True, help="Cuts that are recovered at most.")
+@click.option(
+    "--goal", type=click.Choice(["bytes", "latency"]), default="bytes", show_default=True, help="What is made small."
+)
+@click.option(
+    "--controls",
+    type=click.Choice(["all", "equal", "none"]),
+    default="all",
+    show_default=True,
+    help="Runs to compare with; equal: the run itself for as many more steps.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of all stages. Default: RUN-compressed.")
+@click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
+@click.option("--dry-run", is_flag=True, help="Measure each cut, print what would be tried, and train nothing.")
+@json_option
+@verbosity
+def compress(run: Path, out: Path | None, time_limit: float, dry_run: bool, as_json: bool, **asked: Any) -> None:
+    """Cut, recover and export a run inside a loss budget, with controls.
+
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. Each cut is measured alone; the largest one
+    that could be within the budget is made, trained with the run as its teacher, and kept if its loss is inside; else
+    the next smaller one. Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a
+    run folder below OUT; the same command continues where it was stopped. Exits with 3 where the budget is not reached.
+    """
+    from tilewright.compress.budget.settings import CompressSettings
+
+    settings = CompressSettings.of(asked.pop("budget"), asked.pop("targets"), asked.pop("kinds"), **asked)
+    from tilewright.cli.load_run import open_to_export
+    from tilewright.compress.budget.compress_run import Compression
+    from tilewright.compress.prove.limits import ConsumerLimits
+
+    folder = run.resolve()
+    out = out or folder.with_name(f"{folder.name}-compressed")
+    limits = ConsumerLimits.of_this_machine(time_limit)
+    compression = Compression(open_to_export(folder), settings, out, open_to_export, _say, limits)
+    if dry_run:
+        plans = compression.plan()
+        if as_json:
+            print_json(compression.record)
+        else:
+            _show_plans(compression, plans)
+        return
+    try:
+        compression.run()
+    finally:
+        _write_page(compression, out)
+    if as_json:
+        print_json(compression.record)
+        return
+    from tilewright.report.pages.compress_page import verdict_of
+
+    echo(verdict_of(compression.record))
+
+
+def _say(text: str) -> None:
+    say(text, error=True)
+
+
+def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
+    from tilewright.core.units import format_bytes
+
+    whole = compression.record["parameters"]
+    rows = [
+        (
+            plan.name,
+            f"{100 * plan.rise:+.2f} % +- {100 * plan.error:.2f}",
+            f"{whole - plan.saved:,}",
+            format_bytes(4 * (whole - plan.saved)),
+            " ".join(f"{cut.speed:.2f}x" for cut in plan.cuts),
+        )
+        for plan in plans
+    ]
+    click.echo(f"loss {compression.record['loss']:.4f} of {whole:,} parameters; largest cut first")
+    show_table(("cut", "loss before recovery", "parameters", "FP32", "time of each cut"), rows)
+
+
+def _write_page(compression: "Compression", out: Path) -> None:
+    from tilewright.core.atomic_io import write_whole
+    from tilewright.report.pages.compress_page import render_compression
+
+    if compression.record.get("recovered"):
+        write_whole(out / PAGE, render_compression(compression.record))
+        say(f"wrote {out / PAGE}", error=True)

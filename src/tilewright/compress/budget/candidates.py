@@ -1,0 +1,87 @@
+"""Which cuts are tried: for each of some limits on the loss before recovery the smallest model within it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.compress.budget.sensitivity import CutCost
+from tilewright.compress.budget.settings import Goal
+from tilewright.core.mip import Column, LinearRow, minimise
+
+FACTORS = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)
+"""Limits on the loss before recovery, in budgets: recovery takes part of a cut's cost back, how much is not known."""
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """Cuts that are made together, at most one of a kind.
+
+    Args:
+        cuts: of the sensitivities.
+        rise, error: predicted rise of the loss before recovery, and its standard error: the sums over kinds.
+    """
+
+    cuts: tuple[CutCost, ...]
+
+    @property
+    def rise(self) -> float:
+        return sum(cut.rise for cut in self.cuts)
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(sum(cut.error**2 for cut in self.cuts))
+
+    @property
+    def saved(self) -> int:
+        """Parameters that go, at least: kinds that share weights are counted apart."""
+        return sum(cut.saved for cut in self.cuts)
+
+    @property
+    def name(self) -> str:
+        """Such as ffn-512-heads-3."""
+        return "-".join(f"{cut.kind}-{cut.units}" for cut in self.cuts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "name": self.name,
+            "cuts": [cut.to_json() for cut in self.cuts],
+            "rise_before": self.rise,
+            "error": self.error,
+            "saved": self.saved,
+        }
+
+
+def cut_plans(found: Sequence[CutCost], budget: float, goal: Goal) -> list[CutPlan]:
+    """Plans to try, the largest cut first; empty where even the smallest cut costs more than the widest limit.
+
+    Args:
+        found: sensitivities.
+        budget: of the loss after recovery.
+        goal: what is made small.
+
+    Example:
+        >>> costs = [CutCost("ffn", 0.5, 64, 0.02, 0.001, 100, 0.8), CutCost("heads", 0.5, 2, 0.01, 0.001, 30, 0.9)]
+        >>> [plan.name for plan in cut_plans(costs, 0.01, "bytes")]
+        ['ffn-64-heads-2', 'ffn-64', 'heads-2']
+    """
+    plans = (_within(found, factor * budget, goal) for factor in FACTORS)
+    return list({plan.name: plan for plan in plans if plan is not None}.values())
+
+
+def _within(found: Sequence[CutCost], limit: float, goal: Goal) -> CutPlan | None:
+    kinds = dict.fromkeys(cut.kind for cut in found)
+    columns = [Column(_won(cut, goal), upper=1, whole=True) for cut in found]
+    at_most_one = [LinearRow({i: 1.0 for i, cut in enumerate(found) if cut.kind == kind}, upper=1) for kind in kinds]
+    loss = LinearRow({i: max(cut.rise, 0.0) for i, cut in enumerate(found)}, upper=limit)
+    solution = minimise(columns, [*at_most_one, loss], gap=0)
+    chosen = (
+        () if solution is None else tuple(c for c, value in zip(found, solution.values, strict=True) if value > 0.5)
+    )
+    return CutPlan(chosen) if chosen else None
+
+
+def _won(cut: CutCost, goal: Goal) -> float:
+    """Below zero where the cut brings the goal nearer."""
+    return -float(cut.saved) if goal == "bytes" else cut.speed - 1

@@ -1,0 +1,274 @@
+"""A run made small inside a loss budget: sensitivities, cuts, recovery, controls, exports, verdict.
+
+Each stage is a run folder of its own below `out`, and compress.json is written after each: the same command continues
+where it was stopped. A cut is recovered, its loss compared with the budget, and the next smaller one is tried where it
+is above. What the artefacts round away counts too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.compress.budget.candidates import CutPlan, cut_plans
+from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.record import Record, read_record, write_record
+from tilewright.compress.budget.sensitivity import CutCost, sensitivities
+from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.budget.stages import OpenRun, from_scratch, run_stage, stage_recipe, write_model
+from tilewright.compress.export.codes import calibration
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export_run import check_finite, export_run
+from tilewright.compress.exports_file import change_since
+from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prune.prune import prune
+from tilewright.core.errors import ConfigError, FitError
+from tilewright.training.components.dataset import held_out
+
+
+@dataclass
+class Compression:
+    """One command.
+
+    Args:
+        source: the run, opened.
+        settings: what is asked.
+        out: folder of the stages.
+        open_run: opens the folder of a stage.
+        limits: of the runtimes that artefacts are proven in; None: of this machine.
+        say: told what happens, a line each.
+    """
+
+    source: ExportSource
+    settings: CompressSettings
+    out: Path
+    open_run: OpenRun
+    say: Say
+    limits: ConsumerLimits | None = None
+
+    def __post_init__(self) -> None:
+        _check_source(self.source)
+        check_finite(self.source)
+        self.source.model.check_save_hf(torch.bfloat16)
+        self.model: Any = self.source.model
+        self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
+        self.whole = row_losses_of(self.model, self.batches)
+        if not self.whole.domains:
+            raise ConfigError(
+                "No held-out text to measure the budget on",
+                got=f"data.holdout = {self.source.recipe.data.holdout:g}",
+                need="held-out rows",
+                try_="a run with data.holdout above 0",
+                where=str(self.source.run),
+            )
+        self.record = self._found_record()
+
+    def plan(self) -> list[CutPlan]:
+        """Sensitivities and what would be tried; measured once, then read from the record.
+
+        Raises:
+            ConfigError: nothing of the model can be cut.
+            FitError: no cut is within the widest limit before recovery.
+        """
+        if "sensitivity" not in self.record:
+            found = sensitivities(
+                self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
+                self._training_batches(), self.say,
+            )  # fmt: skip
+            self.record["sensitivity"] = [cost.to_json() for cost in found]
+        costs = [CutCost(**row) for row in self.record["sensitivity"]]
+        plans = cut_plans(costs, self.settings.budget, self.settings.goal)
+        if not plans:
+            least = min(costs, key=lambda cost: cost.rise, default=None)
+            raise FitError(
+                "No cut is near the loss budget",
+                got="nothing to cut"
+                if least is None
+                else f"{least.kind} -> {least.units} alone costs {100 * least.rise:.2f} %",
+                need=f"a cut that recovery could bring to {100 * self.settings.budget:g} %",
+                try_="a larger --budget, or tilewright export, which quantises without cutting",
+                where="--budget",
+            )
+        self.record["plans"] = [plan.to_json() for plan in plans]
+        write_record(self.out, self.record)
+        return plans
+
+    def run(self) -> Record:
+        """All stages; the record.
+
+        Raises:
+            FitError: no cut that was tried, or no artefact of the one that was kept, is inside the budget. The record
+                has the best.
+        """
+        plans = list(islice(self.plan(), self.settings.tries))
+        chosen = None
+        for plan in plans:
+            row = self._recovered(plan)
+            if row["rise"] <= self.settings.budget:
+                chosen = row
+                break
+            self.say(f"{plan.name}: {100 * row['rise']:+.2f} % is above the budget")
+        best = chosen or min(self.record["recovered"].values(), key=lambda row: row["rise"])
+        self.record["chosen"] = best["name"]
+        self._controls(best)
+        if chosen is None:
+            self.record["verdict"] = "over budget"
+            write_record(self.out, self.record)
+            raise self._over(f"{best['name']}: {100 * best['rise']:+.2f} % after recovery", plans)
+        self._export(best)
+        inside = [row["target"] for row in self.record["artefacts"] if row["inside"]]
+        self.record["verdict"] = "inside budget" if inside else "over budget"
+        write_record(self.out, self.record)
+        if not inside:
+            raise self._over("; ".join(f"{row['target']}: {row['reason']}" for row in self.record["artefacts"]), plans)
+        return self.record
+
+    def _recovered(self, plan: CutPlan) -> Record:
+        """The row of a cut and its recovery."""
+        rows = self.record.setdefault("recovered", {})
+        if plan.name in rows:
+            return rows[plan.name]
+        folder = self.out / "cut" / plan.name
+        made = prune(
+            self.model, {cut.kind: cut.share for cut in plan.cuts}, importance=self.settings.importance,
+            batches=self._training_batches(),
+        )  # fmt: skip
+        write_model(self.source, made.model, folder)
+        before = row_losses_of(made.model, self.batches)
+        seconds, whole_s = seconds_beside(made.model, self.model)
+        self.say(f"{plan.name}: {100 * before.rise_over(self.whole)[0]:+.2f} % before recovery")
+        run = self._stage(f"recovered-{plan.name}", folder, taught=True)
+        after = self._losses(run)
+        rise, error = after.rise_over(self.whole)
+        rows[plan.name] = {
+            "name": plan.name,
+            "folder": str(folder.relative_to(self.out)),
+            "run": run.name,
+            "kept": {
+                kind: {str(list(p)): units.tolist() for p, units in kept.items()} for kind, kept in made.kept.items()
+            },
+            "units": {kind: [made.before[kind], made.after[kind]] for kind in made.before},
+            "parameters": parameters(made.model),
+            "speed": seconds / whole_s,
+            "rise_before": before.rise_over(self.whole)[0],
+            "rise": rise,
+            "error": error,
+            "domains": after.by_domain(),
+        }
+        self.say(f"{plan.name}: {100 * rise:+.2f} % +- {100 * error:.2f} after {self.settings.steps} steps")
+        write_record(self.out, self.record)
+        return rows[plan.name]
+
+    def _controls(self, best: Mapping[str, Any]) -> None:
+        """What else the same steps would have brought."""
+        wanted = {"all": ("teacher", "alone", "scratch"), "equal": ("teacher",), "none": ()}[self.settings.controls]
+        rows = self.record.setdefault("controls", {})
+        cut = self.out / best["folder"]
+        for name in wanted:
+            key = name if name == "teacher" else f"{name}-{best['name']}"
+            if key in rows:
+                continue
+            run = self._control(name, key, cut)
+            losses = self._losses(run)
+            rise, error = losses.rise_over(self.whole)
+            rows[key] = {"run": run.name, "rise": rise, "error": error, "domains": losses.by_domain()}
+            self.say(f"control {key}: {100 * rise:+.2f} % +- {100 * error:.2f}")
+            write_record(self.out, self.record)
+
+    def _control(self, name: str, key: str, cut: Path) -> Path:
+        if name == "teacher":
+            folder = self.out / "cut" / "whole"
+            write_model(self.source, self.model, folder)
+            return self._stage("control-teacher", folder, taught=False)
+        if name == "alone":
+            return self._stage(f"control-{key}", cut, taught=False)
+        recipe = stage_recipe(self.source, key, self.out, folder=cut, taught=False, steps=1)
+        steps = self.source.recipe.train.steps + self.settings.steps
+        return run_stage(from_scratch(recipe, f"control-{key}", steps), self.source)
+
+    def _export(self, best: Mapping[str, Any]) -> None:
+        """Artefacts of the recovered run; each with the loss over the run that was compressed. Those that an earlier
+        command proved, and nobody has changed since, are not made again."""
+        before = self.record.get("artefacts", [])
+        if before and all(change_since(row, self.out / best["run"]) is None for row in before):
+            return
+        source = self.open_run(self.out / best["run"])
+        record = export_run(source, self.settings.targets, self.out / "artefacts", limits=self.limits)
+        names = {target.name for target in self.settings.targets}
+        rows = [row for row in record["artefacts"] if row["target"] in names]
+        self.record["baselines"] = record["baselines"]
+        self.record["fp32_bytes"] = {"whole": 4 * parameters(self.model), "cut": record["fp32_bytes"]}
+        self.record["artefacts"] = [row | self._judged(row, best) for row in rows]
+
+    def _judged(self, row: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether an artefact is inside the budget: the rise of its recovered run, and what its rounding adds."""
+        losses = row.get("loss")
+        if row["state"] != "ran" or not losses:
+            return {"rise": None, "inside": False, "reason": row.get("reason") or f"state {row['state']}"}
+        ours, theirs = (sum(one[key] for one in losses.values()) for key in ("fp32", "consumer"))
+        rise = (1 + best["rise"]) * theirs / ours - 1
+        inside = rise <= self.settings.budget
+        return {"rise": rise, "inside": inside, "reason": row.get("reason") or f"{100 * rise:+.2f} %"}
+
+    def _stage(self, name: str, folder: Path, *, taught: bool) -> Path:
+        recipe = stage_recipe(self.source, name, self.out, folder=folder, taught=taught, steps=self.settings.steps)
+        return run_stage(recipe, self.source)
+
+    def _losses(self, run: Path) -> RowLosses:
+        """Of a stage, in FP32, on the rows of the run that is compressed."""
+        return row_losses_of(self.open_run(run).model, self.batches)
+
+    def _training_batches(self) -> list[Any]:
+        return calibration(self.source.recipe, self.source.data)[: self.settings.batches]
+
+    def _found_record(self) -> Record:
+        """What an earlier command left of the same checkpoint and the same settings; else a new one.
+
+        Raises:
+            ConfigError: the folder has stages of something else.
+        """
+        asked = {"run": self.source.run.resolve().name, "checkpoint": self.source.checkpoint.name}
+        asked |= {"settings": self.settings.to_json()}
+        before = read_record(self.out)
+        if before is None:
+            return asked | {
+                "loss": self.whole.loss,
+                "domains": self.whole.by_domain(),
+                "parameters": parameters(self.model),
+            }
+        differing = [key for key, value in asked.items() if before.get(key) != value]
+        if differing:
+            raise ConfigError(
+                "Folder holds stages of another compression",
+                got=f"{self.out} with another {' and another '.join(differing)}",
+                need="the same run, checkpoint and options, or a new folder",
+                try_=f"--out {self.out}-2",
+                where="--out",
+            )
+        return before
+
+    def _over(self, best: str, plans: list[CutPlan]) -> FitError:
+        smallest = plans[-1].name
+        return FitError(
+            "Loss budget was not reached",
+            got=f"best {best}",
+            need=f"at most {100 * self.settings.budget:+g} % over the run",
+            try_=f"a larger --budget, more --steps, or more --tries: the smallest cut that was tried is {smallest}",
+            where="--budget",
+        )
+
+
+def _check_source(source: ExportSource) -> None:
+    recipe = source.recipe
+    if recipe.model.task == "causal_lm" and not recipe.lora.rank and recipe.data.format != "preferences":
+        return
+    raise ConfigError(
+        "Runs of this kind are not compressed",
+        got=f'model.task = "{recipe.model.task}", lora.rank = {recipe.lora.rank}, data.format = "{recipe.data.format}"',
+        need="a causal language model without adapters, on text or conversations: recovery learns from it",
+        try_="tilewright merge, and a run that continues with the merged model",
+        where=str(source.run),
+    )

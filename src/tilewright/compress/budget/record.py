@@ -1,0 +1,40 @@
+"""compress.json: what was asked, what was measured, what each stage made of the loss, and the verdict."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.atomic_io import write_whole
+from tilewright.core.errors import CheckpointError
+from tilewright.core.json_text import to_json
+
+FILE, FORMAT = "compress.json", 1
+Record = dict[str, Any]
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record of a folder; None where there is none, or it is damaged or of another format."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write it, whole or not at all.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / FILE, to_json({"format": FORMAT, **record}, indent=1) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            "compress.json cannot be written",
+            got=str(error),
+            need="a folder in which files can be made",
+            try_="free space, or --out FOLDER; finished stages are whole",
+            where=str(folder),
+        ) from error

@@ -1,0 +1,102 @@
+"""What each cut costs before recovery, alone: loss, its error, parameters, seconds here. One kind at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.prune.kinds import Kind
+from tilewright.compress.prune.prune import MULTIPLE, left, prune
+from tilewright.compress.prune.scores import Method
+from tilewright.compress.prune.units import find_units
+from tilewright.core.errors import ConfigError
+
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
+"""Of units that go. What rounds to a number that was there is left out."""
+
+
+@dataclass(frozen=True)
+class CutCost:
+    """Of one kind cut to one number, everything else whole.
+
+    Args:
+        kind: of unit.
+        share: that was asked to go.
+        units: that stay.
+        rise, error: of the held-out loss over the whole model, relative; its standard error.
+        saved: parameters that go.
+        speed: seconds of a forward pass of a few tokens, as a share of the whole model's.
+        domains: relative rise by domain.
+    """
+
+    kind: Kind
+    share: float
+    units: int
+    rise: float
+    error: float
+    saved: int
+    speed: float
+    domains: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+
+def sensitivities(
+    model: Any,
+    whole: RowLosses,
+    held_out: Batches,
+    kinds: Sequence[Kind],
+    importance: Method,
+    batches: Sequence[Mapping[str, Tensor]],
+    say: Say,
+) -> list[CutCost]:
+    """Each kind cut to each number.
+
+    Args:
+        model: that is cut, left as it was.
+        whole: its own losses.
+        held_out: rows by domain.
+        kinds: that may be cut; those that this model cannot be cut in are left out, and said.
+        importance: which units stay.
+        batches: training text, for importance.
+        say: told what was measured, a line each.
+
+    Raises:
+        ConfigError: none of the kinds can be cut.
+    """
+    units, reasons = find_units(model)
+    for kind in kinds:
+        if kind not in units:
+            say(f"{kind} stay whole: {reasons.get(kind, 'the model has none')}")
+    there = [kind for kind in kinds if kind in units]
+    if not there:
+        raise ConfigError(
+            "Nothing of this model can be cut",
+            got="; ".join(f"{kind}: {reasons.get(kind, 'the model has none')}" for kind in kinds),
+            need=f"one of {', '.join(units)}" if units else "a model with units that can be cut",
+            try_=f"--cut {','.join(units)}" if units else "tilewright export, which quantises without cutting",
+            where="--cut",
+        )
+    found: list[CutCost] = []
+    for kind in there:
+        widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
+        widths.pop(units[kind][0].count.units, None)
+        for number, share in sorted(widths.items(), reverse=True):
+            made = prune(model, {kind: share}, importance=importance, batches=batches).model
+            losses = row_losses_of(made, held_out)
+            rise, error = losses.rise_over(whole)
+            seconds, before = seconds_beside(made, model)
+            saved = parameters(model) - parameters(made)
+            one = CutCost(kind, share, number, rise, error, saved, seconds / before, _domains(losses, whole))
+            found.append(one)
+            say(f"{kind} -> {number}: loss {100 * rise:+.2f} % +- {100 * error:.2f}, {one.speed:.2f}x the time")
+    return found
+
+
+def _domains(losses: RowLosses, whole: RowLosses) -> dict[str, float]:
+    before = whole.by_domain()
+    return {name: loss / before[name] - 1 for name, loss in losses.by_domain().items()}

@@ -1,0 +1,96 @@
+"""What `compress` was asked for, checked before a model is loaded."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tilewright.compress.export.target import Target
+from tilewright.compress.export.targets import find_targets
+from tilewright.compress.prune.kinds import KINDS, Kind
+from tilewright.compress.prune.scores import Method
+from tilewright.core.errors import ConfigError
+from tilewright.precision.search.loss_model import parse_budget
+
+SHORT = {"int8": "onnx-int8", "edge4": "gguf-q4_0"}
+"""Names of targets on this command line beside those of `export`."""
+Goal = Literal["bytes", "latency"]
+Controls = Literal["all", "equal", "none"]
+
+
+@dataclass(frozen=True)
+class CompressSettings:
+    """Of one command.
+
+    Args:
+        budget: largest relative rise of the held-out loss over the run's own, above 0.
+        targets: that the result is exported to, at least one.
+        kinds: of unit that may be cut.
+        importance: which units stay.
+        steps: of recovery, and of each control.
+        tries: cuts that are recovered at most, the largest first.
+        goal: what is made small.
+        controls: which are run; all: the teacher with as many extra steps, recovery without it, the shape from scratch.
+        batches: of training text, for importance; and held-out ones of each domain.
+    """
+
+    budget: float
+    targets: tuple[Target, ...]
+    kinds: tuple[Kind, ...] = ("ffn", "heads")
+    importance: Method = "activation"
+    steps: int = 200
+    tries: int = 3
+    goal: Goal = "bytes"
+    controls: Controls = "all"
+    batches: int = 8
+
+    @classmethod
+    def of(cls, budget: str, targets: str, kinds: str, **others: Any) -> "CompressSettings":
+        """From the words of a command line.
+
+        Raises:
+            ConfigError: a budget that is no percentage above 0, or an unknown target or kind.
+
+        Example:
+            >>> CompressSettings.of("1%", "int8,fp8", "ffn").kinds
+            ('ffn',)
+        """
+        share = parse_budget(budget)
+        if share <= 0:
+            raise ConfigError(
+                "Loss budget is not above zero",
+                got=repr(budget),
+                need="how much of the loss may be given up: each cut and each rounding costs some",
+                try_='--budget "1%"',
+                where="--budget",
+            )
+        names = [name.strip() for name in targets.split(",")]
+        return cls(
+            share, tuple(find_targets(",".join(SHORT.get(name, name) for name in names))), _kinds(kinds), **others
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record. What was measured is measured again where it was with others."""
+        return {
+            "budget": self.budget,
+            "targets": [target.name for target in self.targets],
+            "kinds": list(self.kinds),
+            "importance": self.importance,
+            "steps": self.steps,
+            "tries": self.tries,
+            "goal": self.goal,
+            "controls": self.controls,
+            "batches": self.batches,
+        }
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in asked if name not in KINDS]
+    if unknown or not asked:
+        raise ConfigError(
+            "No such kind of unit",
+            got=", ".join(unknown) or "an empty list",
+            need="one or more of " + ", ".join(KINDS),
+            try_="--cut ffn,heads",
+            where="--cut",
+        )
+    return tuple(kind for kind in KINDS if kind in asked)

@@ -1,0 +1,107 @@
+"""The run folders of a compression: recipes made from the run's own, trained by `training.loop`, resumed by it too."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilewright.compress.export.source import ExportSource
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.edit import changed
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import DistillSection, Recipe
+from tilewright.core.config.sections.parallel import ParallelSection
+from tilewright.core.errors import CheckpointError, ConfigError, Problem
+from tilewright.models.base.protocols import Model
+from tilewright.models.build import kind_of
+from tilewright.training.components.export import config_keys
+from tilewright.training.loop import train
+
+_WARMUP = 0.1
+"""Share of a stage's steps in which its rate rises: weights that were trained are not to be shaken."""
+
+
+class OpenRun(Protocol):
+    """Opens a run folder as it is exported."""
+
+    def __call__(self, run: Path, /) -> ExportSource: ...
+
+
+def write_model(source: ExportSource, model: Model, folder: Path) -> None:
+    """A folder of the Hugging Face layout, whole or not there.
+
+    Raises:
+        CheckpointError: no layout holds the model, or the folder cannot be written.
+    """
+    if (folder / "config.json").is_file():
+        return
+    model.save_hf(folder, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
+
+
+def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int) -> Recipe:
+    """The recipe of a stage: the run's own data, precision and optimizer, from the weights of a folder.
+
+    Args:
+        source: the run that is compressed.
+        name: of the stage.
+        out: where run folders of stages are.
+        folder: of the model that training begins with.
+        taught: learns from the run too.
+        steps: of training.
+
+    Raises:
+        ConfigError: settings of the run do not go with a stage.
+    """
+    values: dict[str, Any] = {
+        "run.name": name,
+        "run.dir": str(out.resolve()),
+        "model.kind": kind_of(str(folder)),
+        "model.path": str(folder.resolve()),
+        "model.weights": "load",
+        "data.tokenizer": str((source.run / "tokenizer.json").resolve()),
+        "train.steps": steps,
+        "train.minutes": 0.0,
+        "train.eval_interval": 0,
+        "train.sample_tokens": 0,
+        "optim.warmup_steps": max(1, round(_WARMUP * steps)),
+        "memory.plan": "auto",
+        "log.report": False,
+        "log.sinks": (),
+        "checkpoint.export_hf": False,
+        "checkpoint.save_last": True,
+    }
+    recipe = changed(source.recipe, values)
+    weight = source.recipe.distill.weight
+    section = DistillSection(teacher=str(source.run.resolve()), weight=weight) if taught else DistillSection()
+    recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})
+    problems = [Problem(one.what, one.got, one.need, one.try_, f"stage {name}") for one in conflicts(recipe)]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return recipe
+
+
+def from_scratch(recipe: Recipe, name: str, steps: int) -> Recipe:
+    """The same shape with random weights, for so many steps, without a teacher."""
+    values: Mapping[str, Any] = {"run.name": name, "model.weights": "random", "train.steps": steps}
+    return changed(recipe, values).model_copy(update={"distill": DistillSection()})
+
+
+def run_stage(recipe: Recipe, source: ExportSource) -> Path:
+    """Train a stage, or continue it; its folder.
+
+    Raises:
+        CheckpointError: it was asked to stop before its last step; the same command continues from there.
+    """
+    loaded = load_recipe(source.run / "run.toml", environ={})
+    sources = dict.fromkeys(loaded.sources, f"compress of {source.run.name}")
+    folder = Path(recipe.run.dir) / recipe.run.name
+    result = train(replace(loaded, recipe=recipe, sources=sources, name=recipe.run.name, path=None, notes=()))
+    if result.step < recipe.train.steps:
+        raise CheckpointError(
+            "Stage was stopped before its end",
+            got=f"step {result.step} of {recipe.train.steps}",
+            need="all steps, so that stages are compared at equal ones",
+            try_="the same command, which continues this stage",
+            where=str(folder),
+        )
+    return folder

@@ -1,0 +1,173 @@
+"""A compression as one HTML page: the verdict, what each stage made of the loss, controls, domains, a map of layers,
+artefacts. Made from compress.json; opens offline."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.core.units import format_bytes
+from tilewright.report.template import fill
+
+_CONTROLS = {
+    "teacher": "the run itself, as many more steps",
+    "alone": "the same cut, recovered without the teacher",
+    "scratch": "the small shape from random weights, steps of the run and of recovery",
+}
+
+
+@dataclass(frozen=True)
+class CompressTable:
+    """A table of the page."""
+
+    title: str
+    lead: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def verdict_of(record: Mapping[str, Any]) -> str:
+    """The result in a sentence; of a compression that was stopped, that.
+
+    Example:
+        >>> verdict_of({"run": "base", "settings": {"budget": 0.01}})
+        'base: stopped before a verdict'
+    """
+    run, budget = record["run"], record["settings"]["budget"]
+    if "verdict" not in record:
+        return f"{run}: stopped before a verdict"
+    best = record["recovered"][record["chosen"]]
+    inside = [row for row in record.get("artefacts", ()) if row["inside"]]
+    small = f"{best['parameters'] / record['parameters']:.2f}x the parameters at {_percent(best['rise'])}"
+    if record["verdict"] != "inside budget":
+        return f"{run}: the budget of {100 * budget:g} % was not reached; the best is {best['name']}, {small}"
+    smallest = min(inside, key=lambda row: row["bytes"])
+    ratio = record["fp32_bytes"]["whole"] / smallest["bytes"]
+    artefact = f"{smallest['target']} {ratio:.1f}x smaller than FP32 at {_percent(smallest['rise'])}"
+    return f"{run}: {best['name']}, {small}; {artefact}"
+
+
+def render_compression(record: Mapping[str, Any]) -> str:
+    """The page as HTML text.
+
+    Args:
+        record: compress.json, with at least one cut that was recovered.
+    """
+    tables = [_stages(record), _domains(record), _sensitivity(record), _layers(record)]
+    if record.get("artefacts"):
+        tables.insert(1, _artefacts(record))
+    settings = record["settings"]
+    asked = f"{record['run']}, {record['checkpoint']}; budget {100 * settings['budget']:g} %, {settings['importance']}"
+    return fill(
+        "compress.html", setting=asked, verdict=verdict_of(record), tables=tables, cards=(), notes=_notes(settings)
+    )
+
+
+def _stages(record: Mapping[str, Any]) -> CompressTable:
+    rows = []
+    for row in record["recovered"].values():
+        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", _size(row, record)))
+        rows.append((f"{row['name']}, recovered", _percent(row["rise"]), _error(row), _size(row, record)))
+    for name, row in record.get("controls", {}).items():
+        words = _CONTROLS[name.partition("-")[0]]
+        rows.append((f"control: {words}", _percent(row["rise"]), _error(row), ""))
+    lead = "Relative rise of the held-out loss over the run, in FP32, on the same rows; with its standard error."
+    return CompressTable("What each stage made of the loss", lead, ("stage", "loss", "error", "parameters"), rows)
+
+
+def _artefacts(record: Mapping[str, Any]) -> CompressTable:
+    whole = record["fp32_bytes"]["whole"]
+    rows = []
+    for row in record["artefacts"]:
+        size = row.get("bytes")
+        rise = "" if row["rise"] is None else _percent(row["rise"])
+        small = (format_bytes(size), f"{whole / size:.1f}x") if size else ("", "")
+        rows.append(
+            (row["target"], row["state"], rise, *small, _token(row), "inside" if row["inside"] else row["reason"])
+        )
+    for row in record.get("baselines", ()):
+        rows.append((f"{row['name']}, of the cut model", row.get("state", ""), "", "", "", _token(row), ""))
+    columns = ("artefact", "state", "loss", "bytes", "smaller than the run in FP32", "cached token", "budget")
+    return CompressTable(
+        "Artefacts, each run in its runtime", "Loss: of recovery and rounding together.", columns, rows
+    )
+
+
+def _domains(record: Mapping[str, Any]) -> CompressTable:
+    before, best = record["domains"], record["recovered"][_best(record)]
+    kept = [("recovered", best), *((name, row) for name, row in record.get("controls", {}).items())]
+    rows = [
+        (domain, f"{loss:.4f}", *(_percent(row["domains"][domain] / loss - 1) for _, row in kept))
+        for domain, loss in before.items()
+    ]
+    return CompressTable("Loss by domain", "", ("domain", "run", *(name for name, _ in kept)), rows)
+
+
+def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
+    rows = [
+        (
+            f"{row['kind']} -> {row['units']}",
+            _percent(row["rise"]),
+            _error(row),
+            f"{row['saved']:,}",
+            f"{row['speed']:.2f}x",
+        )
+        for row in record["sensitivity"]
+    ]
+    lead = "Each kind of unit alone, before recovery. Time: a forward pass of 32 tokens here, beside the whole model's."
+    return CompressTable("What each cut costs", lead, ("cut", "loss", "error", "parameters less", "time"), rows)
+
+
+def _layers(record: Mapping[str, Any]) -> CompressTable:
+    best = record["recovered"][_best(record)]
+    rows = []
+    for kind, places in best["kept"].items():
+        before, after = best["units"][kind]
+        for place, units in places.items():
+            rows.append((kind, place.strip("[]") or "model", f"{after} of {before}", _runs(units)))
+    lead = "Units that stay, by their numbers in the run."
+    return CompressTable("Map of layers", lead, ("kind", "layer", "stay", "which"), rows)
+
+
+def _best(record: Mapping[str, Any]) -> str:
+    return record.get("chosen") or min(record["recovered"].values(), key=lambda row: row["rise"])["name"]
+
+
+def _runs(units: Sequence[int]) -> str:
+    """Numbers as ranges.
+
+    Example:
+        >>> _runs([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    found: list[list[int]] = []
+    for unit in units:
+        if found and unit == found[-1][1] + 1:
+            found[-1][1] = unit
+        else:
+            found.append([unit, unit])
+    texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in found]
+    return ", ".join(texts[:12]) + (f" and {len(texts) - 12} more" if len(texts) > 12 else "")
+
+
+def _notes(settings: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Recovery and controls: {settings['steps']} steps each, on the run's own data; the run is the teacher."
+    yield "Loss is that of the run's held-out rows, in FP32; artefacts answer for a sample of them in their runtimes."
+    if settings["controls"] != "all":
+        yield "Not all controls were run: without them it is not known what the same steps would have brought."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def _error(row: Mapping[str, Any]) -> str:
+    return f"{100 * row['error']:.2f}"
+
+
+def _size(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    return f"{row['parameters']:,} ({row['parameters'] / record['parameters']:.2f}x)"
+
+
+def _token(row: Mapping[str, Any]) -> str:
+    seconds = row.get("cached_token_s")
+    return f"{1000 * seconds:.2f} ms" if isinstance(seconds, (int, float)) else ""

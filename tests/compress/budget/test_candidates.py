@@ -1,0 +1,80 @@
+"""Which cuts are tried: against all combinations by hand, for generated costs."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tilewright.compress.budget.candidates import FACTORS, cut_plans
+from tilewright.compress.budget.measure import RowLosses
+from tilewright.compress.budget.sensitivity import CutCost
+from tilewright.compress.budget.settings import CompressSettings
+from tilewright.core.errors import ConfigError
+
+
+def drawn_costs():
+    """Three kinds, each with a few numbers of units; some cuts make the loss better."""
+    found = []
+    for kind, many in (("ffn", 4), ("heads", 2), ("layers", 3)):
+        rises = (torch.rand(many) * 0.3 - 0.02).sort().values.tolist()
+        saved = torch.randint(1, 1000, (many,)).sort().values.tolist()
+        for i in range(many):
+            speed = 1 - float(torch.rand(())) / 4
+            found.append(CutCost(kind, (i + 1) / 8, 100 - i, rises[i], 0.001, saved[i], speed))
+    return found
+
+
+@pytest.mark.parametrize("goal", ["bytes", "latency"])
+@pytest.mark.parametrize("turn", range(10))
+def test_each_plan_is_the_best_within_its_limit(goal, turn):
+    costs, budget = drawn_costs(), 0.01
+    plans = cut_plans(costs, budget, goal)
+    won = lambda chosen: sum(cut.saved if goal == "bytes" else 1 - cut.speed for cut in chosen)  # noqa: E731
+    by_kind = [[None, *(cut for cut in costs if cut.kind == kind)] for kind in ("ffn", "heads", "layers")]
+    every = [tuple(filter(None, combination)) for combination in itertools.product(*by_kind)]
+    expected = []
+    for factor in FACTORS:
+        within = [c for c in every if sum(max(cut.rise, 0) for cut in c) <= factor * budget]
+        best = max(map(won, within))
+        if best > 0 and (not expected or not math.isclose(expected[-1], best)):
+            expected.append(best)
+    assert [won(plan.cuts) for plan in plans] == pytest.approx(expected)
+
+
+def test_no_cut_within_the_widest_limit_is_no_plan():
+    assert cut_plans([CutCost("ffn", 0.5, 32, 0.5, 0.0, 10, 0.9)], 0.01, "bytes") == []
+
+
+def test_rise_and_error_are_those_of_rows():
+    before = {"a": (torch.tensor([10.0, 30.0, 20.0]), torch.tensor([5.0, 10.0, 5.0])), "b": (torch.tensor([8.0]),) * 2}
+    after = {"a": (torch.tensor([11.0, 30.0, 22.0]), before["a"][1]), "b": (torch.tensor([8.0]),) * 2}
+    rise, error = RowLosses(after).rise_over(RowLosses(before))
+    differences = torch.tensor([1.0, 0.0, 2.0, 0.0])
+    assert rise == pytest.approx(3 / 68)
+    assert error == pytest.approx(float(differences.std()) * 2 / 68)
+
+
+@pytest.mark.parametrize(
+    ("budget", "targets", "kinds", "match"),
+    [
+        ("0%", "fp8", "ffn", "not above zero"),
+        ("-1%", "fp8", "ffn", "not above zero"),
+        ("1", "fp8", "ffn", "not a percentage"),
+        ("nan%", "fp8", "ffn", "not a percentage"),
+        ("1%", "int9", "ffn", "No such export target"),
+        ("1%", "", "ffn", "No such export target"),
+        ("1%", "fp8", "neurons", "No such kind of unit"),
+        ("1%", "fp8", " , ", "No such kind of unit"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_is_loaded(budget, targets, kinds, match):
+    with pytest.raises(ConfigError, match=match) as error:
+        CompressSettings.of(budget, targets, kinds)
+    assert all((problem.got and problem.need and problem.try_) for problem in error.value.problems)
+
+
+def test_short_names_of_targets():
+    found = CompressSettings.of("1%", "int8,edge4,fp8", "heads,ffn")
+    assert [target.name for target in found.targets] == ["fp8", "gguf-q4_0", "onnx-int8"]
+    assert found.kinds == ("ffn", "heads")

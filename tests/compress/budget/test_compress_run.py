@@ -1,0 +1,178 @@
+"""A run compressed: each cut measured, the largest within the budget recovered, artefacts proven, controls."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.tiny import tiny, write_text
+from tilewright.cli.app import run as cli
+from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.compress_run import Compression
+from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
+from tilewright.models.decoder.hf_config import read_config
+from tilewright.report.pages.compress_page import render_compression, verdict_of
+from tilewright.training.loop import train
+
+SHAPE = {"model__num_heads": 4, "model__num_kv_heads": 2, "model__ffn_dim": 96, "precision__mode": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """A run that has learned something."""
+    options = {"train__steps": 30, "optim__lr": 3e-3, "train__eval_batches": 2, "log__report": False}
+    return train(tiny(corpus, tmp_path_factory.mktemp("runs"), **SHAPE, **options)).run_dir
+
+
+def settings_of(budget="5%", **changes):
+    base = {"steps": 4, "tries": 2, "controls": "none", "batches": 2}
+    return CompressSettings.of(
+        budget, changes.pop("targets", "hf"), changes.pop("kinds", "ffn,heads"), **base | changes
+    )
+
+
+def compression(run, out, settings, said=None):
+    lines = [] if said is None else said
+    return Compression(
+        open_to_export(run), settings, out, open_to_export, lines.append, ConsumerLimits.of_this_machine(120)
+    )
+
+
+def test_what_each_cut_costs_is_measured_once(run, tmp_path):
+    said = []
+    first = compression(run, tmp_path / "out", settings_of(), said)
+    plans = first.plan()
+    rows = first.record["sensitivity"]
+    assert {row["kind"] for row in rows} == {"ffn", "heads"}
+    assert all(row["saved"] > 0 and row["speed"] > 0 and row["error"] >= 0 for row in rows)
+    assert {row["units"] for row in rows if row["kind"] == "ffn"} == {32, 64}
+    assert len(said) == len(rows)
+    again = compression(run, tmp_path / "out", settings_of(), said)
+    assert [plan.name for plan in again.plan()] == [plan.name for plan in plans]
+    assert len(said) == len(rows), "measured again"
+    assert not (tmp_path / "out" / "cut").exists()
+
+
+def test_another_question_in_the_same_folder_is_refused(run, tmp_path):
+    compression(run, tmp_path / "out", settings_of()).plan()
+    with pytest.raises(ConfigError, match="stages of another compression"):
+        compression(run, tmp_path / "out", settings_of("2%"))
+    (tmp_path / "out" / "compress.json").write_text("{")
+    compression(run, tmp_path / "out", settings_of("2%")).plan()  # a damaged record is none
+
+
+def test_what_cannot_be_cut_is_said(run, tmp_path):
+    said = []
+    compression(run, tmp_path / "a", settings_of(kinds="ffn,experts"), said).plan()
+    assert any(line.startswith("experts stay whole") for line in said)
+    with pytest.raises(ConfigError, match="Nothing of this model can be cut"):
+        compression(run, tmp_path / "b", settings_of(kinds="experts")).plan()
+
+
+def test_weights_that_are_not_finite_are_refused(run, tmp_path):
+    source = open_to_export(run)
+    with torch.no_grad():
+        source.model.blocks[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NumericsError, match="Weights are not finite"):
+        Compression(source, settings_of(), tmp_path, open_to_export, print)
+
+
+def test_other_kinds_of_run_are_refused(run, tmp_path):
+    source = open_to_export(run)
+    data = source.recipe.data.model_copy(update={"format": "preferences"})
+    other = replace(source, recipe=source.recipe.model_copy(update={"data": data}))
+    with pytest.raises(ConfigError, match="not compressed"):
+        Compression(other, settings_of(), tmp_path, open_to_export, print)
+
+
+def test_the_command_line(run, tmp_path, capsys):
+    """A dry run prints what would be tried and trains nothing; a bad budget is refused before the run is opened."""
+    out = tmp_path / "out"
+    options = ["--cut", "ffn", "--steps", "2", "--out", str(out), "--targets", "hf"]
+    assert cli(["compress", str(run), "--budget", "20%", "--dry-run", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "largest cut first" in shown
+    assert "ffn-32" in shown
+    assert [path.name for path in out.iterdir()] == ["compress.json"]
+    assert cli(["compress", str(run), "--budget", "0%", *options]) == 2
+    assert "not above zero" in capsys.readouterr().err
+    assert (
+        cli(["compress", str(run), "--budget", "0.00000001%", "--dry-run", *options[:-4], "--out", str(out / "b")]) == 3
+    )
+    assert "No cut is near" in capsys.readouterr().err
+
+
+def test_a_budget_out_of_reach_names_the_least_cut(run, tmp_path):
+    asked = compression(run, tmp_path, settings_of("0.0000001%"))
+    cost = {"share": 0.5, "units": 32, "rise": 0.1, "error": 0.01, "saved": 10, "speed": 0.9, "domains": {}}
+    asked.record["sensitivity"] = [{"kind": "ffn", **cost}]
+    with pytest.raises(FitError, match="No cut is near the loss budget") as error:
+        asked.plan()
+    assert "alone costs" in error.value.problems[0].got
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # six processes, each with a runtime of its own
+def test_a_run_is_compressed_inside_its_budget(run, tmp_path):
+    """All stages, controls and a page; a second command finds everything done."""
+    out, said = tmp_path / "out", []
+    settings = settings_of("50%", targets="fp8", controls="all")
+    record = compression(run, out, settings, said).run()
+    assert record["verdict"] == "inside budget"
+    best = record["recovered"][record["chosen"]]
+    assert best["parameters"] < record["parameters"]
+    assert read_config(out / best["folder"]).ffn_dim == best["units"]["ffn"][1]
+    assert {name.partition("-")[0] for name in record["controls"]} == {"teacher", "alone", "scratch"}
+    assert {row["target"]: row["state"] for row in record["artefacts"]} == {"fp8": "ran"}
+    page = render_compression(record)
+    for text in ("Map of layers", "control: the run itself", "Loss by domain", verdict_of(record)[:30]):
+        assert text in page
+    lines = len(said)
+    before = json.loads((out / "compress.json").read_text())
+    again = compression(run, out, settings, said)
+    assert again.run()["chosen"] == record["chosen"]
+    assert len(said) == lines, "a finished stage was done again"
+    assert before["recovered"] == json.loads((out / "compress.json").read_text())["recovered"]
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_not_reached_names_the_best(run, tmp_path):
+    asked = compression(run, tmp_path, settings_of("0.0000001%", steps=1, tries=1, kinds="ffn", controls="equal"))
+    cost = {"share": 0.75, "units": 32, "rise": 0.0, "error": 0.01, "saved": 10, "speed": 0.9, "domains": {}}
+    asked.record["sensitivity"] = [{"kind": "ffn", **cost}]
+    with pytest.raises(FitError, match="Loss budget was not reached") as error:
+        asked.run()
+    assert error.value.exit_code == 3
+    assert "best ffn-32: +" in error.value.problems[0].got
+    record = json.loads((tmp_path / "compress.json").read_text())
+    assert record["verdict"] == "over budget"
+    assert "artefacts" not in record
+    assert set(record["controls"]) == {"teacher"}
+    assert "was not reached; the best is ffn-32" in render_compression(record)
+
+
+@pytest.mark.slow
+def test_a_stage_that_was_stopped_goes_on(run, tmp_path):
+    """As a signal leaves it: a checkpoint on the way; the same command trains the steps that are left."""
+    from tilewright.compress.budget import stages
+
+    source = open_to_export(run)
+    stages.write_model(source, source.model, tmp_path / "whole")
+    recipe = stages.stage_recipe(source, "part", tmp_path, folder=tmp_path / "whole", taught=True, steps=4)
+    first = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 2})})
+    folder = stages.run_stage(first, source)
+    assert stages.run_stage(recipe, source) == folder
+    assert (folder / "checkpoints").is_dir()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        stages.write_model(source, source.model, tmp_path / "file")
