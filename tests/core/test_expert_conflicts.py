@@ -1,12 +1,9 @@
 """What spread experts cannot be together with is refused by its name, with a change that is accepted."""
 
-import shlex
-
 import pytest
 
-from tilewright.core.config.load import load_recipe
+from tests.core.refusals import check_numbers, check_refused, load
 from tilewright.core.config.sections.expert_conflicts import REFUSED_WITH_EXPERTS
-from tilewright.core.errors import ConfigError
 
 SPREAD = {"parallel.ep": "2", "model.num_experts": "8", "optim.kind": "adamw"}
 REFUSED = {
@@ -19,19 +16,9 @@ REFUSED = {
 }
 
 
-def load(**settings):
-    return load_recipe(None, {**SPREAD, **settings}, environ={}).recipe
-
-
-def accepted(try_, **settings):
-    """A recipe is loaded with the first change that an error names."""
-    words = shlex.split(try_.split(", or ")[0].split(": ")[0])
-    return load(**{**settings, **{words[at].removeprefix("--"): words[at + 1] for at in range(0, len(words), 2)}})
-
-
 def test_spread_experts_alone_are_accepted():
-    assert load(**{"precision.mode": "fp8_tile"}).parallel.ep == 2
-    assert load(**{"parallel.dp_shard": "4", "optim.kind": "muon"}).parallel.ep == 2
+    assert load(SPREAD, {"precision.mode": "fp8_tile"}).parallel.ep == 2
+    assert load(SPREAD, {"parallel.dp_shard": "4", "optim.kind": "muon"}).parallel.ep == 2
 
 
 def test_each_row_of_the_table_has_a_case():
@@ -45,12 +32,7 @@ def test_each_row_of_the_table_has_a_case():
 @pytest.mark.support("layer_major", "experts_spread", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
 def test_it_is_refused_by_name(field):
-    with pytest.raises(ConfigError, match="cannot be with experts on several processes yet") as caught:
-        load(**REFUSED[field])
-    problem = next(one for one in caught.value.problems if "experts on several" in one.what)
-    assert field in problem.got
-    assert "parallel.ep = 2" in problem.got
-    accepted(problem.try_, **REFUSED[field])
+    check_refused(SPREAD, REFUSED[field], field, "cannot be with experts on several processes yet", "parallel.ep = 2")
 
 
 @pytest.mark.parametrize(
@@ -68,13 +50,8 @@ def test_it_is_refused_by_name(field):
     ],
 )
 def test_numbers_that_do_not_fit(settings, what, words):
-    with pytest.raises(ConfigError) as caught:
-        load(**settings)
-    problem = next(one for one in caught.value.problems if what in f"{one.what} {one.where}")
-    assert words in f"{problem.got} {problem.need}"
-    if settings["parallel.ep" if "parallel.ep" in settings else "model.num_experts"] != "0" or "Dense" in what:
-        accepted(problem.try_, **settings)
+    check_numbers(SPREAD, settings, what, words, helps=settings.get("parallel.ep") != "0")
 
 
 def test_numbers_that_no_setting_can_say_yet():
-    assert load(**{"parallel.ep": "4"}).parallel.dp_shard == -1, "the number of processes decides"
+    assert load(SPREAD, {"parallel.ep": "4"}).parallel.dp_shard == -1, "the number of processes decides"

@@ -1,12 +1,9 @@
 """What cut matrices cannot be together with is refused by its name, with a change that is accepted."""
 
-import shlex
-
 import pytest
 
-from tilewright.core.config.load import load_recipe
+from tests.core.refusals import check_numbers, check_refused, load
 from tilewright.core.config.sections.tensor_conflicts import REFUSED_WITH_TENSORS
-from tilewright.core.errors import ConfigError
 
 CUT = {"parallel.tp": "2"}
 REFUSED = {
@@ -26,20 +23,9 @@ REFUSED = {
 }
 
 
-def load(**settings):
-    return load_recipe(None, {**CUT, **settings}, environ={}).recipe
-
-
-def accepted(try_, **settings):
-    """A recipe is loaded with the first change that an error names."""
-    words = shlex.split(try_.split(", or ")[0].split(": ")[0])
-    changes = {words[at].removeprefix("--"): words[at + 1] for at in range(0, len(words), 2)}
-    load(**{**settings, **changes})
-
-
 def test_cut_matrices_alone_are_accepted():
-    assert load(**{"precision.mode": "bf16_mixed"}).parallel.tp == 2
-    assert load(**{"parallel.dp_shard": "2", "optim.moments": "8bit", "model.num_kv_heads": "2"}).parallel.tp == 2
+    assert load(CUT, {"precision.mode": "bf16_mixed"}).parallel.tp == 2
+    assert load(CUT, {"parallel.dp_shard": "2", "optim.moments": "8bit", "model.num_kv_heads": "2"}).parallel.tp == 2
 
 
 def test_each_row_of_the_table_has_a_case():
@@ -57,11 +43,7 @@ def test_each_row_of_the_table_has_a_case():
 @pytest.mark.support("layer_major", "tensor", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
 def test_it_is_refused_by_name(field):
-    with pytest.raises(ConfigError, match="cannot be with matrices that are cut") as caught:
-        load(**REFUSED[field])
-    problem = next(one for one in caught.value.problems if "matrices that are cut" in one.what and field in one.got)
-    assert "parallel.tp = 2" in problem.got
-    accepted(problem.try_, **REFUSED[field])
+    check_refused(CUT, REFUSED[field], field, "cannot be with matrices that are cut", "parallel.tp = 2")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +56,4 @@ def test_it_is_refused_by_name(field):
     ],
 )
 def test_numbers_that_do_not_fit(settings, what, words):
-    with pytest.raises(ConfigError) as caught:
-        load(**settings)
-    problem = next(one for one in caught.value.problems if what in f"{one.what} {one.where}")
-    assert words in f"{problem.got} {problem.need}"
-    if settings.get("parallel.tp") != "0":
-        accepted(problem.try_, **settings)
+    check_numbers(CUT, settings, what, words, helps=settings.get("parallel.tp") != "0")

@@ -20,8 +20,6 @@ from tilewright.precision.convert import convert
 from tilewright.training.executor.standard import StandardExecutor
 
 EXPERTS = 4
-LIKE_ONE_PROCESS = 2e-6
-"""Of a gradient in FP32, against its largest element: sums over rows in another order, of some hundred summands."""
 
 
 @dataclass(frozen=True)

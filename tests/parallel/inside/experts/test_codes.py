@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.models.shapes import make_batch
-from tests.parallel.inside.experts.spread import LIKE_ONE_PROCESS, Case, spread, step, whole, world_of
+from tests.parallel.inside.experts.spread import Case, spread, step, whole, world_of
+from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import relative
 from tests.ranks import on_ranks
 from tilewright.parallel.inside.experts.hold import mixtures

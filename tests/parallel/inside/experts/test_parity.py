@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.parallel.inside.experts.spread import LIKE_ONE_PROCESS, Case, compare
+from tests.parallel.inside.experts.spread import Case, compare
+from tests.parallel.inside.parity import LIKE_ONE_PROCESS, check_errors
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -19,12 +20,7 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
         held = [{name for name in found["errors"] if ".experts." in name} for found in results]
         assert all(len(names) * case.ep == len(set.union(*held)) for names in held), "each has its share alone"
         for rank, found in enumerate(results):
-            worst = max(found["errors"], key=found["errors"].__getitem__)
-            error = found["errors"][worst]
-            print(f"{case}: rank {rank}: {worst} {error:.2g}, loss {found['loss']:.2g}, norm {found['norm']:.2g}")
-            assert error <= bound, f"{case}, rank {rank}: {worst} is off by {error:.2g} of its largest element"
-            assert found["loss"] <= 1e-6
-            assert found["norm"] <= 1e-6
+            check_errors(case, rank, found, bound)
             assert found["biases"], "load is counted once over all ranks"
             assert found["dtypes"] == {torch.float32}
 

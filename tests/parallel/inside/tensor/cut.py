@@ -19,8 +19,6 @@ from tilewright.parallel.parallelize import parallelize
 from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 
-LIKE_ONE_PROCESS = 2e-6
-"""Of a gradient in FP32, against its largest element: sums in another order, of some hundred summands."""
 WIDE = {"vocab_size": 64, "dim": 32, "num_heads": 8, "num_layers": 2, "ffn_dim": 96}
 LATENT = {"attention": "mla", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 MIXED = {"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1, "expert_dim": 24, "num_dense_layers": 1}

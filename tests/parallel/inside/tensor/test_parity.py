@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.parallel.inside.tensor.cut import LIKE_ONE_PROCESS, Case, compare
+from tests.parallel.inside.parity import LIKE_ONE_PROCESS, check_errors
+from tests.parallel.inside.tensor.cut import Case, compare
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -15,12 +16,7 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
         results = [found[number] for found in of_ranks]
         assert len({found["exact"] for found in results}) == 1, f"{case}: {[found['exact'] for found in results]}"
         for rank, found in enumerate(results):
-            worst = max(found["errors"], key=found["errors"].__getitem__)
-            error = found["errors"][worst]
-            print(f"{case}: rank {rank}: {worst} {error:.2g}, loss {found['loss']:.2g}, norm {found['norm']:.2g}")
-            assert error <= bound, f"{case}, rank {rank}: {worst} is off by {error:.2g} of its largest element"
-            assert found["loss"] <= 1e-6
-            assert found["norm"] <= 1e-6
+            check_errors(case, rank, found, bound)
 
 
 @pytest.mark.support("decoder", "tensor")
