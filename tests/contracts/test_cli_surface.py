@@ -120,8 +120,9 @@ SURFACE = {
 SEARCH = ["--batches", "--budget", "--force", "--help", "--json", "--out", "--quiet", "--rows", "--run", "--time"]
 BUILD = ["--executor", "--help", "--json", "--out", "--processes", "--quiet", "--verbose", "settings"]
 INSPECT = ["--diff", "--help", "--json", "--most", "--quiet", "--record", "--reject", "--run", "--step", "--verbose"]
+SKIP = ["--help", "--quiet", "--steps", "--verbose", "run"]
 SUBCOMMANDS = {
-    "data": {"build": BUILD, "inspect": [*INSPECT, "folder"]},
+    "data": {"build": BUILD, "inspect": [*INSPECT, "folder"], "skip": SKIP},
     "precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])},
 }
 

@@ -12,6 +12,7 @@ import pytest
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core.config import schema
 from tilewright.core.config.section import EVERY
+from tilewright.core.config.sections.mixing import MixingSection
 from tilewright.core.config.sections.precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,7 @@ _ENERGY = "tests/training/test_energy_run.py"
 _STAGES = "tests/training/test_pipeline_run.py::test_it_is_the_run_of_one_process"
 _SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
 
+_MIXING, _MIXED = "tests/data/test_mixing_settings.py", "tests/training/test_mixing_run.py"
 PROOFS: dict[str, Probe | str] = {
     "run.name": Probe("other", "path"),
     "run.dir": Probe("elsewhere", "path"),
@@ -229,6 +231,14 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",
+    "data.mixing.policy": f"{_MIXING}::test_a_setting_of_mixing_reaches_its_rule",
+    "data.mixing.interval": f"{_MIXED}::test_held_out_batches_rotate_at_their_own_interval",
+    "data.mixing.eval_batches": f"{_MIXED}::test_held_out_batches_rotate_at_their_own_interval",
+    **{
+        f"data.mixing.{name}": f"{_MIXING}::test_a_setting_of_mixing_reaches_its_rule"
+        for name in MixingSection.model_fields
+        if name not in ("policy", "interval", "eval_batches")
+    },
     "energy.measure": f"{_ENERGY}::test_it_can_be_left_out_and_changes_no_number",
     "energy.idle_seconds": f"{_ENERGY}::test_the_idle_machine_is_measured_before_the_run",
     "energy.assume_watts": f"{_ENERGY}::test_an_estimate_is_called_one",

@@ -11,6 +11,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
+from tilewright.report.figures.mixing_figure import mixing_figure
 from tilewright.report.figures.pipeline_figure import pipeline_view
 from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.run_data import before_after, rank_rows, replan_table
@@ -26,6 +27,7 @@ FIGURES = {
     "loss": run_figures.loss_figure,
     "bits": bits_figure,
     "perplexity": run_figures.perplexity_figure,
+    "mixing": mixing_figure,
     "norm": run_figures.norm_figure,
     "norm_distribution": run_figures.norm_distribution_figure,
     "loss_scale": run_figures.loss_scale_figure,

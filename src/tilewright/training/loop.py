@@ -37,6 +37,7 @@ from tilewright.training.executor.kinds import check_executor, executor_of
 from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
+from tilewright.training.hooks.mixing_setup import mixing_hooks
 from tilewright.training.hooks.pipeline_setup import domain_hooks
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.minutes import (
@@ -257,6 +258,8 @@ class TrainSession:
         self.world.begin("making the model")
         parts = build(setup, fresh=not resumed)
         parts.hooks += domain_hooks(setup.world, parts.stream, setup.device)
+        if setup.recipe.data.mixing.policy != "off":
+            parts.hooks += mixing_hooks(setup, parts)
         parts.hooks += tuple(make(setup, parts) for make in self.hooks)
         recorder = MetricsLogger(
             RunLog(path, resumed_step=found.step if resumed else None, elapsed_s=found.elapsed_s, follows=follows),

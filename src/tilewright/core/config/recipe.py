@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.section import EVERY, Count, Section
 from tilewright.core.config.sections.energy import EnergySection
+from tilewright.core.config.sections.mixing import MixingSection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
@@ -75,6 +76,7 @@ class DataSection(Section):
     """Keep only these domains. Empty: all."""
     weights: dict[str, float] = Field(default={})
     """Mixture weights by domain. Empty: in proportion to tokens."""
+    mixing: MixingSection = MixingSection()
     max_bytes: Bytes = 24_000_000
     """Use at most this much text, shared over the domains. 0: no limit."""
     holdout: float = Field(default=0.02, ge=0, lt=0.5)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 from tilewright.core.config.recipe import Recipe
@@ -29,6 +30,14 @@ _CONTROL = (
     *("granularity", "budget", "interval", "cooldown", "patience"),
     *("recalibrate_interval", "retry_steps", "spike_factor"),
 )
+_OF_POLICY = {
+    "temperature": ("temperature",),
+    "schedule": ("schedule",),
+    "ppl_guard": ("boost", "patience", "noise", "cooldown", "max_ratio", "calm"),
+    "exp3": ("keep",),
+    "aioli": ("probe", "hold", "rate"),
+}
+_MIXING = ("interval", "eval_batches", "lowest", "highest", "smoothing", "max_epochs", *sum(_OF_POLICY.values(), ()))
 _UNBLOCKED = ("ref", "varlen", "efficient")
 """Attention that holds all scores, or goes by blocks of its own."""
 _SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
@@ -67,6 +76,10 @@ def _fp8_rules(recipe: Recipe) -> bool:
     return any(name.startswith("fp8") for name in formats)
 
 
+def _other_policy(policy: str, recipe: Recipe) -> bool:
+    return recipe.data.mixing.policy != policy
+
+
 def _is_built(source: str) -> bool:
     """Whether a source is the folder of a built dataset; False for what is no path at all."""
     return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
@@ -94,6 +107,11 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         ("max_bytes", "holdout", "vocab_size", "text_field"),
     ),
     (lambda r: bool(r.data.sources), "data.sources are given", "data", ("source",)),
+    *(
+        (partial(_other_policy, policy), f'data.mixing.policy is not "{policy}"', "data.mixing", names)
+        for policy, names in _OF_POLICY.items()
+    ),
+    (lambda r: r.data.mixing.policy == "off", 'data.mixing.policy = "off"', "data.mixing", _MIXING),
     (lambda r: r.data.format != "preferences", 'data.format is not "preferences"', "train", ("dpo_beta",)),
     (lambda r: r.train.steps > 0 and r.train.minutes > 0, "train.steps is given", "train", ("minutes",)),
     (lambda r: not r.distill.teacher, "there is no teacher", "distill", ("temperature", "weight", "divergence")),

@@ -92,16 +92,17 @@ class MoveLog:
             path: of a log that goes on at this one's mark, or of none. Another log there is renamed, not overwritten.
 
         Returns:
-            Rows behind the mark, which are cut. Why the rows before the mark are lost, or None.
+            Rows behind the mark, which are cut; of a log that is lost what it asks to skip. Why it is lost, or None.
         """
         there, number = _lines(path), self._base[0]
         if chained(there[:number]) == self._base:
             self._path = path
             self._take((0, ""), there[:number] + self._lines)
             return [row for row in map(_row, there[number:]) if row is not None], None
+        asked = [row for row in map(_row, there) if row is not None and row["kind"] == "skip"]
         aside = _set_aside(path)
         self._path = path
-        return [], f"is not the log of this checkpoint, and is now {aside}" if aside else "is not there"
+        return asked, f"is not the log of this checkpoint, and is now {aside}" if aside else "is not there"
 
     def _take(self, base: Mark, lines: list[bytes]) -> None:
         """Have these lines and no others."""
@@ -133,6 +134,19 @@ class MoveLog:
         if bad is not None:
             raise unreadable(path, f"line {bad} is no row of a log")
         return [row for row in rows if row is not None]
+
+    @staticmethod
+    def ask(path: Path, row: Mapping[str, Any]) -> None:
+        """Add a row to a log that no run is writing, for the run that goes on with it.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        content = b"".join(line + b"\n" for line in [*_lines(path), line_of(row)])
+        try:
+            write_whole(path, content.decode())
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     def rows(self) -> list[Row]:
         """All rows.

@@ -138,6 +138,11 @@ class Stream:
         return self._mixture.domains
 
     @property
+    def num_rows(self) -> Mapping[str, int]:
+        """Of each domain."""
+        return self._prepared.num_rows
+
+    @property
     def num_samples(self) -> Mapping[str, int]:
         """Samples of each domain up to the next step, near a block's end exact."""
         return dict(zip(self._mixture.domains, self._mixture.counts(self._next), strict=True))

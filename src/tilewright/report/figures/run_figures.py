@@ -45,6 +45,8 @@ MARKED = {
     "overflow": 5,
     "skip": 5,
     "stop": 3,
+    "mix": 4,
+    "mix_refused": 7,
 }
 """Kinds of events drawn on the loss chart, and their colours."""
 

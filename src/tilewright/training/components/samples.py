@@ -5,20 +5,25 @@ No log of samples is read: which rows a step takes is a function of the seed, th
 the size of a step; of the last two the run folder has a log (`data.batches.move_log`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.move_log import FILE as LOG
+from tilewright.data.batches.move_log import MoveLog
 from tilewright.data.batches.steps import Rows
 from tilewright.data.batches.stream import Stream
+from tilewright.data.batches.stream_state import asked_skips
 from tilewright.data.build.finished.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.parallel.pipeline.assignment import any_count
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.runlog.run_folder import RunFolder
 
 
 def stream_of(recipe: Recipe, prepared: Rows, *, rank: int, world: int, prefetch: int | None = None) -> Stream:
@@ -90,6 +95,59 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         raise ConfigError(
             "Step beyond the run's last", got=f"--step {step}", need=f"1 to {recipe.train.steps}", where=str(run)
         )
+    with _reading(run, recipe) as (stream, _):
+        return [stream.explain(sample) for sample in stream.samples_of(step - 1)]
+
+
+def left_out(run: Path) -> list[tuple[int, int, str]]:
+    """Samples that the run's log leaves out, or is asked to: first, one behind the last, and why."""
+    return sorted(set(asked_skips(MoveLog().read_in(run / LOG, None)))) if (run / LOG).exists() else []
+
+
+def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
+    """Have the run leave out the samples of some steps, from its newest checkpoint on; first and one behind the last.
+
+    Args:
+        run: a folder in which no run is under way.
+        first, last: steps, counted from 1, as the run took them.
+
+    Raises:
+        CheckpointError: the newest checkpoint was written behind the first of these steps.
+        ConfigError: no such steps, or a run is under way.
+        DataError: the log is not the run's, or cannot be written.
+    """
+    recipe = load_recipe(run / "run.toml", environ={}).recipe
+    if not 1 <= first <= last <= recipe.train.steps:
+        raise ConfigError(
+            "Steps to skip are not steps of the run",
+            got=f"--steps {first}:{last}",
+            need=f"first:last, both from 1 to {recipe.train.steps}",
+            where=str(run),
+        )
+    with RunFolder(run), _reading(run, recipe) as (stream, done):
+        if done >= first:
+            behind = [path for path in sorted((run / "checkpoints").glob("step_*")) if _step_of(path) >= first]
+            raise CheckpointError(
+                "Steps to skip are behind the newest checkpoint",
+                got=f"a checkpoint of step {done}, which was trained on step {first}",
+                need=f"a newest checkpoint of a step before {first}",
+                try_=f"rm -r {' '.join(str(path) for path in behind)}   (the run goes on from the one before)",
+                where=str(run),
+            )
+        start, stop = stream.samples_of(first - 1)[0], stream.samples_of(last - 1)[-1] + 1
+        why = f"steps {first} to {last}, by data skip"
+        MoveLog.ask(run / LOG, {"kind": "skip", "samples": [start, stop], "step": done, "why": why})
+    return start, stop
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+@contextmanager
+def _reading(run: Path, recipe: Recipe) -> Iterator[tuple[Stream, int]]:
+    """The run's stream with its log, and the steps of its newest checkpoint."""
     with stream_of(recipe, _prepared(recipe), rank=0, world=1, prefetch=0) as stream:
         checkpoints = sorted((run / "checkpoints").glob("step_*/meta.json"))
         state = read_meta(checkpoints[-1].parent)["parts"]["stream"] if checkpoints else None
@@ -97,7 +155,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
             stream.load_state_dict(state)
         if (run / LOG).exists():
             stream.read_log(run / LOG, None if state is None or "log" not in state else tuple(state["log"]))
-        return [stream.explain(sample) for sample in stream.samples_of(step - 1)]
+        yield stream, 0 if state is None else stream.state_dict()["step"]
 
 
 def _prepared(recipe: Recipe) -> Rows:

@@ -25,7 +25,7 @@ from tilewright.training.runlog.run_folder import cannot_write
 # Events that a resumed run brings about again; the others tell of the process and stay.
 REPLAYED_EVENTS = frozenset({
     "overflow", "skip", "eval", "precision_switch", "precision_move", "precision_budget", "redo", "save", "done",
-    "report",
+    "report", "mix", "mix_eval", "mix_refused",
 })  # fmt: skip
 
 Row = dict[str, Any]

@@ -4,12 +4,14 @@ import click
 
 from tilewright.cli.commands.datasets.build import build
 from tilewright.cli.commands.datasets.inspect import inspect_data
+from tilewright.cli.commands.datasets.skip import skip_data
 
 
 @click.group()
 def data() -> None:
-    """Build a dataset from raw files, and look into one."""
+    """Build a dataset from raw files, look into one, and leave samples out."""
 
 
 data.add_command(build)
 data.add_command(inspect_data)
+data.add_command(skip_data)

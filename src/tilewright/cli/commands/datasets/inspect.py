@@ -161,12 +161,14 @@ def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:
 
 
 def _step(run: Path, step: int, most: int, as_json: bool) -> None:
-    from tilewright.training.components.samples import samples_of_step
+    from tilewright.training.components.samples import left_out, samples_of_step
 
     found = samples_of_step(run, step)
     if as_json:
         print_json(found)
         return
+    for first, stop, why in left_out(run):
+        echo(f"samples {first:,} to {stop - 1:,} are left out ({why})")
     tokens = sum(document["length"] for sample in found for document in sample["documents"])
     echo(f"step {step}: {len(found)} samples, {tokens:,} tokens")
     for sample in found[:most]:

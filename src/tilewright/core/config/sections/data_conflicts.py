@@ -99,4 +99,45 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
-DATA_CHECKS = (_data, _preferences)
+def _mixing(recipe: Recipe) -> Iterator[Conflict]:
+    """Stages that are missing, out of order or of unknown domains, and bounds that no weights can keep."""
+    data, mixing = recipe.data, recipe.data.mixing
+    if mixing.policy == "off":
+        return
+    known = data.domains or tuple(data.sources)
+    least, most = mixing.lowest * max(len(known), 2), mixing.highest * max(len(known), 1)
+    if mixing.lowest > mixing.highest or least > 1 or (known and most < 1):
+        yield Conflict(
+            ("data.mixing.lowest", "data.mixing.highest"),
+            "Bounds of the mixture cannot be met",
+            f"lowest = {mixing.lowest:g}, highest = {mixing.highest:g}",
+            "weights between them that sum to 1",
+            "data.mixing.lowest = 0, data.mixing.highest = 1",
+        )
+    if mixing.policy != "schedule":
+        return
+    stages = mixing.schedule
+    if not stages or [one.at for one in stages] != sorted({one.at for one in stages}):
+        yield Conflict(
+            ("data.mixing.schedule",),
+            "Schedule of the mixture needs stages in ascending order",
+            f"{len(stages)} stages, at {', '.join(f'{one.at:g}' for one in stages) or 'no share of the steps'}",
+            "a stage or more, each later than the one before",
+            "--data.mixing.schedule '[{at = 0.0, weights = {code = 1, docs = 1}}, {at = 0.8, weights = {docs = 1}}]'",
+        )
+    for stage in stages:
+        strangers = sorted(set(stage.weights) - set(known)) if known else []
+        bad = any(not 0 <= weight < float("inf") for weight in stage.weights.values()) or not sum(
+            stage.weights.values()
+        )
+        if strangers or bad:
+            yield Conflict(
+                ("data.mixing.schedule",),
+                f"Stage at {stage.at:g} has impossible weights",
+                f"no such domain: {', '.join(strangers)}" if strangers else str(stage.weights),
+                f"weights of zero or more, one above zero{', of ' + ', '.join(known) if known else ''}",
+                "the names that data.json of a run folder has under domains",
+            )
+
+
+DATA_CHECKS = (_data, _preferences, _mixing)

@@ -1,0 +1,65 @@
+"""`[data.mixing]`: weights of domains that move while a run goes on."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tilewright.core.config.section import EVERY, Count, Section
+
+MixPolicyName = Literal["off", "static", "temperature", "schedule", "ppl_guard", "exp3", "aioli"]
+
+
+class MixingStage(Section):
+    """Weights from a share of the run's steps on."""
+
+    at: float = Field(ge=0, le=1)
+    """Share of the steps from which on they hold."""
+    weights: dict[str, float]
+    """By domain. One that is not named gets nothing."""
+
+
+class MixingSection(Section):
+    changes_numbers = EVERY
+
+    policy: MixPolicyName = "off"
+    """What moves the weights. `static`: nothing; losses by domain are measured all the same. `temperature`: tokens of a
+    domain to the power of 1 / `temperature`. `schedule`: by the share of steps that is done. `ppl_guard`: a domain
+    whose held-out loss rises above its noise gets more, unless it is overfitted. `exp3`: by training loss, as ODM does.
+    `aioli`: by what each domain does to the held-out losses of all, found by trying."""
+    interval: Count = Field(default=50, ge=1)
+    """Steps between evaluations that the policy is shown, apart from `train.eval_interval`."""
+    eval_batches: Count = Field(default=1, ge=1)
+    """Held-out batches of each domain in such an evaluation. The next one takes the next ones, and so on around."""
+    lowest: float = Field(default=0.0, ge=0, le=1)
+    """Smallest share of a domain."""
+    highest: float = Field(default=1.0, gt=0, le=1)
+    """Largest share of a domain."""
+    smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the old weights that each move keeps; the rest of the way is gone at the evaluations after it."""
+    max_epochs: float = Field(default=0.0, ge=0, le=1e6)
+    """Times that the rows of a domain are trained on at most, to within one interval; then it gets nothing. Where that
+    is all domains, all go on. 0: no limit."""
+    temperature: float = Field(default=2.0, ge=1, le=1e6)
+    """temperature: 1 is in proportion to tokens, a large one is even."""
+    schedule: tuple[MixingStage, ...] = ()
+    """schedule: stages, ascending."""
+    boost: float = Field(default=1.15, gt=1, le=10)
+    """ppl_guard: factor of a weight at a rise."""
+    patience: Count = Field(default=3, ge=2, le=64)
+    """ppl_guard: evaluations in a row that a rise is seen in."""
+    noise: float = Field(default=3.5, gt=0, le=100)
+    """ppl_guard: standard deviations of the measured noise that a rise is above."""
+    cooldown: Count = Field(default=5, ge=0)
+    """ppl_guard: evaluations after a move of a domain in which its rises do not count."""
+    max_ratio: float = Field(default=2.0, ge=1, le=1e6)
+    """ppl_guard: largest ratio of a weight to that of `data.weights`."""
+    calm: Count = Field(default=20, ge=1)
+    """ppl_guard: evaluations without a rise after which one `boost` is taken back."""
+    keep: float = Field(default=0.9, ge=0, lt=1)
+    """exp3: share of a reward's moving average that is kept."""
+    probe: float = Field(default=0.75, gt=0, lt=1)
+    """aioli: weight of the domain that is tried; the others share the rest."""
+    hold: Count = Field(default=8, ge=1)
+    """aioli: evaluations of a round after its probes."""
+    rate: float = Field(default=0.2, gt=0, le=100)
+    """aioli: size of the update after a round."""
