@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "data": (
         "tilewright.cli.commands.datasets.group:data",
-        "Build a dataset from raw files, and look into one.",
+        "Build a dataset from raw files, look into one, and leave samples out.",
     ),
     "plan": (
         "tilewright.cli.commands.plan:plan",

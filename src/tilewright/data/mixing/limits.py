@@ -62,7 +62,8 @@ class MixLimits:
 
         Example:
             >>> limits = MixLimits(lowest=0.1, highest=0.6)
-            >>> limits.applied({"a": 9, "b": 1, "c": 0}, {"a": 0.4, "b": 0.3, "c": 0.3}, ())
+            >>> found = limits.applied({"a": 9, "b": 1, "c": 0}, {"a": 0.4, "b": 0.3, "c": 0.3}, ())
+            >>> {name: round(weight, 9) for name, weight in found.items()}
             {'a': 0.6, 'b': 0.3, 'c': 0.1}
         """
         open_ = [name for name in wanted if name not in full]
