@@ -31,6 +31,7 @@ FOREIGN = {
     ),
     "Bert": ("masked_lm", _ENCODER | {"vocab_size": VOCAB, "max_position_embeddings": 64}),
     "ViT": ("image_classification", _ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 5}),
+    "Mixtral": ("causal_lm", _LM | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "DeepseekV3": (
         "causal_lm",
         _LM | {

@@ -36,6 +36,7 @@ CUT = {  # which kinds each architecture can be cut in; what is not here stays w
     "GPT2": {"ffn", "layers"},
     "Bert": {"ffn", "layers"},
     "ViT": {"ffn", "heads", "layers"},
+    "Mixtral": {"ffn", "heads", "layers"},
     "DeepseekV3": {"ffn", "heads", "experts", "expert_channels", "layers"},
 }
 CASES = [(name, kind) for name, kinds in CUT.items() for kind in sorted(kinds)]
@@ -62,6 +63,13 @@ def silence(model, units, kept):
         if units.kind == "experts":
             if hasattr(module, "e_score_correction_bias"):
                 module.e_score_correction_bias[gone[place]] = -100.0
+        elif (
+            units.kind == "layers"
+            and hasattr(module, "down_proj")
+            and not isinstance(module.down_proj, torch.nn.Module)
+        ):
+            if place[0] in gone[()]:
+                module.down_proj.zero_()  # of all experts in one tensor
         elif units.kind == "layers":
             if name.endswith(READERS["layers"]) and place[0] in gone[()]:
                 module.weight.zero_()
@@ -89,7 +97,7 @@ def test_cutting_silent_units_changes_nothing(name, kind):
         tried.load_state_dict(model.state_dict())
         if kind == "layers" and name in ("Bert", "ViT"):
             last = difference(model, units, kept, cut(model, units, kept))  # no silent layer: norms are behind it
-        elif name == "DeepseekV3" and kind == "expert_channels":
+        elif (name, kind) in (("DeepseekV3", "expert_channels"), ("Mixtral", "ffn")):
             last = difference(model, units, kept, cut(model, units, kept))  # all experts are in one tensor
         else:
             silence(tried, units, kept)

@@ -1,7 +1,6 @@
 """Held-out loss row by row, so that two models are compared on the same rows: the rise, and its standard error."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +85,8 @@ def row_losses_of(model: Any, batches: Batches) -> RowLosses:
 
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
-    """Median seconds of a forward pass of each over a few tokens, in turn, so that a busy machine slows both."""
+    """Least seconds of a forward pass of each over a few tokens, in turn: a busy machine adds to both, and to the least
+    of several least."""
     ids_BS = torch.zeros(1, _TOKENS, dtype=torch.int64)
     times: tuple[list[float], list[float]] = ([], [])
     with evaluation(model), evaluation(other):
@@ -96,7 +96,7 @@ def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
                 one.next_token_logits(ids_BS)
                 if turn:  # the first prepares kernels
                     kept.append(time.perf_counter() - began)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return min(times[0]), min(times[1])
 
 
 def parameters(model: Any) -> int:

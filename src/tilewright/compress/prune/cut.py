@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.compress.prune.kinds import Kind
-from tilewright.compress.prune.units import Place, UnitGroup, stored
+from tilewright.compress.prune.units import ROUTER_BIAS, Place, UnitGroup, stored
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import decoder_shapes, materialize
 from tilewright.models.decoder.config import DecoderConfig
@@ -144,7 +144,7 @@ def _without(model: nn.Module, units: UnitGroup, kept: Kept) -> Iterator[None]:
             for share in shares:
                 tensor = own[share.tensor].data
                 saved.append((tensor, tensor.clone()))
-                never = share.tensor.endswith("e_score_correction_bias")
+                never = share.tensor.endswith(ROUTER_BIAS)
                 if units.kind != "experts" or never:
                     tensor.index_fill_(share.dim, share.index(dropped, count), _NEVER if never else 0.0)
         yield

@@ -143,7 +143,7 @@ def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
             f"Importance by activation is not known of {units.kind}",
             got="no linear layer reads one unit of them as a channel of its input",
             need="l1, taylor or random for this kind",
-            try_="another importance",
+            try_="importance l1 (--importance l1)",
         )
     means = _input_means(model, [module for _, _, module in readers], batches)
     found = {place: torch.zeros(count, dtype=torch.float64) for place in units.places}

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from tilewright.compress.prune.kinds import Count, Kind, Whole, counts
 from tilewright.models.build import spec_of
 
+ROUTER_BIAS = "e_score_correction_bias"
+"""End of the name of a router's bias per expert, which takes part in the choice alone."""
 Place = tuple[int, ...]
 """The numbers in a tensor's name: of its layer, and of its expert where experts are modules. Units are chosen apart
 for each."""
@@ -111,6 +113,8 @@ def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
             return both
         for way, share in zip(ways, both, strict=True):
             way.setdefault(place_of(name), []).append(share)
+    if kind == "experts" and not any(name.endswith(ROUTER_BIAS) for name in narrower):
+        return "its router has no bias per expert that could keep tokens from one, so that a cut cannot be tried"
     frozen = [{place: tuple(shares) for place, shares in way.items()} for way in ways]
     if kind == "heads":
         frozen.reverse()
