@@ -385,6 +385,7 @@ UNUSED = {
     "sync_loss": "a model of bytes on two ranks that are threads, not a transformer; the log has the numbers",
     "pipeline_ladder": "simulated, not measured; the log has the table, with the cases that fail",
     "pipeline_simulated": "simulated steps beside the clock: 27 runs of stages that wait; the log has the numbers",
+    "published_meshes": "simulated, not measured: published runs beside the search; the how-to has the table",
     "data_scores_avx512": "noise that is made, in the text of one Python; processor time, beside other jobs",
     "encodings": "files of another project's tests, which are not in this repository; the changelog has the number",
     "golden_avx512": "reference values of a test, not a claim",
