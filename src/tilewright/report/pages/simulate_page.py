@@ -5,6 +5,7 @@ Made of the same charts and style sheet as the report of a run; opens offline.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from tilewright.core.units import format_seconds, format_share
 from tilewright.planner.simulate.describe import (
@@ -67,7 +68,7 @@ def render_simulation(rungs: Sequence[Rung], failures: Failures | None = None) -
         verdict=ladder_verdict(rungs),
         cards=[*_cards(last), *([] if failures is None else [_goodput(failures)])],
         tables=tables,
-        heading="Time of each rank",
+        heading="Time of each rank in the first step",
         figures=[*(step_gantt(rung.name, rung.steps[0]) for rung in shown), _memory(last)],
         notes=ABOUT,
     )
@@ -80,10 +81,11 @@ def _goodput(failures: Failures) -> SummaryCard:
 
 def _cards(rung: Rung) -> list[SummaryCard]:
     step = rung.steps[0]
+    exposed = median(one.exposed for one in rung.steps)
     return [
         SummaryCard("Step", format_seconds(rung.seconds), f"{len(rung.steps)} steps, the median"),
-        SummaryCard("Idle", format_share(step.idle), "of the ranks' time"),
-        SummaryCard("Exposed communication", format_share(step.exposed), "of the ranks' time"),
+        SummaryCard("Idle", format_share(median(rung.idle)), "of the ranks' time, the median"),
+        SummaryCard("Exposed communication", format_share(exposed), "of the ranks' time, the median"),
         SummaryCard("Activations", f"{max(step.peaks):.1f}", "micro-batches, on the rank with most"),
         SummaryCard("Ranks", f"{step.num_ranks}", f"{step.costs.num_rows} rows of {step.table.num_ranks}"),
     ]
