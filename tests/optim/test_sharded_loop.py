@@ -73,7 +73,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all():
     on_ranks(2, loops.overflows)
 
 
-@pytest.mark.parametrize("sizes", [(2,), pytest.param((3,), marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize("sizes", [*(pytest.param((n,), marks=pytest.mark.slow) for n in (2, 3)), (2, 2)])
 @pytest.mark.support("clip", "shards", "hsdp")
 def test_clipping_and_loss_scale_decide_as_one_process_does(sizes):
     want, mean, weights = loops.decisions(0, ())
