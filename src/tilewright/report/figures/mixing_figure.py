@@ -18,7 +18,7 @@ def mixing_figure(run: RunData) -> Figure | None:
     rows = [
         (step, number_tables(row.get("domains"))) for row in run.kinds("mix_eval") if (step := _step(row)) is not None
     ]
-    names = sorted({name for _, domains in rows for name in domains})
+    names = sorted({name for _, domains in rows for name in domains if "weight" in domains[name]})
     if not names:
         return None
     colours = {name: 1 + i % 5 for i, name in enumerate(names)}
