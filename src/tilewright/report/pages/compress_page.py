@@ -37,13 +37,25 @@ def verdict_of(record: Mapping[str, Any]) -> str:
         return f"{run}: stopped before a verdict"
     best = record["recovered"][record["chosen"]]
     inside = [row for row in record.get("artefacts", ()) if row["inside"]]
-    small = f"{best['parameters'] / record['parameters']:.2f}x the parameters at {_percent(best['rise'])}"
+    share = f"{best['parameters'] / record['parameters']:.2f}x the parameters"
+    small = f"{share} at {_percent(best['rise'])}{_fair(best, record)}"
     if record["verdict"] != "inside budget":
         return f"{run}: the budget of {100 * budget:g} % was not reached; the best is {best['name']}, {small}"
     smallest = min(inside, key=lambda row: row["bytes"])
     ratio = record["fp32_bytes"]["whole"] / smallest["bytes"]
     artefact = f"{smallest['target']} {ratio:.1f}x smaller than FP32 at {_percent(smallest['rise'])}"
     return f"{run}: {best['name']}, {small}; {artefact}"
+
+
+def _fair(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The rise over the run with as many more steps, in words; empty without that control. A run that was still
+    learning makes every cut look free beside what it was."""
+    control = record.get("controls", {}).get("teacher")
+    return "" if control is None else f" ({_percent(_over(row, control))} over the run with as many more steps)"
+
+
+def _over(row: Mapping[str, Any], control: Mapping[str, Any]) -> float:
+    return (1 + row["rise"]) / (1 + control["rise"]) - 1
 
 
 def render_compression(record: Mapping[str, Any]) -> str:
@@ -63,15 +75,18 @@ def render_compression(record: Mapping[str, Any]) -> str:
 
 
 def _stages(record: Mapping[str, Any]) -> CompressTable:
+    control = record.get("controls", {}).get("teacher")
+    fair = lambda row: "" if control is None else _percent(_over(row, control))  # noqa: E731
     rows = []
     for row in record["recovered"].values():
-        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", _size(row, record)))
-        rows.append((f"{row['name']}, recovered", _percent(row["rise"]), _error(row), _size(row, record)))
+        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", _size(row, record)))
+        rows.append((f"{row['name']}, recovered", _percent(row["rise"]), _error(row), fair(row), _size(row, record)))
     for name, row in record.get("controls", {}).items():
         words = _CONTROLS[name.partition("-")[0]]
-        rows.append((f"control: {words}", _percent(row["rise"]), _error(row), ""))
+        rows.append((f"control: {words}", _percent(row["rise"]), _error(row), fair(row), ""))
     lead = "Relative rise of the held-out loss over the run, in FP32, on the same rows; with its standard error."
-    return CompressTable("What each stage made of the loss", lead, ("stage", "loss", "error", "parameters"), rows)
+    columns = ("stage", "loss", "error", "over the run with as many more steps", "parameters")
+    return CompressTable("What each stage made of the loss", lead, columns, rows)
 
 
 def _artefacts(record: Mapping[str, Any]) -> CompressTable:
