@@ -86,9 +86,11 @@ def bare(wheel, tmp_path_factory):
 
 def call(bare, cwd, *command):
     """A program of the environment, away from the sources and from what they put on the path."""
-    # Kernels that were compiled are the tester's, and so are the rates of the machine: measuring takes half a minute.
+    # Kernels that were compiled are the tester's. Rates are the tests', of the instructions that these may use: to
+    # measure a machine takes half a minute.
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
-    environment["XDG_CACHE_HOME"] = os.environ["XDG_CACHE_HOME"]
+    same_machine = ("XDG_CACHE_HOME", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+    environment |= {name: os.environ[name] for name in same_machine if name in os.environ}
     arguments = [str(bare / "bin" / command[0]), *command[1:]]
     return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=200)
 
