@@ -1,0 +1,159 @@
+"""Bytes that ranks of a mesh hold, measured beside those of a search over meshes (`planner.simulate.mesh`).
+
+A small decoder over gloo, one thread per rank, two steps: shards, copies of shards, stages, experts on two ranks, cut
+matrices. A rank's ledger counts parameters, gradients and states when an update begins; the same owners of the search
+are beside them.
+
+python -m benchmarks.mesh_memory
+"""
+
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.common import write_result
+from tilewright.core.config.load import load_recipe
+from tilewright.core.hardware import detect_machine
+from tilewright.core.memory_plan import KIND_OF
+from tilewright.parallel.agree import gather
+from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.machine.gpu_specs import find_published
+from tilewright.planner.simulate.mesh.cluster import cluster_of
+from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.search import MeshSearch
+from tilewright.planner.simulate.mesh.setting import MeshSetting
+from tilewright.planner.simulate.mesh.space import Space
+from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.training.assemble import build, set_up
+
+CLAIM = "each rank of a mesh holds within 5 % of the parameters, gradients and states that a search over meshes counts"
+OWNERS = ("parameters", "gradients", "optimizer")
+LEAST = 2**16
+"""Bytes: less of an owner is not compared."""
+DENSE = {
+    "model.dim": "128", "model.num_layers": "8", "model.num_heads": "4", "model.tie_embeddings": "false",
+    "data.seq_len": "128", "data.vocab_size": "512", "data.holdout": "0.2",
+    "train.global_batch_size": "16", "train.micro_batch_size": "2",
+    "run.threads": "1", "run.device": "cpu", "memory.plan": "", "precision.mode": "bf16_mixed", "train.compile": "off",
+    "optim.kind": "adamw", "optim.moments": "fp32",
+}  # fmt: skip
+MOE = DENSE | {
+    "model.num_experts": "8", "model.num_experts_per_token": "2", "model.expert_dim": "256",
+    "model.num_dense_layers": "1",
+}  # fmt: skip
+CASES: dict[str, tuple[int, dict[str, str]]] = {
+    "2 shards": (2, DENSE | {"parallel.dp_shard": "2"}),
+    "matrices in 2 parts": (2, DENSE | {"parallel.tp": "2", "parallel.dp_shard": "1"}),
+    "2 stages, 1f1b": (2, DENSE | {"parallel.pp": "2"}),
+    "experts on 2 ranks": (2, MOE | {"parallel.dp_shard": "2", "parallel.ep": "2"}),
+    "2 copies of 2 shards": (4, DENSE | {"parallel.dp_replicate": "2", "parallel.dp_shard": "2"}),
+    "4 shards, 8-bit moments": (4, DENSE | {"parallel.dp_shard": "4", "optim.moments": "8bit"}),
+    "2 stages of 2 shards": (4, DENSE | {"parallel.pp": "2", "parallel.dp_shard": "2"}),
+}
+
+
+def hold(rank: int, settings: dict[str, str], folder: str) -> list[dict[str, Any]]:
+    """What each rank's ledger has counted."""
+    there = {"data.source": f"{folder}/text", "data.cache_dir": f"{folder}/cache", "run.dir": folder}
+    loaded = load_recipe("default", settings | there, environ={})
+    torch.set_num_threads(1)
+    with launched(MeshSizes.of(loaded.recipe.parallel), device="cpu", timeout_s=300) as joined:
+        setup = set_up(loaded, world=joined)
+        parts = build(setup, fresh=True)
+        for step in range(2):
+            parts.modes.enter(step)
+            parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+        counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
+        parts.close()
+        row = {"rank": joined.rank}
+        row |= {"vocab": setup.prepared.vocab_size}
+        row |= {owner: counted["phase_owners"]["update"][owner] for owner in OWNERS}
+        return gather(joined.everyone.handle, row)
+
+
+def planned(settings: dict[str, str], world: int, vocab: int) -> list[dict[str, float]]:
+    """The same of each rank of a row, from shapes."""
+    recipe = load_recipe("default", settings, environ={}).recipe
+    parallel, machine = recipe.parallel, detect_machine("cpu")
+    sizes = MeshSizes.of(parallel).fill(world)
+    model = MeshModel(recipe, vocab, machine, find_published("h100").ceilings())
+    rates = MeshRates(model, cluster_of("h100", world, "", []))
+    rows = recipe.train.micro_batch_size
+    setting = MeshSetting(
+        sizes, Pipeline.of(parallel) if sizes.pp > 1 else Pipeline(1), rows,
+        recipe.train.global_batch_size // sizes.data // rows, KIND_OF[recipe.train.activation_checkpoint],
+        recipe.optim.moments, recipe.optim.master_weights, parallel.reduce_each, parallel.grad_sync,
+    )  # fmt: skip
+    search = MeshSearch(rates, Space.of(model, world, world), 1e12, 1e12)
+    found = []
+    for rank in search.simulated(MeshCosts(rates, setting)).memory:
+        found.append({owner: rank.phases["update"][owner] for owner in OWNERS})
+    return found
+
+
+def write_text(folder: Path) -> None:
+    """As little text as a tokenizer of 512 entries needs."""
+    words = "tile scale block layer token matrix sum row column loss step norm weight bias".split()  # noqa: SIM905
+    draw = random.Random(3)
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400)) + f" {number}.")
+
+
+def _rank(rank: int, world: int, port: int, folder: str, settings: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = hold(rank, settings, folder)
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def on_ranks(world: int, settings: dict[str, str], folder: str) -> list[dict[str, Any]]:
+    """Rows of every rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(_rank, (world, store.port, folder, settings), nprocs=world, start_method="forkserver")
+    return json.loads((Path(folder) / "found.json").read_text())
+
+
+def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> dict[str, Any]:
+    """The worst rank by owner, and of the bytes that ranks hold all the time together."""
+    each, off = len(ranks) // len(counted), {}
+    for owner in OWNERS:
+        pairs = [(row[owner], counted[row["rank"] // each][owner]) for row in ranks]
+        off[owner] = max((plan / real - 1 for real, plan in pairs if real > LEAST), key=abs, default=0.0)
+    totals = [
+        sum(counted[row["rank"] // each][owner] for owner in OWNERS) / sum(row[owner] for owner in OWNERS) - 1
+        for row in ranks
+    ]
+    return {"off": off, "of_all": max(totals, key=abs), "measured": ranks, "planned": counted}
+
+
+def main() -> None:
+    """All cases; the result is written after each, as far as there is time."""
+    results: dict[str, Any] = {}
+    mp.get_context("forkserver").set_forkserver_preload(["tilewright.training.loop"])
+    with tempfile.TemporaryDirectory() as folder:
+        write_text(Path(folder) / "text")
+        for name, (world, settings) in CASES.items():
+            ranks = on_ranks(world, settings, folder)
+            results[name] = found = compared(ranks, planned(settings, world, ranks[0]["vocab"]))
+            words = {owner: f"{share:+.2%}" for owner, share in found["off"].items()}
+            print(f"{name}: {found['of_all']:+.2%} {words}", flush=True)
+            write_result("mesh_memory", CLAIM, results, arguments=())
+
+
+if __name__ == "__main__":
+    main()
