@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: the code of the ranks, without processes. And a link of known speed."""
+"""Ranks as threads of one process: the code of the ranks, without processes. What ranks compute together, by one
+process. And a link of known speed."""
 
 import time
 from collections.abc import Callable
@@ -8,6 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tilewright.core.config.sections.parallel import WireName
+from tilewright.ops.kernels import Kernels
+from tilewright.parallel.communicate.feedback import ErrorFeedback
+from tilewright.parallel.communicate.wire import TILE, pack, sum_rows, unpack
 
 
 class _Meeting:
@@ -48,6 +54,40 @@ def on_threads(size: int, function: Callable[[int, ThreadTransport], Any]) -> li
     """What the function returns for each rank."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, range(size), ThreadTransport.of(size)))
+
+
+def reduced_together(
+    flats: list[Tensor], wire: WireName, kernels: Kernels, feedback: list[ErrorFeedback] | None = None
+) -> Tensor:
+    """What `AsyncCommunicator.async_all_reduce` gives all ranks, of one process and one thread.
+
+    Args:
+        flats: of each rank, as long, in whole tiles.
+        wire: the format.
+        kernels: make codes.
+        feedback: of each rank; None: what is lost is lost.
+    """
+    ranks, size = len(flats), flats[0].numel()
+    share = -(-size // ranks)
+    if wire == "fp8":
+        share = -(-share // TILE) * TILE
+    rows, packed, lost = [], [], []
+    for rank, flat in enumerate(flats):
+        x_RM = flat.new_zeros(ranks, share)
+        x_RM.view(-1)[:size] = flat
+        if feedback is not None:
+            x_RM = x_RM + feedback[rank].owed("all", x_RM)
+        rows.append(x_RM)
+        packed.append(pack(x_RM, wire, kernels))
+        lost.append(x_RM - unpack(packed[rank], share, wire))
+    sums = []
+    for rank in range(ranks):
+        sum_M = sum_rows(torch.stack([packed_RB[rank] for packed_RB in packed]), share, wire)
+        sums.append(unpack(pack(sum_M[None], wire, kernels), share, wire)[0])
+        lost[rank][rank] += sum_M - sums[rank]
+    for one, its in zip(feedback or (), lost, strict=False):
+        one.keep("all", its)
+    return torch.cat(sums)[:size]
 
 
 class PacedTransport:

@@ -7,14 +7,18 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 
+from benchmarks.exchanges import reduced_together
 from tests.commands import call_in_fork
+from tests.models.shapes import KERNELS
 from tests.training.tiny import save_tokenizer, settings, write_text
 from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs import parity
 from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
 from tilewright.cli.commands.outputs.parity_model import with_small_model
+from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
 from tilewright.parallel.mesh import MeshSizes
@@ -51,6 +55,36 @@ def test_the_worst_of_its_tolerance_is_first():
         ("weight", "b", False), ("gradient", "a", False), ("weight", "a", True), ("loss", "step 1", True),
     ]  # fmt: skip
     assert found[1].error == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("wire", "rounding"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_sums_of_rounded_gradients_and_what_adam_makes_of_them_are_within_the_tolerance(wire, rounding, ranks):
+    """Gradients that share a part, and have a part of their own; sizes from tile to tile over many powers of two."""
+    recipe = changed(
+        load_recipe("default", {}, environ={}).recipe, {"parallel.grad_sync": wire, "precision.mode": "fp32"}
+    )
+    _, gradient, weight = parity.tolerance_of(recipe, ranks)
+    assert gradient == pytest.approx(parity.sum_tolerance(rounding, ranks))
+    generator = torch.Generator().manual_seed(ranks)
+    sides = [torch.nn.Parameter(recipe.model.init_std * torch.randn(8192, generator=generator))]
+    sides.append(torch.nn.Parameter(sides[0].detach().clone()))
+    optimizers = [torch.optim.Adam([side], lr=recipe.optim.lr, betas=(0.9, 0.95)) for side in sides]
+    for _ in range(parity.STEPS):
+        sizes = 2.0 ** torch.randint(-30, 10, (64, 1), generator=generator).expand(64, 128).reshape(-1)
+        draws = torch.randn(ranks + 1, 8192, generator=generator) * sizes
+        flats = [draws[rank] + draws[ranks] for rank in range(ranks)]
+        exact, sent = torch.stack(flats).sum(0), reduced_together(flats, wire, KERNELS)
+        for tile in range(64):  # each, so that the largest does not hide the others
+            part = slice(128 * tile, 128 * tile + 128)
+            error = float((sent[part] - exact[part]).norm() / exact[part].norm())
+            assert error <= gradient, f"tile {tile}: {error:.3g} of {gradient:.3g}"
+        for side, grad, optimizer in zip(sides, (exact, sent), optimizers, strict=True):
+            side.grad = grad
+            optimizer.step()
+    error = float((sides[1] - sides[0]).detach().norm() / sides[0].detach().norm())
+    print(f"{wire}, {ranks} ranks: weights {error:.3g} of {weight:.3g}")
+    assert error <= weight
 
 
 def test_nan_is_beyond_every_tolerance():

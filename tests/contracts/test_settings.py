@@ -229,6 +229,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.tp": Probe("2", "error"),
     "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
+    "parallel.dispatch": "tests/training/test_experts_run.py::test_rows_travel_in_fp8",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",
     "data.mixing.policy": f"{_MIXING}::test_a_setting_of_mixing_reaches_its_rule",

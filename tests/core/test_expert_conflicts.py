@@ -12,7 +12,6 @@ REFUSED = {
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "lora.rank": {"lora.rank": "4"},
     "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
-    "model.kind": {"model.kind": "hf", "model.path": "some/folder"},
 }
 
 
@@ -25,7 +24,6 @@ def test_each_row_of_the_table_has_a_case():
     assert {field for _, field, *_ in REFUSED_WITH_EXPERTS} == set(REFUSED)
 
 
-@pytest.mark.support("hf", "experts_spread", refused=True)
 @pytest.mark.support("lora", "experts_spread", refused=True)
 @pytest.mark.support("controller", "experts_spread", refused=True)
 @pytest.mark.support("offload", "experts_spread", refused=True)

@@ -11,11 +11,12 @@ from tests.ranks import on_ranks
 from tests.training.tiny import tiny
 from tilewright.cli.app import run as command_line
 from tilewright.core.hardware import detect_machine
+from tilewright.parallel.communicate.wire import row_bytes
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.cost.links import rank_speed
 from tilewright.planner.cost.operations import total_s
-from tilewright.planner.cost.traffic import RankSpeed, RankTraffic
+from tilewright.planner.cost.traffic import WIRE_SHARE, RankSpeed, RankTraffic
 from tilewright.planner.machine import ceilings, rank_link
 from tilewright.training.assemble import build, set_up
 
@@ -26,6 +27,7 @@ CASES = {
     "reduced each": {"train__micro_batch_size": 1, "train__global_batch_size": 8, "parallel__reduce_each": "true"},
     "bf16": {"precision__mode": "bf16_mixed", "ops__linear": "native"},
 }
+WIRES = {name: {"parallel__grad_sync": name} for name in ("fp32", "bf16", "fp8")}
 LEAST = 127
 """Bytes up to which a collective does not count: of losses and agreements."""
 
@@ -65,10 +67,14 @@ def exchanged(rank, data, runs, cases):
             parts = build(setup, fresh=True)
             parts.modes.enter(0)
             parts.executor.step(parts.stream.next_step(), 1e-3)
+            world.traffic.take()
             with Counted() as counted:
                 parts.executor.step(parts.stream.next_step(), 1e-3)
             parts.close()
-        found[name] = counted.found, vars(setup.plan.traffic)
+            sent = {}
+            for (_, operation, wire), one in world.traffic.take().items():
+                sent[operation, wire] = sent.get((operation, wire), 0) + one.sent_bytes
+        found[name] = counted.found, vars(setup.plan.traffic), sent, setup.plan.to_json()["sent_bytes"]
     return found
 
 
@@ -81,8 +87,28 @@ def test_bytes_are_those_of_the_collectives_of_a_step(replicate, shards, names, 
     plain = {f"ops__{name}": "ref" for name in ("adam", "low_bit_adam", "rms_norm", "quantize")}
     cases = {name: {"train__micro_batch_size": 4} | CASES[name] | mesh | plain for name in names}
     for rank, results in enumerate(on_ranks(replicate * shards, exchanged, str(data), str(tmp_path), cases)):
-        for name, (counted, planned) in results.items():
+        for name, (counted, planned, *_) in results.items():
             assert counted == pytest.approx(planned, rel=0.01), f"{name}, rank {rank}: {counted} counted"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("replicate", "shards"), [(1, 2), (2, 1)])
+def test_a_plan_knows_the_format_of_gradients(replicate, shards, data, tmp_path):
+    mesh = {"parallel__dp_replicate": replicate, "parallel__dp_shard": shards}
+    cases = {name: {"train__micro_batch_size": 4, "model__dim": 128} | one | mesh for name, one in WIRES.items()}
+    operation = "reduce_scatter" if shards > 1 else "all_reduce"
+    for results in on_ranks(2, exchanged, str(data), str(tmp_path), cases):
+        for wire, (_, _, sent, planned) in results.items():
+            # norms and ends of tensors are filled up to whole tiles in FP8
+            assert sent[operation, wire] == pytest.approx(planned[operation], rel=0.02), wire
+            if shards > 1:
+                gathered = sum(size for (name, _), size in sent.items() if name == "all_gather")
+                assert gathered == pytest.approx(planned["all_gather"], rel=0.01)
+
+
+def test_bytes_of_formats_are_those_of_the_wire():
+    for wire, share in WIRE_SHARE.items():
+        assert row_bytes(1 << 20, wire) == share * row_bytes(1 << 20, "fp32")
 
 
 def test_seconds_are_bytes_over_speeds():

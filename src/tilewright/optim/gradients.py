@@ -90,7 +90,9 @@ def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> floa
 
 
 def _of_experts(values: list[Tensor]) -> bool:
-    return isinstance(values[0], DTensor) and EXPERT_SHARDS in (values[0].device_mesh.mesh_dim_names or ())
+    """Whether other ranks have other experts' values, which their mesh does not know."""
+    axes = (values[0].device_mesh.mesh_dim_names or ()) if isinstance(values[0], DTensor) else ()
+    return EXPERT_SHARDS in axes and "ep" not in axes
 
 
 def all_finite(values: list[Tensor]) -> Tensor:

@@ -301,15 +301,15 @@ class GradientReduction(GradientSums):
             self.send_rest()
 
 
-def sum_gradients(group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters over a group, as `GradientReduction.finish` does in FP32; nothing with
-    a group of None.
+def sum_gradients(communicator: AsyncCommunicator, params: Sequence[Tensor]) -> None:
+    """Sum the gradients of replicated parameters over ranks, as `GradientReduction.finish` does; nothing where the
+    communicator has no group.
 
     Args:
-        group: ranks.
+        communicator: of the ranks.
         params: the same on all of them, in one order.
     """
-    GradientSums(AsyncCommunicator(group), params, BUCKET_BYTES).finish()
+    GradientSums(communicator, params, BUCKET_BYTES).finish()
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ ranks are in both `data` and `model`: they read other rows and hold other shards
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 from tilewright.core.env import Ranks
-from tilewright.parallel.communicate.traffic import TrafficCounter
+from tilewright.parallel.communicate.traffic import AxisTraffic, TrafficCounter
 from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.liveness.meeting import Meeting
 from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
@@ -44,6 +44,8 @@ class Group:
     size: int = 1
     handle: dist.ProcessGroup | None = None
     """None where this process is alone: there is nothing to exchange."""
+    traffic: AxisTraffic = field(default_factory=lambda: AxisTraffic(TrafficCounter(), ""), compare=False, kw_only=True)
+    """Counts what is exchanged; by default a counter of this group alone."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,11 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
             assert group is not None, "it is initialised"
             group.set_timeout(timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
+    traffic = TrafficCounter()
+
+    def along(mesh: DeviceMesh | None, axis: str) -> Group:
+        return Group() if mesh is None else replace(_along(mesh, axis), traffic=AxisTraffic(traffic, axis))
+
     return World(
         Group(dist.get_rank(), sizes.world, control),
         _group(sizes, DATA_AXES, timeout),
@@ -241,7 +248,8 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         0.0 if timeout is None else timeout.total_seconds(),
         row=_group(sizes, ("pp",), timeout),
         tensor=_along(mesh, "tp") if sizes.tp > 1 else Group(),
-        experts=_along(expert_mesh, "ep") if expert_mesh is not None and sizes.ep > 1 else Group(),
+        experts=along(expert_mesh if sizes.ep > 1 else None, "ep"),
+        traffic=traffic,
     )
 
 

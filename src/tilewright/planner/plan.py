@@ -350,6 +350,7 @@ class Plan:
             "budget_bytes": int(self.budget.device),
             "reserve_bytes": self.reserve_bytes,
             "seconds": dict(self.seconds),
+            "sent_bytes": {name: int(size) for name, size in self.traffic.sent(self.setting.shards).items()},
             "tokens_per_step": self.tokens_per_step,
             "bound_by": list(binding(self.seconds)),
             "verdict": self.verdict,

@@ -19,6 +19,7 @@ from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.energy_table import energy_view
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.measured import state
+from tilewright.report.run_data.traffic_table import traffic_view
 from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge
 from tilewright.report.verdict.rule import VerdictState
@@ -90,6 +91,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         tiers=tables.tier_rows(run),
         pipeline=pipeline_view(run),
         energy=energy_view(run),
+        traffic=traffic_view(run),
         ranks=rank_rows.rank_rows(run),
         rank_columns=rank_rows.COLUMNS,
         ranks_summary=rank_rows.rank_summary(run),

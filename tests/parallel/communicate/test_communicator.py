@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.exchanges import PacedTransport, ThreadTransport, on_threads
+from benchmarks.exchanges import PacedTransport, ThreadTransport, on_threads, reduced_together
+from tests.models.shapes import KERNELS
 from tests.ranks import on_ranks
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback
@@ -219,3 +220,31 @@ def test_on_a_paced_link_two_thirds_are_hidden():
         handle.wait()
     ((_, total),) = communicator.traffic.total.items()
     assert total.hidden_s >= 0.65 * total.seconds, total
+
+
+def _fed(transport, wire, steps):
+    feedback = ErrorFeedback()
+    communicator = AsyncCommunicator(None, wire=wire, kernels=KERNELS, transport=transport, feedback=feedback)
+    found = []
+    for step_RN in steps:
+        x_N = step_RN[transport.rank].clone()
+        communicator.async_all_reduce(x_N, name="all").wait()
+        feedback.commit()
+        found.append(x_N)
+    return found
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_process_computes_what_ranks_compute(wire, ranks):
+    """The benchmark of the loss does, with what each rank owes."""
+    generator = torch.Generator().manual_seed(ranks)
+    steps = [torch.randn(ranks, 1280, generator=generator) for _ in range(4)]
+    feedback = [ErrorFeedback() for _ in range(ranks)]
+    of_ranks = on_threads(ranks, lambda rank, transport: _fed(transport, wire, steps))
+    for number, step_RN in enumerate(steps):
+        together_N = reduced_together(list(step_RN), wire, KERNELS, feedback)
+        for one in feedback:
+            one.commit()
+        for found in of_ranks:
+            assert torch.equal(found[number], together_N)

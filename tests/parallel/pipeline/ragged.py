@@ -12,6 +12,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.models.hf.model import HFModel
+from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.fill import shard_all
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.parallel.mesh import MeshSizes
@@ -94,7 +95,7 @@ def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int =
             param.grad = None
         results = steps.run(batches[world.data.rank], FACTOR)
         if shards == 1:
-            sum_gradients(world.data.handle, params)
+            sum_gradients(AsyncCommunicator(world.data.handle), params)
         outputs = [[whole.loss(batch) for batch in of_rank] for of_rank in batches]
         sum(output.loss_sum for of_rank in outputs for output in of_rank).mul(FACTOR).backward()
         for result, output in zip(results, outputs[world.data.rank], strict=True):

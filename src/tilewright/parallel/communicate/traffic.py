@@ -12,12 +12,15 @@ the rank waited for it, and the rest is hidden behind computation. On a GPU stre
 there seconds are not counted.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
 Kind = tuple[str, Operation, str]
@@ -83,16 +86,21 @@ class TrafficCounter:
             return dict(self._sums)
 
     def numbers(self) -> dict[str, float]:
-        """Since the last call of `take`, for a row of metrics: all that was sent, its seconds exposed and hidden, and
-        bytes by axis, operation and format. Nothing where nothing was sent."""
+        """Since the last call of `take`, for a row of metrics: all that was sent, its seconds exposed and hidden, these
+        by axis too, and bytes by axis, operation and format. Nothing where nothing was sent."""
         found = self.take()
         if not found:
             return {}
-        return {
-            "sent_bytes": sum(one.sent_bytes for one in found.values()),
-            "exchange_exposed_s": sum(one.exposed_s for one in found.values()),
-            "exchange_hidden_s": sum(one.hidden_s for one in found.values()),
-        } | {f"sent_bytes.{'.'.join(kind)}": one.sent_bytes for kind, one in found.items() if one.sent_bytes}
+        axes: dict[str, Exchanged] = {}
+        for (axis, _, _), one in found.items():
+            axes[axis] = axes.get(axis, Exchanged()) + one
+        told: dict[str, float] = {"sent_bytes": sum(one.sent_bytes for one in found.values())}
+        told |= {"exchange_exposed_s": sum(one.exposed_s for one in found.values())}
+        told |= {"exchange_hidden_s": sum(one.hidden_s for one in found.values())}
+        for axis, one in axes.items():
+            if one.seconds:
+                told |= {f"exchange_exposed_s.{axis}": one.exposed_s, f"exchange_hidden_s.{axis}": one.hidden_s}
+        return told | {f"sent_bytes.{'.'.join(kind)}": one.sent_bytes for kind, one in found.items() if one.sent_bytes}
 
     def take(self) -> dict[Kind, Exchanged]:
         """Since the last call; kinds without an exchange are left out."""
@@ -100,6 +108,38 @@ class TrafficCounter:
             found = {kind: now - self._taken.get(kind, Exchanged()) for kind, now in self._sums.items()}
             self._taken = dict(self._sums)
         return {kind: one for kind, one in found.items() if one != Exchanged()}
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Counts exchanges along one axis of the mesh.
+
+    Args:
+        counter: of the rank.
+        axis: its name.
+    """
+
+    counter: TrafficCounter
+    axis: str
+
+    @contextmanager
+    def waited(self, operation: Operation, sent: Tensor, sent_bytes: float, wire: str = "") -> Iterator[None]:
+        """Inside is an exchange that is through at the end, so that all its seconds are exposed; on a GPU, where
+        streams wait, none are counted.
+
+        Args:
+            operation: that it is.
+            sent: a tensor of it.
+            sent_bytes: that this rank sends to others.
+            wire: its format; empty: that of the tensor.
+        """
+        wire = wire or wire_name(sent.dtype)
+        self.counter.sent(self.axis, operation, wire, sent_bytes)
+        began = time.perf_counter()
+        yield
+        if not sent.is_cuda:
+            took = time.perf_counter() - began
+            self.counter.took(self.axis, operation, wire, took, took)
 
 
 def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:

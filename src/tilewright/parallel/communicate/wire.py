@@ -41,10 +41,10 @@ def row_bytes(values: int, wire: WireName) -> int:
 
 
 def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
-    """FP32 rows as bytes: uint8 [R, B].
+    """Rows as bytes: uint8 [R, B].
 
     Args:
-        x_RN: FP32, contiguous.
+        x_RN: FP32, contiguous; in `fp8` BF16 and FP16 too.
         wire: the format.
         kernels: whose `quantize` makes FP8 codes.
     """
@@ -53,40 +53,35 @@ def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
         sent = x_RN if wire == "fp32" else x_RN.to(torch.bfloat16)
         return sent.contiguous().view(torch.uint8).view(rows, row_bytes(values, wire))
     even = values > 0 and values % TILE == 0
-    tiled = kernels.quantize(x_RN.reshape(-1, TILE) if even else x_RN, FP8_ROW)
+    tiled = kernels.quantize(x_RN.reshape(rows * (values // TILE), TILE) if even else x_RN, FP8_ROW)
     # A normal power of two has its exponent alone in its bits.
     exponents = (tiled.scale_inv.contiguous().view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
     return torch.cat([tiled.qdata.reshape(rows, values), exponents.view(rows, -(-values // TILE))], dim=1)
 
 
 def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
-    """The values of rows of bytes: FP32 [R, N]."""
-    return torch.stack([_values(row_B, values, wire) for row_B in packed_RB])
+    """The values of rows of bytes: FP32 [R, N], in memory of its own."""
+    if wire == "fp32":
+        return packed_RB.clone().view(torch.float32)
+    if wire == "bf16":
+        return packed_RB.clone().view(torch.bfloat16).to(torch.float32)
+    codes_RN, exponents_RT = packed_RB[:, :values], packed_RB[:, values:]
+    value_RN = _code_values(packed_RB.device)[codes_RN.to(torch.int32)]
+    scale_RT = _powers(packed_RB.device)[exponents_RT.to(torch.int32)]
+    whole = values // TILE * TILE
+    value_RN[:, :whole].unflatten(1, (whole // TILE, TILE)).mul_(scale_RT[:, : whole // TILE, None])
+    if whole < values:
+        value_RN[:, whole:].mul_(scale_RT[:, -1:])
+    return value_RN
 
 
 def sum_rows(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
     """The sum of rows of bytes, FP32 [N], added in their order."""
-    first, *others = packed_RB
-    total_N = _values(first, values, wire)
-    for row_B in others:
-        total_N += _values(row_B, values, wire)
+    first_1B, *others = packed_RB.split(1)
+    total_N = unpack(first_1B, values, wire)[0]
+    for row_1B in others:
+        total_N += unpack(row_1B, values, wire)[0]
     return total_N
-
-
-def _values(row_B: Tensor, values: int, wire: WireName) -> Tensor:
-    """FP32 [N], in memory of its own."""
-    if wire == "fp32":
-        return row_B.clone().view(torch.float32)
-    if wire == "bf16":
-        return row_B.clone().view(torch.bfloat16).to(torch.float32)
-    codes, exponents_T = row_B[:values], row_B[values:]
-    value_N = _code_values(row_B.device).index_select(0, codes.to(torch.int32))
-    scale_T = _powers(row_B.device).index_select(0, exponents_T.to(torch.int32))
-    whole = values // TILE * TILE
-    value_N[:whole].view(-1, TILE).mul_(scale_T[: whole // TILE, None])
-    if whole < values:
-        value_N[whole:].mul_(scale_T[-1])
-    return value_N
 
 
 @lru_cache(maxsize=8)

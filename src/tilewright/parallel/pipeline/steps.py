@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewright.models.base.protocols import LayerContext
 from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.parts import local
+from tilewright.parallel.communicate.traffic import TrafficCounter, wire_name
 from tilewright.parallel.launch import PIPELINES
 from tilewright.parallel.pipeline.staged import MicroBatch, Staged
 from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules
@@ -43,13 +44,26 @@ class PipelineSteps:
         model: this rank's part.
         device: of it.
         watch: told of each pass of a stage.
+        traffic: counts what stages send; None: a counter of its own.
 
     Raises:
         HardwareError: this torch has other pipelines.
     """
 
-    def __init__(self, model: Staged, device: torch.device, watch: PassWatch = unwatched) -> None:
+    def __init__(
+        self,
+        model: Staged,
+        device: torch.device,
+        watch: PassWatch = unwatched,
+        *,
+        traffic: TrafficCounter | None = None,
+    ) -> None:
         PIPELINES.check()
+        counter = TrafficCounter() if traffic is None else traffic
+
+        def sent(tensor: Tensor) -> None:
+            counter.sent("pp", "send", wire_name(tensor.dtype), tensor.nbytes)
+
         self._model, self._device = model, device
         pipeline, self._width = model.pipeline, model.width
         self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]
@@ -65,6 +79,7 @@ class PipelineSteps:
                 group=model.row.handle,
                 width=self._width,
                 watch=watch,
+                sent=sent,
                 before_reduce=partial(keep_fp32_sums, stage),
                 queue=queue,
             )

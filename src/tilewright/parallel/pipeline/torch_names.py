@@ -74,6 +74,7 @@ class RaggedStage(PipelineStage):
         group: ranks in a row.
         width: of the residual stream.
         watch: told of each pass.
+        sent: told of each tensor that is sent to another rank.
         before_reduce: called before FSDP2 reduces the gradients of the step.
         queue: of the module's layers, where their weight gradients wait; None: they are computed with the others.
     """
@@ -88,6 +89,7 @@ class RaggedStage(PipelineStage):
         group: dist.ProcessGroup | None,
         width: int,
         watch: PassWatch,
+        sent: Callable[[Tensor], None],
         before_reduce: Callable[[], None],
         queue: WeightGradientQueue | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class RaggedStage(PipelineStage):
             dw_builder=None if queue is None else queue.builder,
         )
         self._runtime_validate = False  # TORCH_DISTRIBUTED_DEBUG=DETAIL would ask for the one static shape
-        self._watch, self._before_reduce = watch, before_reduce
+        self._watch, self._sent, self._before_reduce = watch, sent, before_reduce
         self._shapes: Sequence[torch.Size] = ()
         self._dtype = torch.float32
 
@@ -126,6 +128,17 @@ class RaggedStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._make_buffer(self.grad_recv_info, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._told(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._told(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _told(self, steps: list[dist.P2POp]) -> list[dist.P2POp]:
+        for step in steps:
+            self._sent(step.tensor)
+        return steps
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._watch("forward", self.stage_index, fwd_chunk_id):

@@ -18,6 +18,8 @@ from tilewright.planner.cost.teacher import forward_bytes, held_bytes, loss_byte
 from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, chunk_bytes, evaluated_loss_bytes
 from tilewright.planner.model.shape import LayerClass, ModelShape
 
+FEEDBACK_BYTES = 2
+"""Per trained parameter of the whole model (`parallel.communicate.feedback`)."""
 HOST_PROCESS_BYTES = 4 * 2**30
 """Host memory of a process that trains on a GPU: libraries, data, pinned buffers (guess)."""
 TEACHER = "forward, teacher"
@@ -139,7 +141,20 @@ def phases(
     layers = frozenset(found.name for found in shape.classes)
     if not setting.can.one_micro_batch:
         return _layer_major(shape, setting, recipe, machine, base, layers, homes)
-    return _standard(shape, setting, recipe, machine, base, layers, ends)
+    found = _standard(shape, setting, recipe, machine, base, layers, ends)
+    return _owing(found, FEEDBACK_BYTES * shape.weights.trained) if setting.shards.feedback else found
+
+
+def _owing(found: Sequence[Phase], owed: float) -> list[Phase]:
+    """Phases with what a wire format has lost of gradients: all the time, and from backward to the update once more."""
+
+    def more(phase: Phase) -> float:
+        return 0.0 if phase.name == "load" else owed * (2 if phase.name.startswith(("backward", "update")) else 1)
+
+    return [
+        replace(phase, owners={**phase.owners, "gradients": phase.owners.get("gradients", 0.0) + more(phase)})
+        for phase in found
+    ]
 
 
 def _layer_major(

@@ -38,8 +38,8 @@ class Shards:
     """How the ranks of a run share it.
 
     Example:
-        >>> Shards(ranks=8, count=4)
-        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False, tp=1, experts_apart=False, wire='fp32')
+        >>> Shards(ranks=8, count=4).cut, Shards(ranks=8).cut
+        (True, False)
     """
 
     ranks: int = 1
@@ -56,6 +56,8 @@ class Shards:
     """Routed experts are in parts over these too, whatever `count` is."""
     wire: WireName = "fp32"
     """What gradients are sent as."""
+    feedback: bool = False
+    """What that loses is kept for the next step."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
@@ -64,7 +66,7 @@ class Shards:
         count = max(1, parallel.dp_shard)
         apart = parallel.tp > 1 and recipe.model.num_experts > 0
         if count == 1 and not apart:
-            return cls(parallel.dp_replicate, tp=parallel.tp, wire=parallel.grad_sync)
+            return cls(parallel.dp_replicate, tp=parallel.tp, wire=parallel.grad_sync, feedback=parallel.grad_feedback)
         return cls(
             parallel.dp_replicate * count,
             count,
@@ -74,6 +76,7 @@ class Shards:
             parallel.tp,
             apart,
             parallel.grad_sync,
+            parallel.grad_feedback,
         )
 
     @property

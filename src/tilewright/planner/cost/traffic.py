@@ -68,6 +68,24 @@ class RankTraffic:
         """Bytes of all collectives."""
         return self.gather + self.scatter + self.reduce
 
+    def sent(self, shards: Shards) -> dict[str, float]:
+        """What one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
+
+        Args:
+            shards: of the run.
+
+        Example:
+            >>> RankTraffic(gather=8.0, scatter=4.0).sent(Shards(ranks=4, count=4, wire="bf16"))
+            {'all_gather': 6.0, 'reduce_scatter': 3.0}
+        """
+        copies = shards.ranks // shards.count
+        found = {
+            "all_gather": self.gather * (shards.count - 1) / shards.count,
+            "reduce_scatter": self.scatter * (shards.count - 1) / shards.count,
+            "all_reduce": self.reduce * 2 * (copies - 1) / copies,
+        }
+        return {name: size for name, size in found.items() if size}
+
     def operations(self, speed: RankSpeed) -> Iterator[Operation]:
         """What a step waits for, by collective."""
         for group in ("gather", "scatter", "reduce"):

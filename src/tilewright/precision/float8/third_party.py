@@ -147,7 +147,8 @@ def _is_stacked(module: Any) -> bool:
     """Experts behind transformers' interface, all of them on this device."""
     if not all(hasattr(module, name) for name in _INTERFACE) or getattr(module, "_is_expert_parallel", False):
         return False
-    stacks = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    # Read as its code reads them: where other ranks hold other experts, a part stands there while it runs.
+    stacks = [getattr(module, name) for name, param in module.named_parameters(recurse=False) if param.ndim == 3]
     return len(stacks) == 2 and all(len(stack) == module.num_experts for stack in stacks)
 
 

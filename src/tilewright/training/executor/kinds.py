@@ -70,6 +70,7 @@ def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
         memory_plan=memory_plan,
         data=inputs.world.data.handle,
         everyone=inputs.world.everyone.handle,
+        communicator=None if inputs.sync is None else inputs.sync.replicas,
     )
     _tell(inputs.memory_tracker, executor.run)
     return executor

@@ -49,6 +49,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import DelayedClip
 from tilewright.parallel.agree import any_of, sum_of
+from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.base import StepResult, keep_fp32_gradients
@@ -113,6 +114,7 @@ class LayerMajorExecutor:
         memory_plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
         data: ranks that read different rows; a layer group's gradient is summed over them. None on one rank.
         everyone: all ranks; None on one rank.
+        communicator: sums gradients over `data`; None: one of this executor alone.
 
     Raises:
         ConfigError: see `memory.layer_major.apply_plan.by_group`.
@@ -136,9 +138,11 @@ class LayerMajorExecutor:
         memory_plan: MemoryPlan | None = None,
         data: dist.ProcessGroup | None = None,
         everyone: dist.ProcessGroup | None = None,
+        communicator: AsyncCommunicator | None = None,
     ) -> None:
         self.model = model
         self._data, self._everyone = data, everyone
+        self._communicator = communicator or AsyncCommunicator(data)
         self.optimizer = optimizer
         self.clip = clip
         self.device = torch.device(device)
@@ -352,7 +356,7 @@ class LayerMajorExecutor:
 
     def _gradients(self, part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
         """`_with_gradients`, once they are summed over the ranks."""
-        sum_gradients(self._data, part.trained)
+        sum_gradients(self._communicator, part.trained)
         return _with_gradients(part)
 
     @torch.no_grad()

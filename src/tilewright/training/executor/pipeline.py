@@ -58,7 +58,7 @@ class PipelineExecutor(StandardExecutor):
     def __init__(self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
         super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
-        self._steps = PipelineSteps(model, self.device, self._watch)
+        self._steps = PipelineSteps(model, self.device, self._watch, traffic=world.traffic)
         self._tell_pass: Callable[[str], AbstractContextManager[None]] = _untold
         """Told of each pass, open while it runs."""
         self.clock = PassClock(self.device)

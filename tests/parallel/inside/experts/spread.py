@@ -8,6 +8,8 @@ import torch
 from tests.models.shapes import KERNELS, SHAPES, make_batch
 from tests.parallel.steps import Seen, groups_of, relative
 from tilewright.core import env
+from tilewright.formats.quantize import quantize
+from tilewright.formats.tiled import FP8_ROW
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
@@ -35,6 +37,7 @@ class Case:
     number: int = 2
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    dispatch: str = "stream"
     batches: str = "mixed"
     """`mixed`, or `last`: all tokens go to the last expert that they may go to, and most ranks get none."""
 
@@ -53,7 +56,27 @@ def whole(case: Case) -> Decoder:
     """The model of one process."""
     model = Decoder(SHAPES[case.kind], KERNELS)
     init_weights(model, 0)
+    if case.dispatch == "fp8":
+        for layer in mixtures(model):
+            layer.exchange = rounded_rows
     return prepared(model, case)
+
+
+def rounded_rows(rows_PD: torch.Tensor, counts_E: torch.Tensor, run: Any) -> torch.Tensor:
+    """What experts of one process make of rows that are rounded as FP8 rounds them."""
+    return torch.cat(run(_Rounded.apply(rows_PD).split(counts_E.tolist())))
+
+
+class _Rounded(torch.autograd.Function):
+    """By the definition of the format. Gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx, x_PD):
+        return quantize(x_PD, FP8_ROW).dequantize(x_PD.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_PD):
+        return grad_PD
 
 
 def prepared(model: Decoder, case: Case) -> Decoder:
@@ -73,7 +96,7 @@ def spread(case: Case, world: World) -> Decoder:
         model = Decoder(SHAPES[case.kind], KERNELS)
     values = random_values(model, 0)
     prepared(model, case)
-    hold_experts(model, world)
+    hold_experts(model, world, case.dispatch)
     shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(), values, torch.device("cpu"))
     return prepared_buffers(model, case)
 

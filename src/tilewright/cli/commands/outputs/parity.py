@@ -112,7 +112,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
             write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
-    return gaps(*sides, tolerance_of(recipe))
+    return gaps(*sides, tolerance_of(recipe, sizes.data))
 
 
 def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
@@ -211,8 +211,13 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
     return changed(recipe, settings)
 
 
-def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
-    """Of loss, gradients and weights in the recipe's formats."""
+def tolerance_of(recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+    """Of loss, gradients and weights in the recipe's formats.
+
+    Args:
+        recipe: of the comparison.
+        ranks: whose gradients are added.
+    """
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
     if mode in get_args(ScaledFormat):
         return TOLERANCE["8-bit"]
@@ -220,11 +225,34 @@ def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
     if recipe.optim.kind == "muon" or recipe.optim.moments != "fp32":  # the update itself computes in BF16, or rounds
         weight = max(weight, TOLERANCE["16-bit"][2])
     if recipe.parallel.grad_sync != "fp32":  # ranks alone round what they send
-        _, *rounded = TOLERANCE["8-bit" if recipe.parallel.grad_sync == "fp8" else "16-bit"]
-        gradient, weight = (max(pair) for pair in zip((gradient, weight), rounded, strict=True))
-        if recipe.parallel.grad_sync == "fp8":  # 0.024 measured: first updates of Adam go by signs, also of what rounds
-            weight = max(weight, 5e-2)
+        from tilewright.formats.spec import BF16, E4M3  # it imports torch
+
+        lost = sum_tolerance((E4M3 if recipe.parallel.grad_sync == "fp8" else BF16).eps / 2, ranks)
+        # Adam's update of a step, the rate times m / sqrt(v), moves by twice the share that its gradients move by; that
+        # of many values is spread evenly between the bounds
+        moved = 2 * STEPS * recipe.optim.lr * lost / 3**0.5 / recipe.model.init_std
+        gradient, weight = max(gradient, lost), max(weight, moved)
+    if recipe.parallel.ep > 1 and recipe.parallel.dispatch == "fp8":  # and what travels to experts
+        rounded = TOLERANCE["8-bit"]
+        loss, gradient, weight = (max(pair) for pair in zip((loss, gradient, weight), rounded, strict=True))
     return loss, gradient, weight
+
+
+def sum_tolerance(rounding: float, ranks: int) -> float:
+    """How far a sum may be off, relative to its norm, where each rank's summand is rounded and the sum once more.
+
+    Summands of equal norm that have nothing to do with each other have a sum of sqrt(ranks) times their norm, and all
+    errors add up to ranks times the rounding of one at the most.
+
+    Args:
+        rounding: of a value, relative to it.
+        ranks: summands.
+
+    Example:
+        >>> sum_tolerance(2**-4, 1), sum_tolerance(2**-4, 4)
+        (0.125, 0.1875)
+    """
+    return rounding * (ranks**0.5 + 1)
 
 
 def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[float, float, float]) -> list[Gap]:

@@ -8,10 +8,6 @@ from tilewright.core.config.sections.refused import Refused, refused
 
 REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
     (
-        lambda r: r.model.kind == "hf",
-        "model.kind", "Hugging Face models", "tilewright's own decoder", "--parallel.ep 1: shards take any model",
-    ),
-    (
         lambda r: r.parallel.pp > 1,
         "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
     ),

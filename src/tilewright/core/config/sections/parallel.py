@@ -16,6 +16,7 @@ INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved_deferred", 
 DEFERRING: tuple[ScheduleName, ...] = ("interleaved_deferred", "interleaved_zero_bubble", *V_SCHEDULES)
 """Weight gradients are computed later than those of inputs."""
 WireName = Literal["fp32", "bf16", "fp8"]
+DispatchName = Literal["stream", "fp8"]
 EXPERT_SHARDS = "efsdp"
 """The axis of the mesh over which experts are sharded that are spread over `ep` (`tilewright.parallel.mesh`)."""
 
@@ -25,17 +26,8 @@ class ParallelSection(Section):
 
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
-        *(
-            "dp_replicate",
-            "dp_shard",
-            "tp",
-            "sequence_parallel",
-            "ep",
-            "cpu_offload",
-            "reduce_each",
-            "grad_sync",
-            "grad_feedback",
-        ),
+        *("dp_replicate", "dp_shard", "tp", "sequence_parallel", "ep", "cpu_offload", "reduce_each", "dispatch"),
+        *("grad_sync", "grad_feedback"),
     )
     keeps_numbers = ("reshard_after_forward", "timeout_minutes")
 
@@ -80,6 +72,10 @@ class ParallelSection(Section):
     """Processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
     `dp_shard x tp` and the number of experts; each expert is sharded over the `dp_shard x tp / ep` processes that hold
     it. Takes torch 2.13."""
+    dispatch: DispatchName = "stream"
+    """Spread experts: what rows of tokens travel to them as. `stream`: the format of the residual stream. `fp8`:
+    rounded to E4M3 under a power-of-two scale per 128 values of a row, half the bytes of BF16; results and gradients
+    travel as they are."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""

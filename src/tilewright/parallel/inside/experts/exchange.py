@@ -9,34 +9,62 @@ process with the micro-batches of all ranks after one another has the same rows 
 where tiles of 8-bit formats go across rows. Backward sends gradients the same ways in reverse, so an expert has its
 gradient over the rows of all ranks in the group, and nothing is left to be summed over them.
 
-Rows travel in their own dtype. How they are written for the way is `_AllToAll`'s matter alone.
+Rows travel in their own dtype, results and gradients always. With `dispatch="fp8"` the rows of the way there are E4M3
+with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire`). What arrives has the
+values of these codes, in the rows' dtype, exactly: 8-bit matmuls that quantise a row again have the values that were
+sent, and the column-wise copy of the weight's gradient rounds a second time only what becomes subnormal beside the
+larger tokens of its tile. Rows that stay on their rank are rounded too, so that no result depends on who holds what.
+Gradients pass the rounding as they are.
 
-Legend: P rows of all tokens' experts  D model width  E experts  R ranks.
+See: DeepSeek-V3 report, section 3.3.3 (dispatch in FP8, combine in BF16).
+
+Legend: P rows of all tokens' experts  D model width  E experts  R ranks  B bytes of a row.
 """
 
-import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewright.core.config.sections.parallel import DispatchName
 from tilewright.models.decoder.moe import RunExperts, permuted
-from tilewright.parallel.communicate.traffic import TrafficCounter, wire_name
+from tilewright.ops.kernels import Kernels
+from tilewright.parallel.communicate.traffic import wire_name
+from tilewright.parallel.communicate.wire import pack, unpack
 from tilewright.parallel.world import Group
+
+
+@dataclass(frozen=True)
+class Way:
+    """Rows under way: how many went to and came from each rank, and the order by expert of those that came."""
+
+    sends: list[int]
+    gets: list[int]
+    order: Tensor
+    inverse: Tensor
 
 
 class ExpertExchange:
     """Runs experts that are spread over ranks. All ranks of the group call it together.
 
     Args:
-        group: the ranks. The first holds the first experts.
+        group: the ranks. The first holds the first experts. Its counter is told what is sent.
         num_experts: of a layer, on all of them.
-        traffic: counts what is sent; None: a counter of its own.
+        dispatch: what rows travel as on their way there.
+        kernels: make FP8 codes; None: the machine's best.
     """
 
-    def __init__(self, group: Group, num_experts: int, traffic: TrafficCounter | None = None) -> None:
-        self.group, self.num_experts = group, num_experts
-        self.traffic = TrafficCounter() if traffic is None else traffic
+    def __init__(
+        self,
+        group: Group,
+        num_experts: int,
+        *,
+        dispatch: DispatchName = "stream",
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.group, self.num_experts, self.dispatch = group, num_experts, dispatch
+        self.kernels = kernels or (Kernels.default() if dispatch == "fp8" else None)
         self.sent_bytes = 0
         """Of rows, results and their gradients, that this rank has sent to others."""
 
@@ -62,41 +90,77 @@ class ExpertExchange:
         Returns:
             [P, D] in the dtype that `run` gives.
         """
+        arrived_PD, own, way = self.there(rows_PD, counts_E)
+        return self.back(torch.cat(run(arrived_PD.split(own))), way)
+
+    def there(self, rows_PD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], "Way"]:
+        """The first half: rows that have come for this rank's experts, sorted by expert, how many each has, and what
+        takes their results back.
+
+        Args:
+            rows_PD: [P, D] rows sorted by expert.
+            counts_E: int64 [E], how many there are for each expert.
+        """
         ranks, each = self.group.size, len(self.held)
         got_RE = torch.empty_like(counts_E)
         dist.all_to_all_single(got_RE, counts_E, group=self.group.handle)
         numbers = torch.stack([counts_E, got_RE]).view(2, ranks, each)  # read on the host at once
         (sends, gets), own = numbers.sum(2).tolist(), numbers[1].sum(0).tolist()
-        arrived_PD = self._all_to_all(rows_PD, sends, gets)
+        arrived_PD = _AllToAll.apply(rows_PD, sends, gets, self, self.dispatch)
         expert = torch.arange(each, device=rows_PD.device).repeat(ranks).repeat_interleave(got_RE)
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        outs = run(permuted(arrived_PD, order, inverse).split(own))
-        return self._all_to_all(permuted(torch.cat(outs), inverse, order), gets, sends)
+        return permuted(arrived_PD, order, inverse), own, Way(sends, gets, order, inverse)
 
-    def _all_to_all(self, rows: Tensor, sends: list[int], gets: list[int]) -> Tensor:
-        return _AllToAll.apply(rows, sends, gets, self)
+    def back(self, outs_PD: Tensor, way: "Way") -> Tensor:
+        """The second half: results [P, D] in the order of the rows that were sent.
+
+        Args:
+            outs_PD: in the order of the rows that had come.
+            way: of those.
+        """
+        return _AllToAll.apply(permuted(outs_PD, way.inverse, way.order), way.gets, way.sends, self, "stream")
+
+    def travel(self, rows_PD: Tensor, sends: list[int], gets: list[int], dispatch: DispatchName) -> Tensor:
+        """Rows from all ranks, in their order. No autograd.
+
+        Args:
+            rows_PD: for all ranks, in their order.
+            sends, gets: rows to and from each.
+            dispatch: what they travel as.
+        """
+        if dispatch == "stream":
+            return self._bytes(rows_PD.contiguous(), sends, gets, wire_name(rows_PD.dtype))
+        assert self.kernels is not None, "made with the format"
+        width = rows_PD.shape[1]
+        packed_PB = pack(rows_PD.contiguous(), dispatch, self.kernels)
+        found_PD = unpack(self._bytes(packed_PB, sends, gets, dispatch), width, dispatch)
+        if rows_PD.dtype == torch.float16:  # the largest value may be rounded up to more than there is
+            most = torch.finfo(torch.float16).max
+            found_PD.clamp_(-most, most)
+        return found_PD.to(rows_PD.dtype)
+
+    def _bytes(self, rows: Tensor, sends: list[int], gets: list[int], wire: str) -> Tensor:
+        found = rows.new_empty(sum(gets), *rows.shape[1:])
+        others = sum(sends) - sends[self.group.rank]
+        sent = others * rows[:1].numel() * rows.element_size() if len(rows) else 0
+        self.sent_bytes += sent
+        with self.group.traffic.waited("all_to_all", rows, sent, wire):
+            dist.all_to_all_single(found, rows, gets, sends, group=self.group.handle)
+        return found
 
 
 class _AllToAll(torch.autograd.Function):
     """Rows to other ranks: the first `sends[0]` to the first one, and so on. Backward sends gradients back."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sends: list[int], gets: list[int], exchange: ExpertExchange) -> Tensor:
+    def forward(
+        ctx, rows: Tensor, sends: list[int], gets: list[int], exchange: ExpertExchange, dispatch: DispatchName
+    ) -> Tensor:
         ctx.sends, ctx.gets, ctx.exchange = sends, gets, exchange
-        found = rows.new_empty(sum(gets), *rows.shape[1:])
-        began, kind = time.perf_counter(), ("ep", "all_to_all", wire_name(rows.dtype))
-        dist.all_to_all_single(found, rows.contiguous(), gets, sends, group=exchange.group.handle)
-        others = sum(sends) - sends[exchange.group.rank]
-        sent = others * rows[:1].numel() * rows.element_size() if len(rows) else 0
-        exchange.sent_bytes += sent
-        exchange.traffic.sent(*kind, sent)
-        if not rows.is_cuda:
-            took = time.perf_counter() - began
-            exchange.traffic.took(*kind, took, took)
-        return found
+        return exchange.travel(rows, sends, gets, dispatch)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grad, ctx.gets, ctx.sends, ctx.exchange), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grad, ctx.gets, ctx.sends, ctx.exchange, "stream"), None, None, None, None

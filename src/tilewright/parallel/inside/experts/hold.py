@@ -1,4 +1,4 @@
-"""A decoder of which a rank holds some of the experts of each layer, under their names in the whole one.
+"""A model of which a rank holds some of the experts of each layer, under their names in the whole one.
 
     hold_experts(model, world)   # on meta: experts of other ranks are let go before they take memory
     shard(model, ...)            # these are sharded over the ranks that hold the same ones, the rest over all shards
@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewright.core.config.sections.expert_conflicts import uneven_experts
+from tilewright.core.config.sections.parallel import DispatchName
 from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
 from tilewright.parallel.inside.experts.exchange import ExpertExchange
+from tilewright.parallel.inside.experts.stacked import spread_stack, stacked_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.stages import HeldLayers
 from tilewright.parallel.world import World
@@ -33,15 +35,16 @@ class HeldExperts(HeldLayers):
 
     def __init__(self, experts: Mapping[int, nn.Module], num_in_whole: int, mesh: DeviceMesh) -> None:
         super().__init__(experts)
-        self.num_in_whole, self.mesh = num_in_whole, mesh
+        self.num_in_whole, self.sharded_over = num_in_whole, mesh
 
 
-def hold_experts(model: nn.Module, world: World) -> None:
+def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "stream") -> None:
     """Let go of the experts that other ranks hold, in place, and let each layer send rows to where their experts are.
 
     Args:
         model: converted, on meta, or with memory in tests.
         world: with `ep` ranks that hold other experts.
+        dispatch: what rows travel to them as.
 
     Raises:
         ConfigError: it has no experts, or so many that they do not come out even; see `check_experts`.
@@ -49,21 +52,46 @@ def hold_experts(model: nn.Module, world: World) -> None:
     """
     EXPERTS.check()
     if not isinstance(model, Decoder):
-        raise ConfigError(
-            "Model whose experts cannot be spread yet",
-            got=f"{type(model).__name__}, parallel.ep = {world.sizes.ep}",
-            need="tilewright's own decoder",
-            try_="--parallel.ep 1: shards (FSDP2) take any model",
-            where="parallel.ep",
-        )
+        _hold_stacked(model, world, dispatch)
+        return
     check_experts(model.config.num_experts, world.sizes.ep)
     mesh = world.expert_fsdp_mesh
     assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
     for layer in mixtures(model):
-        exchange = ExpertExchange(world.experts, layer.num_experts, world.traffic)
+        exchange = ExpertExchange(world.experts, layer.num_experts, dispatch=dispatch, kernels=layer.gate.kernels)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
         layer.exchange = exchange if world.experts.size > 1 else None
+
+
+def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> None:
+    """The same of a Hugging Face model, whose experts are stacked."""
+    found = list(stacked_experts(model))
+    mesh, ep, shards = world.expert_fsdp_mesh, world.sizes.ep, world.sizes.dp_shard
+    if not found:
+        raise ConfigError(
+            "Model whose experts cannot be spread",
+            got=f"{type(model).__name__}, parallel.ep = {ep}",
+            need="tilewright's own decoder, or experts of transformers that are stacked: one tensor per matrix",
+            try_="--parallel.ep 1: shards (FSDP2) take any model",
+            where="parallel.ep",
+        )
+    assert mesh is not None, "ep > 1 has a second mesh"
+    assert world.expert_mesh is not None, "that is it"
+    for name, module in found:
+        number = module.num_experts
+        assert isinstance(number, int), "that is how it was found"
+        check_experts(number, ep)
+        if number % shards:
+            raise ConfigError(
+                "Stacked experts that do not come out even over the shards",
+                got=f"{number} experts in {name}, parallel.dp_shard = {shards}",
+                need="a dp_shard that divides the number of experts: each shard has whole ones",
+                try_=f"--parallel.dp_shard {max(size for size in range(1, shards + 1) if number % size == 0)}",
+                where="parallel.dp_shard",
+            )
+        exchange = ExpertExchange(world.experts, number, dispatch=dispatch)
+        spread_stack(module, exchange, world.expert_mesh["ep"], mesh)
 
 
 def mixtures(model: nn.Module) -> Iterator[MoE]:
@@ -73,12 +101,8 @@ def mixtures(model: nn.Module) -> Iterator[MoE]:
 
 def expert_meshes(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     """Parameters that are sharded over another mesh than the rest, with that mesh."""
-    return {
-        param: module.mesh
-        for module in model.modules()
-        if isinstance(module, HeldExperts)
-        for param in module.parameters()
-    }
+    meshes = {module: getattr(module, "sharded_over", None) for module in model.modules()}
+    return {param: mesh for module, mesh in meshes.items() if mesh is not None for param in module.parameters()}
 
 
 def check_experts(num_experts: int, ep: int) -> None:

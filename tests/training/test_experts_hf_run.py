@@ -1,0 +1,47 @@
+"""A run of a Hugging Face mixture whose experts are on several ranks is the run of one process."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.parallel.inside.experts.test_stacked import config_of
+from tests.training.test_experts_run import ALONE, SPREAD, STOP, Launches, check_same
+from tests.training.test_pipeline_run import EXPORT
+from tests.training.tiny import last_state
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def ran(data, tmp_path_factory):
+    """Some runs stop half-way, and go on elsewhere."""
+    folder = tmp_path_factory.mktemp("stacked")
+    config = config_of("qwen3_moe")
+    config.vocab_size, config.architectures = 300, ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder / "model")
+    settings = {"model__kind": "hf", "model__path": folder / "model"} | ALONE
+    launch = Launches(data, folder, settings | {"precision__mode": "fp32"})
+    launch(1, {"alone": EXPORT, "from_one": STOP})
+    launch(2, {"two": SPREAD | EXPORT, "from_one": SPREAD, "to_one": SPREAD | STOP, "to_shards": SPREAD | STOP})
+    launch(2, {"to_shards": {}})
+    launch(1, {"to_one": {}})
+    return launch
+
+
+@pytest.mark.support("hf", "experts_spread")
+def test_it_is_the_run_of_one_process(ran):
+    ran.check("two", 2, "alone")
+    tensors, _ = last_state(ran.folder / "two")
+    stacks = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.endswith("experts.down_proj")}
+    assert set(stacks.values()) >= {(4, 32, 24)}, "checkpoints have whole experts"
+
+
+@pytest.mark.parametrize("name", ["from_one", "to_one", "to_shards"])
+def test_it_goes_on_with_other_ranks(ran, name):
+    check_same(ran.folder / name, ran.folder / "alone")
+
+
+def test_its_folder_is_that_of_one_process(ran):
+    files = [load_file(ran.folder / name / "hf" / "model.safetensors") for name in ("two", "alone")]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[1].items():
+        assert (files[0][name] - tensor).abs().max() < 1e-4, name
