@@ -111,9 +111,11 @@ def test_rows_travel_in_fp8(ran):
     there, back = (f"sent_bytes.ep.all_to_all.{wire}" for wire in ("fp8", "fp32"))
     for ours, theirs in zip(found, plain, strict=True):
         assert there not in theirs
-        # Of four ways one is in FP8, each value a byte and each row of 32 a scale; what is sent moves with the routing.
-        share = ours[there] / (ours[back] / 3)
-        assert share == pytest.approx((1 + 1 / 32) / 4, rel=0.3), share
+        # A byte per value and a scale for each row of 32. What is sent there has other rows than what is sent back, and
+        # a value that is rounded may go elsewhere.
+        assert ours[there] % 33 == 0
+        num_rows = ours[there] / 33 + ours[back] / (4 * 32)
+        assert num_rows == pytest.approx(theirs[back] / (4 * 32), rel=0.1)
 
 
 def test_parameters_are_told_of_all_ranks(ran):
