@@ -141,8 +141,7 @@ class LayerMajorExecutor:
         communicator: AsyncCommunicator | None = None,
     ) -> None:
         self.model = model
-        self._data, self._everyone = data, everyone
-        self._communicator = communicator or AsyncCommunicator(data)
+        self._data, self._everyone, self._communicator = data, everyone, communicator or AsyncCommunicator(data)
         self.optimizer = optimizer
         self.clip = clip
         self.device = torch.device(device)
