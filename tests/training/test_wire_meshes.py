@@ -39,7 +39,8 @@ def test_losses_are_those_of_fp32_but_for_the_rounding(world, mesh, data, tmp_pa
         assert (
             on_ranks(world, run, str(data), str(tmp_path / wire), mesh | {"parallel__grad_sync": wire}) == [6] * world
         )
-        losses[wire] = [row["loss"] for row in rows(tmp_path / wire / "tiny" / "metrics.jsonl")]
+        found = rows(tmp_path / wire / "tiny" / "metrics.jsonl")
+        losses[wire] = [row["loss"] for row in found if "loss" in row]
     for wire, most in WORST.items():
         worst = max(abs(a / b - 1) for a, b in zip(losses[wire], losses["fp32"], strict=True))
         assert 0 < worst < most, f"{wire} is off by {worst:.2g}"
