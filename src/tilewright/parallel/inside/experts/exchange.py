@@ -36,7 +36,7 @@ from tilewright.parallel.world import Group
 
 
 @dataclass(frozen=True)
-class Way:
+class SentRows:
     """Rows under way: how many went to and came from each rank, and the order by expert of those that came."""
 
     sends: list[int]
@@ -93,7 +93,7 @@ class ExpertExchange:
         arrived_PD, own, way = self.there(rows_PD, counts_E)
         return self.back(torch.cat(run(arrived_PD.split(own))), way)
 
-    def there(self, rows_PD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], "Way"]:
+    def there(self, rows_PD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], "SentRows"]:
         """The first half: rows that have come for this rank's experts, sorted by expert, how many each has, and what
         takes their results back.
 
@@ -111,9 +111,9 @@ class ExpertExchange:
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        return permuted(arrived_PD, order, inverse), own, Way(sends, gets, order, inverse)
+        return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse)
 
-    def back(self, outs_PD: Tensor, way: "Way") -> Tensor:
+    def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
         """The second half: results [P, D] in the order of the rows that were sent.
 
         Args:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from tilewright.models.decoder.moe import permuted
-from tilewright.parallel.inside.experts.exchange import ExpertExchange, Way
+from tilewright.parallel.inside.experts.exchange import ExpertExchange, SentRows
 
 NO_BACKWARD = -1
 """What torch calls the backward pass that runs where none does. It has no public name for whether one does."""
@@ -101,7 +101,7 @@ def spread_stack(module: nn.Module, exchange: ExpertExchange, ep: DeviceMesh, sh
 class _Sent:
     """Tokens whose rows are with their experts."""
 
-    way: Way
+    way: SentRows
     order: Tensor
     inverse: Tensor
     weights_NK: Tensor
