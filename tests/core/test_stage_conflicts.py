@@ -15,7 +15,12 @@ REFUSED = {
     "memory.plan": {"memory.plan": "plan.toml"},
     "distill.teacher": {"distill.teacher": "runs/teacher"},
     "data.format": {"data.format": "preferences", "data.source": "pairs.jsonl"},
-    "train.compile": {"train.compile": "on", "parallel.schedule": "dualpipe_v"},
+    "train.compile": {
+        "train.compile": "on",
+        "parallel.schedule": "dualpipe_v",
+        "model.kind": "hf",
+        "model.path": "model",
+    },
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "parallel.reduce_each": {"parallel.reduce_each": "true"},
 }

@@ -331,13 +331,6 @@ def test_attached_and_detached():
     assert [type(layer) for layer in layers] == kinds
 
 
-def test_compiled_layers_are_refused_by_name():
-    model = decoder("bf16_mixed")
-    model.blocks[1].compile()
-    with pytest.raises(ConfigError, match=r"(?s)compiled layers cannot wait.*model.layers.1.*train.compile"):
-        attach(model, WeightGradientQueue())
-
-
 def test_chunked_mlps_sum_their_own_gradients():
     model = decoder("bf16_mixed", tie_embeddings=False)
     assert chunk_mlps(model, 2, print)

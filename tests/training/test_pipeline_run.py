@@ -215,3 +215,18 @@ def test_modes_and_bad_numbers(data, tmp_path):
         assert losses[1] == pytest.approx(losses[0], rel=1e-5), name  # FP16: a sum in another order is rounded to 2^-11
     for told in (alone["nan"], *(of_rank["nan_2"] for of_rank in piped)):
         assert "Non-finite gradient in 3 steps in a row" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_layers_whose_weight_gradients_wait(data, tmp_path):
+    """Of a loss after six steps relative 1e-5, in FP32: sums in another order, and what Adam makes of them."""
+    waits = PIPED | {"train__compile": "on", "parallel__schedule": "zbv"}
+    more = {"zbv": waits, "recomputed": waits | {"train__activation_checkpoint": "full"}}
+    on_ranks(1, runs, str(data), str(tmp_path), {"alone": {}})
+    found = on_ranks(2, runs, str(data), str(tmp_path), more, seconds=900)
+    losses = [row["loss"] for row in rows(tmp_path / "alone" / "metrics.jsonl") if "loss" in row]
+    for name in more:
+        assert found[0][name][0] == 6, found[0][name]
+        ours = [row["loss"] for row in rows(tmp_path / name / "metrics.jsonl") if "loss" in row]
+        assert ours == pytest.approx(losses, rel=1e-5), name

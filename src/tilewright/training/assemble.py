@@ -152,16 +152,19 @@ class RunContext:
         return xxhash.xxh3_128_hexdigest(self.recipe.model_dump_json().encode())
 
     @property
+    def waits(self) -> bool:
+        """Whether weight gradients are computed later than those of inputs."""
+        return self.recipe.parallel.pp > 1 and Pipeline.of(self.recipe.parallel).defers
+
+    @property
     def compiles(self) -> bool:
-        """Whether layers are compiled. Not by themselves where weight gradients wait or matrices are cut, of which
-        compiled code knows nothing.
+        """Whether layers are compiled. Not by themselves where weight gradients wait or matrices are cut.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
         """
         recipe = self.recipe
-        waits = recipe.parallel.pp > 1 and Pipeline.of(recipe.parallel).defers
-        by_default = recipe.model.kind != "hf" and not waits and recipe.parallel.tp == 1
+        by_default = recipe.model.kind != "hf" and not self.waits and recipe.parallel.tp == 1
         return compiles_layers(recipe.train.compile, self.machine, by_default=by_default)
 
     @property
@@ -341,7 +344,7 @@ def build(
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
         if setup.compiles:
-            model.compile_blocks()
+            model.compile_blocks(waits=setup.waits)
         cut_layers(model, layers, compile=setup.compiles)
         # 5. The optimizer, over parameters that stay the same objects from here on.
         optim = recipe.optim

@@ -165,8 +165,12 @@ class Model(TrainableModel, Protocol):
         """Make one parameter of those that share their values, by the shape. Needed again after `to_empty`."""
         ...
 
-    def compile_blocks(self) -> None:
-        """Compile the layers in place with torch.compile."""
+    def compile_blocks(self, *, waits: bool = False) -> None:
+        """Compile the layers in place with torch.compile.
+
+        Args:
+            waits: weight gradients will wait (`ops.base.deferred`).
+        """
         ...
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:

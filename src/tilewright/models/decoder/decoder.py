@@ -256,8 +256,10 @@ class Decoder(nn.Module):
         for router, bias_E in zip(routers, biases, strict=True):
             router.e_score_correction_bias.copy_(bias_E)
 
-    def compile_blocks(self) -> None:
-        """Compile each layer in place. Layers of one kind share one compiled graph.
+    def compile_blocks(self, *, waits: bool = False) -> None:
+        """Compile each layer in place. Layers of one kind share one compiled graph; where weight gradients wait, one
+        graph between two matmuls, inside of what is recomputed: torch recomputes what is compiled in pieces as a whole
+        only where it is called from outside.
 
         A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
@@ -266,7 +268,7 @@ class Decoder(nn.Module):
         silence_checkpoint_warning()
         options, limit = layer_options(), graph_limit()
         for block in self.blocks:
-            if self.checkpoint_inputs == "fp8" and not block.is_moe:
+            if (waits or self.checkpoint_inputs == "fp8") and not block.is_moe:
                 block.compiled_inside = True
                 continue
             if not block.is_moe:

@@ -290,7 +290,7 @@ class HFModel(nn.Module):
 
         return [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, *, waits: bool = False) -> None:
         """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
         name = "_gradient_checkpointing_func"  # there once checkpointing was set, on or off
         from_qdata = {layer for layer in self._layers() if getattr(layer, name, None) is self._from_qdata}

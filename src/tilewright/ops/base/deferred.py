@@ -47,6 +47,9 @@ class WeightGradientQueue:
     """Weight gradients in regions that did not wait: the weight is no parameter itself, or a caller wanted it back."""
     num_bytes: int = 0
     """Of all that is held, a storage counted once."""
+    eagerly: Callable[..., Tensor] | None = None
+    """Calls a function with arguments, where torch's compiler ends its graph: it knows nothing of what waits. Set by
+    `precision.mixed.deferred.attach`; its import takes a second."""
     _open: bool = False
     _paused: int = 0
     _now: deque[tuple[nn.Parameter, Waiting]] = field(default_factory=deque)
@@ -182,6 +185,14 @@ def queue_now(layer: nn.Module) -> WeightGradientQueue | None:
     compiled code, in a `torch.func` transform, or without gradients."""
     queue = getattr(layer, "weight_queue", None)
     if queue is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_func_transform():
+        return None
+    return queue
+
+
+def breaks_graph(layer: nn.Module) -> WeightGradientQueue | None:
+    """The queue of a layer that is being compiled, and is to be called by its `eagerly` then."""
+    queue = getattr(layer, "weight_queue", None)
+    if queue is None or queue.eagerly is None or not torch.is_grad_enabled() or not torch.compiler.is_compiling():
         return None
     return queue
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS, TF32, round_to
 from tilewright.ops.backends.native.wide import widens
-from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
+from tilewright.ops.base.deferred import WeightGradientQueue, breaks_graph, queue_now
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.mixed.derived import is_injected, rebased
@@ -55,6 +55,8 @@ class Cast:
 
     def _no_autocast(self, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
         """run(x, *args) outside of any autocast region: the format is this layer's own affair."""
+        if queue := breaks_graph(self):  # type: ignore[arg-type]
+            return queue.eagerly(self._no_autocast, run, x, *args)  # type: ignore[misc]
         if not torch.is_autocast_enabled(x.device.type):
             return run(x, *args)
         with torch.autocast(x.device.type, enabled=False):

@@ -5,11 +5,13 @@ plain `nn.Linear`, and the head in its loss. The rest is computed as ever: weigh
 TF32 without a unit, parametrizations), adapters, routers, embeddings, norms, biases, stacked experts of other classes.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from tilewright.core.errors import ConfigError
-from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
+from tilewright.ops.base.deferred import WeightGradientQueue, breaks_graph, queue_now
 from tilewright.ops.base.deferred_linear import deferred_linear
 from tilewright.ops.linear import gemms_of
 from tilewright.precision.mixed.cast import become, plain_layer
@@ -21,6 +23,8 @@ class QueuedLinear(nn.Linear):
     weight_queue: WeightGradientQueue | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        if compiled := breaks_graph(self):
+            return compiled.eagerly(self.forward, input)  # type: ignore[misc]
         queue, kind = queue_now(self), input.device.type
         if queue is None:
             return super().forward(input)
@@ -34,8 +38,9 @@ class QueuedLinear(nn.Linear):
 def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
     """Let the weight gradients of a model's linear layers wait in a queue, while a region of it is open.
 
-    The model is converted before, and not compiled: what is compiled does not see the queue. Classes of plain
-    `nn.Linear` layers change in place; parameters and names stay.
+    The model is converted before. Compiled code ends around these layers: it does not see the queue. What is recomputed
+    is compiled inside of what recomputes it, as `Decoder.compile_blocks(waits=True)` does. Classes of plain `nn.Linear`
+    layers change in place; parameters and names stay.
 
     Args:
         model: or one stage of it.
@@ -43,9 +48,6 @@ def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
 
     Returns:
         Names of the layers.
-
-    Raises:
-        ConfigError: a layer is compiled.
 
     Example:
         >>> model, queue = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), WeightGradientQueue()
@@ -58,7 +60,7 @@ def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
         >>> names, waits, model[0].weight.grad.shape
         (['0', '2'], (2, True), torch.Size([3, 2]))
     """
-    _check_not_compiled(model)
+    queue.eagerly = torch.compiler.disable(_call)
     names = []
     for name, module in model.named_modules():
         if plain_layer(module) is nn.Linear:
@@ -76,13 +78,5 @@ def detach(model: nn.Module) -> None:
             become(module, nn.Linear)
 
 
-def _check_not_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-            raise ConfigError(
-                "Weight gradients of compiled layers cannot wait",
-                got=f"{name or type(module).__name__} is compiled",
-                need="layers in eager mode",
-                try_='train.compile = "off", or a schedule whose weight gradients do not wait ("1f1b")',
-                where="train.compile",
-            )
+def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)

@@ -34,9 +34,9 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
         "--data.format chat",
     ),
     (
-        lambda r: r.train.compile == "on" and r.parallel.schedule in DEFERRING,
-        "train.compile", "Compiled layers whose weight gradients wait", "layers in eager mode, or schedule 1f1b",
-        "--train.compile auto",
+        lambda r: r.train.compile == "on" and r.model.kind == "hf" and r.parallel.schedule in DEFERRING,
+        "train.compile", "Compiled layers of Hugging Face whose weight gradients wait",
+        "tilewright's own decoder, layers in eager mode, or schedule 1f1b", "--train.compile auto",
     ),
     (
         lambda r: r.parallel.cpu_offload,
