@@ -23,6 +23,21 @@ def rows() -> Iterator[Row]:
     yield from _waiting_stages()
     yield from _recipe()
     yield from _real_layers()
+    yield from _memory()
+
+
+def _memory() -> Iterator[Row]:
+    if not (RESULTS / "pipeline_memory.json").exists():
+        return
+    result = read("pipeline_memory")
+    for name, found in result.results.items():
+        if name == "stolen":
+            continue
+        metric = "growth of a rank's highest resident set after step 50, 500 steps of ragged micro-batches: "
+        verdict = turns(
+            [rank["highest"] for rank in found["ranks"]], lambda share: f"{100 * share:.1f} %", at_most=0.02
+        )
+        yield Row(f"pipeline_memory {name}", metric + name, "at most 2 %", verdict, result)
 
 
 def _real_layers() -> Iterator[Row]:
