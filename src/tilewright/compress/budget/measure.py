@@ -51,7 +51,7 @@ class RowLosses:
         differences = mine - theirs
         spread = float(differences.std()) if len(differences) > 1 else math.inf
         error = spread * math.sqrt(len(differences)) / float(theirs.sum())
-        return float(differences.sum() / theirs.sum()), error
+        return float(differences.sum()) / float(theirs.sum()), error
 
 
 @torch.no_grad()
