@@ -4,6 +4,7 @@ Rates are the makers' own, one direction of one GPU, and no measurement of ours.
 `inter` is a GPU's own adapter to the network. Used for `plan --world`; `--link` gives others.
 """
 
+import difflib
 from dataclasses import dataclass
 
 from tilewright.core.errors import ConfigError
@@ -70,11 +71,12 @@ def find_link(name: str) -> LinkSpec:
         ConfigError: not in the table.
     """
     if name not in LINKS:
+        near = difflib.get_close_matches(name, LINKS, n=1) or ["infiniband-400"]
         raise ConfigError(
             "Unknown link",
             got=name,
             need=f"a rate such as 50GB/s, or one of {', '.join(LINKS)}",
-            try_="--link inter=infiniband-400",
+            try_=f"--link inter={near[0]}",
             where="--link",
         )
     return LINKS[name]

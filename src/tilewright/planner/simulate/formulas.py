@@ -76,7 +76,7 @@ class Failures:
     stall_s: float = 0.0
     """Seconds that a checkpoint stops the steps for."""
     recover_s: float = 0.0
-    """Seconds from a failure to the first step again; failures that come meanwhile begin it anew."""
+    """Seconds from a failure to the first step after it; a failure in that time starts the recovery again."""
 
     @property
     def goodput(self) -> float:

@@ -5,12 +5,18 @@ import pytest
 from tilewright.core.errors import ConfigError
 from tilewright.core.json_text import to_json
 from tilewright.planner.machine.gpu_specs import TABLE
-from tilewright.planner.machine.link_specs import LINK_REACH, links_of
+from tilewright.planner.machine.link_specs import LINK_REACH, find_link, links_of
 from tilewright.planner.machine.measured_links import LinkPoint, MeasuredLinks
 from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster, cluster_of
 
 NODES = Cluster(4, 8, Link(400e9), Link(50e9))
+
+
+def test_a_link_that_is_unknown_has_the_nearest_one_to_try():
+    with pytest.raises(ConfigError, match="Unknown link") as error:
+        find_link("ethernet100")
+    assert error.value.problems[0].try_ == "--link inter=ethernet-100"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,7 @@ def test_links_that_were_measured_are_used_and_said(tmp_path):
         (16, "3x8", [], "Nodes that do not make up"),
         (16, "many", [], "Nodes that do not make up"),
         (16, "", ["inter=nvlink9"], "Unknown link"),
+        (16, "", ["inter=ethernet100"], "Unknown link"),
         (16, "", ["outer=1GB/s"], "names no link"),
         (16, "", ["inter=0/s"], "has no rate"),
         (16, "", ["inter=1GB/s", "inter=2GB/s"], "names no link"),
