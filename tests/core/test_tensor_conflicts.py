@@ -9,7 +9,6 @@ CUT = {"parallel.tp": "2"}
 REFUSED = {
     "model.kind": {"model.kind": "hf", "model.path": "some/folder"},
     "parallel.pp": {"parallel.pp": "2", "model.tie_embeddings": "false"},
-    "parallel.dp_replicate": {"parallel.dp_replicate": "2"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
     "lora.rank": {"lora.rank": "4"},

@@ -125,3 +125,11 @@ def test_a_gradient_that_is_not_finite_and_what_is_refused(data, tmp_path):
     for rank in range(4):
         assert "Non-finite gradient in 3 steps in a row" in launch.found["nan4", 4, rank]
         assert "rows that divide by tp x dp_shard = 4" in launch.found["uneven", 4, rank]
+
+
+@pytest.mark.slow
+def test_copies_are_the_run_of_one_process(data, tmp_path):
+    launch = Launches(data, tmp_path, DENSE)
+    launch(1, {"alone": {}})
+    launch(4, {"copies": CUT | {"parallel__dp_replicate": 2}})
+    launch.check("copies", 4, "alone")

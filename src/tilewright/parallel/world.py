@@ -172,8 +172,11 @@ class World:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded."""
-        return None if self.mesh is None or self.sizes.dp_shard == 1 else self._shards
+        """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded. Copies of
+        matrices that are cut are of one shard at least: FSDP2 sums their gradients."""
+        sizes = self.sizes
+        sharded = sizes.dp_shard > 1 or (sizes.dp_replicate > 1 and sizes.tp > 1)
+        return self._shards if self.mesh is not None and sharded else None
 
     def fsdp_mesh_beside(self, experts: bool) -> DeviceMesh | None:
         """The same of a model whose experts have a mesh of their own: the rest may be in one shard then."""

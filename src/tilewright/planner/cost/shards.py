@@ -53,7 +53,7 @@ class Shards:
     tp: int = 1
     """Ranks that read the same rows, each with a part of every matrix."""
     experts_apart: bool = False
-    """Routed experts are in parts over these too, whatever `count` is."""
+    """Whatever `count` is: routed experts are in parts over these too, and FSDP2 sums copies of one shard."""
     wire: WireName = "fp32"
     """What gradients are sent as."""
     feedback: bool = False
@@ -64,7 +64,7 @@ class Shards:
         """What a recipe says. `dp_shard = -1` is one part here: who knows the number of processes sets it before."""
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
-        apart = parallel.tp > 1 and recipe.model.num_experts > 0
+        apart = parallel.tp > 1 and (recipe.model.num_experts > 0 or parallel.dp_replicate > 1)
         if count == 1 and not apart:
             return cls(parallel.dp_replicate, tp=parallel.tp, wire=parallel.grad_sync, feedback=parallel.grad_feedback)
         return cls(

@@ -42,6 +42,7 @@ class Case:
     tp: int
     shards: int = 1
     ep: int = 1
+    copies: int = 1
     length: int = 16
     """Of the rows, 16 at most."""
     documents: bool = False
@@ -59,7 +60,7 @@ class Case:
     @property
     def sizes(self) -> MeshSizes:
         """The mesh."""
-        return MeshSizes(dp_shard=self.shards, tp=self.tp, ep=self.ep)
+        return MeshSizes(dp_replicate=self.copies, dp_shard=self.shards, tp=self.tp, ep=self.ep)
 
 
 def world_of(case: Case) -> World:

@@ -46,3 +46,16 @@ def test_more_on_four_ranks():
     cases = [Case(4, kind="mla", settings=FULL), Case(2, 2, reshard=False), Case(2, 2, kind="mla")]
     cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3)]
     check(cases, on_ranks(4, compare, cases))
+
+
+def test_copies():
+    """Of what is cut, and of experts in parts over the same ranks."""
+    cases = [Case(2, copies=2), Case(2, copies=2, ep=2, kind="moe", settings=FULL)]
+    cases += [Case(2, copies=2, kind="mla", slices=False, number=3, options={"reduce_each": True})]
+    check(cases, on_ranks(4, compare, cases))
+
+
+@pytest.mark.slow
+def test_copies_of_shards():
+    cases = [Case(2, 2, copies=2), Case(2, 2, ep=4, copies=2, kind="moe", settings=FULL)]
+    check(cases, on_ranks(8, compare, cases))

@@ -17,10 +17,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
     ),
     (
-        lambda r: r.parallel.dp_replicate > 1,
-        "parallel.dp_replicate", "Copies of the model", "shards in the place of copies", "--parallel.dp_replicate 1",
-    ),
-    (
         lambda r: r.parallel.cpu_offload,
         "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
     ),
