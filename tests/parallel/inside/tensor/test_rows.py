@@ -1,4 +1,4 @@
-"""The residual stream in slices: gradients, lengths that do not come out even, and what a rank keeps."""
+"""The residual stream in slices (`parallel.sequence_parallel`): gradients, odd lengths, and what a rank keeps."""
 
 import pytest
 import torch
