@@ -27,7 +27,7 @@ def metrics(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("traffic")
     changes = {
         "stages": {"parallel__pp": 2},
-        "matrices": {"parallel__tp": 2, "ops__cross_entropy": "native"},
+        "matrices": {"parallel__tp": 2, "ops__cross_entropy": "native", "parallel__sequence_parallel": "false"},
         "layer_major": {"memory__executor": "layer_major", "parallel__dp_replicate": 2, "parallel__dp_shard": 1},
         "copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1},
     }
