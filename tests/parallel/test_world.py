@@ -92,7 +92,8 @@ def test_groups_by_meaning():
                 assert ranks == _along(sizes, rank, (axis,)), (sizes, axis)
             shards = _along(sizes, rank, ("dp_shard",))
             rows = [_along(sizes, other, ("dp_shard",)) for other in _along(sizes, rank, ("dp_replicate",))]
-            fsdp = None if len(shards) == 1 else shards if sizes.dp_replicate == 1 else rows
+            alone = len(shards) == 1 and (sizes.dp_replicate == 1 or sizes.tp == 1)  # copies of what is cut are sharded
+            fsdp = None if alone else shards if sizes.dp_replicate == 1 else rows
             assert found["fsdp"] == fsdp, sizes
             assert found["timeouts"] == {LIMIT_S}
             assert found["said"] == (True, "of 0", [0, 1, 2, 3])
