@@ -32,7 +32,7 @@ def _steps(rank):
     for sizes in MESHES:
         world, model = join(env.ranks(), sizes, torch.device("cpu")), build("gqa")
         _cut(model, world.mesh["tp"])
-        if world.fsdp_mesh is not None:
+        if sizes.dp_shard > 1:
             shard(model, model.layers, world.fsdp_mesh, Sharding())
         try:
             seen, result = run(model, world, microbatches(world.data.rank, 2))
