@@ -38,7 +38,7 @@ class MixingSection(Section):
     """Share of the old weights that each move keeps; the rest of the way is gone at the evaluations after it."""
     max_epochs: float = Field(default=0.0, ge=0, le=1e6)
     """Times that the rows of a domain are trained on at most, to within one interval; then it gets nothing. Where that
-    is all domains, all go on. 0: no limit."""
+    is all domains, all continue. 0: no limit."""
     temperature: float = Field(default=2.0, ge=1, le=1e6)
     """temperature: 1 is in proportion to tokens, a large one is even."""
     schedule: tuple[MixingStage, ...] = ()
