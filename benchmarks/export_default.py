@@ -23,7 +23,7 @@ from tilewright.compress.export_run import export_run
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.core.config.load import load_recipe
 from tilewright.core.log import say
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 CLAIM = "exports of a default model run in their runtimes as fast, as small and as near to FP32 as asked for"
 EIGHT = ("onnx-int8", "openvino-int8", "gguf-q8_0")

@@ -144,7 +144,7 @@ def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> di
 def main() -> None:
     """All cases; the result is written after each, as far as there is time."""
     results: dict[str, Any] = {}
-    mp.get_context("forkserver").set_forkserver_preload(["tilewright.training.loop"])
+    mp.get_context("forkserver").set_forkserver_preload(["tilewright.training.session"])
     with tempfile.TemporaryDirectory() as folder:
         write_text(Path(folder) / "text")
         for name, (world, settings) in CASES.items():

@@ -53,7 +53,7 @@ def write_documents(folder: Path) -> None:
 def run_rank(rank: int, case: str, data: str, folder: str, steps: int) -> dict[str, Any]:
     """A case on one rank: the resident set after each step, and what passed it."""
     from tilewright.training.hooks.base import StepHook
-    from tilewright.training.loop import train
+    from tilewright.training.session import train
 
     os.nice(max(0, 10 - os.nice(0)))
 

@@ -21,7 +21,7 @@ from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.scores import METHODS
 from tilewright.core.config.load import load_recipe
 from tilewright.training.components.dataset import held_out
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 CLAIM = "which importance is best before recovery, and after it, for a quarter of the FFN channels of a small model"
 SHARE = 0.25

@@ -25,7 +25,7 @@ from tests.draws import draw_from
 PRELOAD = [
     "torch", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
-    "tilewright.training.loop", "tilewright.cli.app", "torch.utils.serialization",
+    "tilewright.training.session", "tilewright.cli.app", "torch.utils.serialization",
     *(f"tilewright.ops.backends.cpu.{name}" for name in ("amx", "attention", "low_bit_adam", "wgrad")),
     "tilewright.ops.backends.native.int8", "tests.training.tiny",
 ]  # fmt: skip

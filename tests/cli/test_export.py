@@ -26,7 +26,7 @@ from tilewright.core.errors import CheckpointError, NumericsError
 from tilewright.data.chat import sandbox
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import write_report
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.report.page import write_report
 from tilewright.training.components.dataset import HeldOut
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import build_model, spec_of, with_architecture
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 LAB = '''
 """The block of docs/how-to/add-a-model.md, with a folder of its own."""

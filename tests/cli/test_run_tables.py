@@ -10,7 +10,7 @@ from tilewright.cli.app import run
 from tilewright.cli.run_tables import candidate_table, chosen_table, kernels_in_use, module_table
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.kernels import Kernels
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 MODES = {
     "bf16_mixed": {},

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from tests.machine import fixed_ceilings as fixed_ceilings
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 TIMED = ("time_s", "step_s", "wait_s", "wait_share", "tokens_per_s", "memory_bytes", "memory", "seconds", "stall_s")
 WORDS = (

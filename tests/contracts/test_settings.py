@@ -186,7 +186,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.micro_batch_size": Probe("4", "evals"),
     "train.activation_checkpoint": "tests/models/test_activation_bytes.py::test_eager_layer",
     "train.checkpoint_inputs": Probe("fp8", "weights", {"train.activation_checkpoint": "full"}),
-    "train.compile": "tests/training/test_loop.py::test_a_compiler_that_is_not_there",
+    "train.compile": "tests/training/test_session.py::test_a_compiler_that_is_not_there",
     "train.log_interval": Probe("5", "shown"),
     "train.eval_interval": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),

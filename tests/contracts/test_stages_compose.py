@@ -19,7 +19,7 @@ from tests.training.tiny import rows
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine import ceilings
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipe_v", "interleaved_deferred")

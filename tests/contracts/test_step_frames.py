@@ -17,8 +17,8 @@ import torch
 import tilewright
 from tests.training.tiny import tiny, write_text
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.training.loop import train
 from tilewright.training.run import Run
+from tilewright.training.session import train
 
 PACKAGE = Path(tilewright.__file__).parent
 ELSEWHERE = ("models", "ops", "optim", "data")
@@ -116,5 +116,5 @@ def test_few_files_in_a_step(trace):
 
 def test_few_files_before_the_first_step(trace):
     files = trace.files(trace.before)
-    assert "training/loop.py" in files
+    assert "training/session.py" in files
     assert len(files) <= MOST_BEFORE, "\n".join([f"{len(files)} files, {MOST_BEFORE} at most", *files])

@@ -42,7 +42,7 @@ def test_tests_of_ranks_are_one_part_of_the_schedule_which_comes_first():
     assert len(starts) > 30
     assert {file for file in files if schedule.part_of(file) == schedule.RANKS} >= starts
     assert schedule.part_of("README.md") == "README.md", "a page of examples is a file of its own"
-    files = ("tests/training/test_loop.py", "tests/ops/triton/test_compiled.py", "tests/core/test_log.py")
+    files = ("tests/training/test_session.py", "tests/ops/triton/test_compiled.py", "tests/core/test_log.py")
     turns = [schedule.turn_of(part) for part in (schedule.RANKS, *files)]
     assert turns == sorted(set(turns))
 

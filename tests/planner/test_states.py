@@ -13,7 +13,7 @@ from tilewright.core.errors import UnknownFitError
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytest.importorskip("transformers")
 LLAMA = {

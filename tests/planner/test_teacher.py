@@ -19,7 +19,7 @@ from tilewright.planner.planner import Planner
 from tilewright.planner.trace.byte_counter import LiveBytes
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 VOCAB = 300
 LARGE = {"dim": 128, "num_layers": 3, "num_heads": 4}

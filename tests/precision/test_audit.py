@@ -18,7 +18,7 @@ from tilewright.precision.float8.audit_table import AuditRow, differences, read_
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy, Rule
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 MACHINE = detect_machine("cpu")
 KERNELS = Kernels(MACHINE, {"tile_gemm": "dequant", "linear": "native"})

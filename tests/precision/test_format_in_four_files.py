@@ -30,7 +30,7 @@ from pathlib import Path
 import tilewright
 from tests.training.tiny import tiny, write_text
 from tilewright.precision.policy.gemm_formats import Gemms
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 here = Path(sys.argv[1])
 assert Path(tilewright.__file__).is_relative_to(here), tilewright.__file__

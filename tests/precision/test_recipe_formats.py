@@ -24,7 +24,7 @@ from tilewright.precision.float8.audit import Audit
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.policy.gemm_formats import Gemms, named_format, why_emulated
 from tilewright.precision.policy.policy import Policy, Rule
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 MODES = ("mxfp8", "mxfp4", "nvfp4")
 MACHINE = detect_machine("cpu")

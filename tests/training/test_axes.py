@@ -16,7 +16,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel import parallelize
 from tilewright.parallel.launch import launched
 from tilewright.planner.machine import ceilings
-from tilewright.training import loop
+from tilewright.training import session
 from tilewright.training.executor.standard import StandardExecutor
 
 pytestmark = pytest.mark.dist
@@ -79,13 +79,13 @@ def rank_main(rank, data, runs, axes, plants):
     """Runs on each mesh, with other axes beside it."""
     ceilings.measure = fixed_ceilings
     parallelize.cut_tensors = lambda *_: None  # what `tp` is there for
-    loop.launched = lambda sizes, **given: launched(replace(sizes, **axes), **given)
+    session.launched = lambda sizes, **given: launched(replace(sizes, **axes), **given)
     before, found = StandardExecutor.step, {}
     for name, mesh in MESHES.items():
         of_rank, what = plants.get(name, (None, ""))
         StandardExecutor.step = before
         steps = Steps(_plant(what) if rank == of_rank else lambda step: None)
-        result = loop.train(tiny(Path(data), Path(runs) / name, **MODEL, **mesh))
+        result = session.train(tiny(Path(data), Path(runs) / name, **MODEL, **mesh))
         found[name] = result.step, result.stopped, steps.seen
     return found
 

@@ -15,7 +15,7 @@ from tilewright.precision.controller.monitor import Monitor
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 from tilewright.training.assemble import build, set_up
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 CONTROLLED = {
     "precision__mode": "fp8_tile",

@@ -16,7 +16,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 
 @pytest.fixture(scope="module")

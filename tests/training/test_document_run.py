@@ -21,7 +21,7 @@ from tilewright.optim.clip import GradClip
 from tilewright.planner.machine import ceilings
 from tilewright.training.components.samples import samples_of_step
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 RUN = {

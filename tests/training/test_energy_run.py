@@ -16,7 +16,7 @@ from tilewright.energy.processors import FoundCounters
 from tilewright.planner.machine import ceilings
 from tilewright.report.page import write_report
 from tilewright.training.hooks import energy_hook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 QUIET = {"train__sample_tokens": 0, "log__report": "false", "energy__idle_seconds": 0}
 

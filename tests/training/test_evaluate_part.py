@@ -3,7 +3,7 @@
 import pytest
 
 from tests.training.tiny import rows, tiny
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 SETTINGS = {"train__steps": 4, "train__eval_interval": 2, "checkpoint__interval": 0, "train__sample_tokens": 0}
 SETTINGS |= {"precision__mode": "fp32", "log__report": False, "checkpoint__save_last": False}

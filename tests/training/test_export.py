@@ -11,7 +11,7 @@ from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,7 +21,7 @@ from tilewright.precision.lora.lora import adapted_layers, load_lora_decoder
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 FP8 = torch.float8_e4m3fn
 

@@ -20,7 +20,7 @@ from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name, calls
 from tilewright.training.hooks.precision_hook import PrecisionHook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false"}
 QUIET |= {"train__steps": 12, "train__log_interval": 4, "checkpoint__interval": 3}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands import Command
 from tests.training.tiny import assert_same_run, rows, settings, tiny
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 STEPS = 30
 CHANGES = {"train__steps": STEPS, "checkpoint__interval": 2, "train__eval_interval": 10, "train__sample_tokens": 0}

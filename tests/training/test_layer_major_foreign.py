@@ -5,7 +5,7 @@ import torch
 
 from tests.training.tiny import last_state, save_tokenizer, tiny, write_text
 from tilewright.models.hf.load import load_hf
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 RUN = {"precision__mode": "fp32", "train__steps": 4, "train__eval_interval": 2, "model__kind": "hf"}
 LAYERS = {"memory__executor": "layer_major"}

@@ -10,7 +10,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.training import assemble
 from tilewright.training.executor.transaction import UnrecoverableStepError
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32"}
 

@@ -13,7 +13,7 @@ import torch
 from tests.training.tiny import assert_same_run, last_state, settings, tiny, write_text
 from tilewright.core.errors import ConfigError
 from tilewright.training import assemble
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_interval": 3}
 AWAY = {"memory__offload_params": "disk", "memory__offload_optimizer": "cpu", "memory__offload_activations": "disk"}
@@ -119,7 +119,7 @@ def test_a_hugging_face_folder_at_the_end(data, tmp_path):
 def test_kill_9_and_go_on(data, at_home, tmp_path):
     """The states on disk are a cache: a run killed in mid-step continues from its checkpoint to the same bits."""
     given = settings(data, tmp_path, **LAYERS, **AWAY, checkpoint__interval=1)
-    code = "from tilewright.core.config.load import load_recipe; from tilewright.training.loop import train; "
+    code = "from tilewright.core.config.load import load_recipe; from tilewright.training.session import train; "
     command = [sys.executable, "-c", code + f"train(load_recipe(None, {given!r}, environ={{}}))"]
     for wait_for in ("step_00000002", "step_00000004"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

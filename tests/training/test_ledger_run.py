@@ -3,7 +3,7 @@
 import pytest
 
 from tests.training.tiny import rows, tiny, write_text
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 
 @pytest.fixture(scope="module")

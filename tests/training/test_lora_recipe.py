@@ -14,7 +14,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.precision.lora.peft_io import load_adapter
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 FP8 = torch.float8_e4m3fn
 LORA = {"lora__rank": 4, "lora__alpha": 8.0, "optim__lr": 1e-2}

@@ -20,10 +20,9 @@ from tilewright.cli.commands.chat_models.tuned_recipe import with_passes
 from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.planner.machine import ceilings
-from tilewright.training import loop
+from tilewright.training import session
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
 from tilewright.training.planning.minutes import (
     FEWEST,
     Length,
@@ -35,6 +34,7 @@ from tilewright.training.planning.minutes import (
 )
 from tilewright.training.planning.minutes import with_known_steps as known
 from tilewright.training.run import Run
+from tilewright.training.session import train
 
 STEP_S, MINUTES = 7.5, 2.0
 """What a step takes by the clock of these tests, and what their runs are given."""
@@ -194,11 +194,11 @@ def test_a_run_that_goes_on_keeps_its_number(data, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             _stop_in_step(patch, step)
             if step > 4:
-                patch.setattr(loop, "time_steps", never)
+                patch.setattr(session, "time_steps", never)
             result = train(timed(data, tmp_path))
         assert (result.stopped, result.step) == ("SIGTERM", step)
         first = resolved(tmp_path / "tiny")
-    monkeypatch.setattr(loop, "time_steps", never)
+    monkeypatch.setattr(session, "time_steps", never)
     assert train(timed(data, tmp_path)).step == first[0]
     assert resolved(tmp_path / "tiny") == first
     events = rows(tmp_path / "tiny" / "events.jsonl")
@@ -236,7 +236,7 @@ def test_other_minutes_are_counted_from_the_checkpoint(data, tmp_path, capsys):
 def test_an_exact_number_goes_before_the_minutes_of_the_folder(data, tmp_path, monkeypatch):
     train(timed(data, tmp_path))
     more = resolved(tmp_path / "tiny")[0] + 2
-    monkeypatch.setattr(loop, "time_steps", never)
+    monkeypatch.setattr(session, "time_steps", never)
     assert train(tiny(data, tmp_path, train__steps=more)).step == more
 
 
@@ -309,7 +309,7 @@ def _on_rank(rank, data, runs):
     first = train(loaded)
     Run.try_steps, StandardExecutor.step = tries, slow
     second = train(loaded)
-    loop.time_steps = never
+    session.time_steps = never
     third = train(loaded)
     return (first.step, first.stopped), second.step, third.step
 

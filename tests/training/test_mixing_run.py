@@ -13,7 +13,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.planner.machine import ceilings
 from tilewright.training.components.samples import samples_of_step
 from tilewright.training.hooks.base import StepHook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 SMALL = {
     "precision__mode": "fp32", "train__eval_interval": 0, "train__sample_tokens": 0, "train__global_batch_size": 64,

@@ -8,7 +8,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.training import assemble
 from tilewright.training.components.optimizer import make_optimizer
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 MUON = {"optim__kind": "muon", "optim__lr": 0.004}
 FP32 = {"precision__mode": "fp32"}

@@ -15,8 +15,8 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.hooks import replan_setup
-from tilewright.training.loop import train
 from tilewright.training.run import Run
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 MESHES = {"copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}, "shards": {"parallel__dp_shard": 2}}

@@ -11,9 +11,9 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.config.recipe import TrainSection
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
 from tilewright.training.planning.minutes import LONG_S, long_run
 from tilewright.training.planning.pace import COUNTED, OFF, hold_against_plan
+from tilewright.training.session import train
 
 
 def told(planned_s, seconds, steps=100):

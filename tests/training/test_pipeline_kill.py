@@ -15,7 +15,7 @@ from tests.training.test_document_run import PIPED, RUN, runs, short  # noqa: F4
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine import ceilings
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 SHORT = {"train__steps": 6, "train__eval_interval": 0, "checkpoint__interval": 2}

@@ -15,7 +15,7 @@ from tilewright.parallel.pipeline.balance.measured import FILE, MeasuredStep
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks.pipeline_hook import LEAST, PipelineHook, size_of
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 SLOW, FACTOR = 1, 3.0

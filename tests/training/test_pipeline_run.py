@@ -12,7 +12,7 @@ from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks.base import StepHook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 RUN = {

@@ -14,7 +14,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine import ceilings
 from tilewright.precision.float8.linear import float8_layers
 from tilewright.training.hooks.base import StepHook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 ZBV = PIPED | {"parallel__schedule": "zbv"}

@@ -18,10 +18,10 @@ from tilewright.planner.decide import stages
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.site import Site
-from tilewright.training.loop import train
 from tilewright.training.planning.resolve import plan_run, replanner_of
 from tilewright.training.run import Run
 from tilewright.training.runlog.signals import StopRequest
+from tilewright.training.session import train
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {

@@ -13,11 +13,11 @@ from tilewright.cli.app import run as command_line
 from tilewright.core import log
 from tilewright.core.log import Pulse
 from tilewright.data.common.progress import ProgressBar
-from tilewright.training import loop, run
+from tilewright.training import run, session
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
 from tilewright.training.run import Run
 from tilewright.training.runlog import progress, recorder
+from tilewright.training.session import train
 
 EVERY_S = 0.3
 
@@ -93,7 +93,7 @@ def _slow(monkeypatch, owner, name, seconds=0.6):
 
 
 CASES = {
-    "preparing": (loop, "build", "making the model: "),
+    "preparing": (session, "build", "making the model: "),
     "a step": (StandardExecutor, "step", "step 2 of 2: "),
     "an evaluation": (recorder.MetricsLogger, "evaluation", "evaluation after step 2: "),
     "a checkpoint": (Run, "_write_audit", "checkpoint of step 2: "),

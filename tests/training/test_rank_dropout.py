@@ -9,12 +9,12 @@ import xxhash
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
-from tests.training.test_loop_hf import _bert
+from tests.training.test_session_hf import _bert
 from tests.training.tiny import assert_same_run, tiny
 from tilewright.parallel.liveness.heartbeat import FOLDER
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 MESHES = {"copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}, "shards": {"parallel__dp_shard": 2}}

@@ -16,7 +16,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.parallel.liveness.failure import RankFailedError
 from tilewright.parallel.liveness.heartbeat import records
 from tilewright.planner.machine import ceilings
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 MESHES = {"copies": {"parallel__dp_replicate": 3, "parallel__dp_shard": 1}, "shards": {"parallel__dp_shard": 3}}

@@ -18,7 +18,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.liveness import heartbeat
 from tilewright.parallel.liveness.heartbeat import records
 from tilewright.planner.machine import ceilings
-from tilewright.training import assemble, loop, run
+from tilewright.training import assemble, run, session
 from tilewright.training.checkpoint import writing
 from tilewright.training.planning import ranks
 
@@ -46,12 +46,12 @@ def sleeping(owner, name, calls, mark):
 
 
 PHASES = {
-    "launch": (1, loop, "launched", 1, COPIES, "start of the run: recipe and versions"),
-    "folder": (0, loop, "open_folder", 1, COPIES, "start of the run: the run folder"),
+    "launch": (1, session, "launched", 1, COPIES, "start of the run: recipe and versions"),
+    "folder": (0, session, "open_folder", 1, COPIES, "start of the run: the run folder"),
     "watch": (1, ranks, "Heartbeat", 1, COPIES, "hangs in start, before its first sign of life"),
     "data of the run": (0, assemble, "prepare_data", 1, COPIES, "hangs in data preparation"),
     "plan": (0, assemble, "plan_run", 1, COPIES, "hangs in planning"),
-    "restore": (1, loop, "restore", 1, SHARDS, "hangs in restore"),
+    "restore": (1, session, "restore", 1, SHARDS, "hangs in restore"),
     "data": (1, Stream, "next_step", 2, SHARDS, "hangs in step 2, data"),
     "forward": (1, Decoder, "loss", 3, SHARDS, "hangs in step 2, forward"),
     "forward of copies": (1, Decoder, "loss", 3, COPIES, "hangs in step 2, forward"),
@@ -92,7 +92,7 @@ def main(number, phases, data, runs):
     changes = {"train__steps": 3, "parallel__timeout_minutes": LIMIT_S / 60, "train__sample_tokens": 2} | changes
     dry = changes.pop("dry_run", False)
     try:
-        loop.train(tiny(Path(data), Path(runs) / name, **changes), dry_run=dry)
+        session.train(tiny(Path(data), Path(runs) / name, **changes), dry_run=dry)
     except TilewrightError as error:
         return str(error)
     return ""

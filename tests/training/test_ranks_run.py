@@ -14,7 +14,7 @@ from tilewright.parallel import parallelize
 from tilewright.parallel.shard import Sharding
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 EVALS = {"train__eval_batches": 3, "train__eval_part_batches": 2, "checkpoint__interval": 4, "precision__mode": "fp32"}

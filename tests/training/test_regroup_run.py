@@ -21,7 +21,7 @@ from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.executor.transaction import PartialUpdateError
 from tilewright.training.hooks.replan_setup import LOOK_S, MemoryWatch, there_bytes
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 CASES = {
     "standard": {"model__num_experts": 4},
@@ -158,7 +158,7 @@ import json, sys
 from pathlib import Path
 from tests.training.tiny import tiny
 from tilewright.training.hooks import replan_setup
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 class Cut(replan_setup.MemoryWatch):
     step = 0

@@ -13,7 +13,7 @@ from tests.training.test_pipeline_run import RUN
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks.base import AfterStep, StepHook
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 SLOW_S = 0.03

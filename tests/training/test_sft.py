@@ -16,7 +16,7 @@ from tilewright.report.page import render
 from tilewright.report.run_data.before_after import changes as changes_of
 from tilewright.report.run_data.collect import collect
 from tilewright.training.assemble import build, set_up
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.site import Site
 from tilewright.training.assemble import build, set_up
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 WITHIN = 0.05

@@ -8,7 +8,7 @@ from tests.training.tiny import rows, tiny
 from tilewright.cli.app import run as command
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.training.components.samples import left_out, samples_of_step, skip_steps
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 SMALL = {
     "train__eval_interval": 0,

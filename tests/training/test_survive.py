@@ -10,7 +10,7 @@ import pytest
 from tests.training.test_kill import _start, _wait_for_step
 from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.core.config.load import load_recipe
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 LONG = {"train__steps": 100_000, "checkpoint__interval": 0, "checkpoint__interval_minutes": 0}
 

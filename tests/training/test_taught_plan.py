@@ -16,7 +16,7 @@ from tilewright.planner.machine import ceilings
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher, open_teacher
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
 WITHIN = 0.05

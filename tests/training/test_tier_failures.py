@@ -8,7 +8,7 @@ import torch
 
 from tests.training.tiny import last_state, tiny, write_text
 from tilewright.core.errors import ConfigError, HardwareError
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_interval": 0}
 DISK = {"memory__offload_params": "disk", "memory__offload_optimizer": "disk", "checkpoint__interval": 2}

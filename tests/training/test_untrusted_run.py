@@ -9,7 +9,7 @@ from tests.training.plants import KINDS, change_index, plant_pickle, reseal
 from tests.training.tiny import settings, tiny
 from tilewright.cli.app import run
 from tilewright.core.errors import EXIT_INPUT
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import rows, tiny
 from tilewright.planner.machine import ceilings
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false", "train__global_batch_size": 8}

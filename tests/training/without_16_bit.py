@@ -21,7 +21,7 @@ from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine import ceilings
 from tilewright.precision.convert import convert
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "_convolution", "_int_mm", "_grouped_mm")
 FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")

@@ -342,8 +342,8 @@ def _no_architecture(path: str, reason: str) -> ConfigError:
 
 
 def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
-    """A recipe that trains an architecture of the caller's own, for `training.loop.train` and the planner. Its run.toml
-    has the name, which no other process knows; `model.kind` may be its import path instead."""
+    """A recipe that trains an architecture of the caller's own, for `training.session.train` and the planner. Its
+    run.toml has the name, which no other process knows; `model.kind` may be its import path instead."""
     recipe = loaded.recipe
     return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))
 

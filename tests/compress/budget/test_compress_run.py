@@ -15,7 +15,7 @@ from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
 from tilewright.models.decoder.hf_config import read_config
 from tilewright.report.pages.compress_page import render_compression, verdict_of
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 SHAPE = {"model__num_heads": 4, "model__num_kv_heads": 2, "model__ffn_dim": 96, "precision__mode": "fp32"}
 

@@ -41,10 +41,10 @@ def train_and_judge(
     Args:
         loaded: the recipe.
         dry_run: two steps that keep nothing.
-        on_setup: see `training.loop.train`.
+        on_setup: see `training.session.train`.
     """
     with gc_paused():
-        from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
+        from tilewright.training.session import train as run_training  # torch, so only after the recipe is right
 
     try:
         result = run_training(loaded, dry_run=dry_run, on_setup=on_setup)

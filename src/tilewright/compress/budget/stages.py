@@ -1,4 +1,4 @@
-"""The run folders of a compression: recipes made from the run's own, trained by `training.loop`, resumed by it too."""
+"""The run folders of a compression: recipes made from the run's own, trained and resumed by `training.session`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
 from tilewright.training.components.export import config_keys
-from tilewright.training.loop import train
+from tilewright.training.session import train
 
 _WARMUP = 0.1
 """Share of a stage's steps in which its rate rises: weights that were trained are not to be shaken."""

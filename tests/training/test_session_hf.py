@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.training.tiny import assert_same_run, rows, tiny
-from tilewright.training.loop import train
 from tilewright.training.runlog.files import RunLog
+from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")
 

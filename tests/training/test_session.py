@@ -13,9 +13,9 @@ from tests.contracts.observe import fixed_ceilings
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.loop import train
 from tilewright.training.run import Run
 from tilewright.training.runlog.files import RunLog
+from tilewright.training.session import train
 
 CASES = {
     "bf16": {},
