@@ -85,11 +85,12 @@ def shares(weights: Mapping[str, float]) -> Weights:
 
 
 def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """The weights that changed by over one in a thousand, in words.
+    """The weights that changed by at least 0.0005, in words.
 
     Example:
         >>> change_line({"code": 0.75, "docs": 0.25}, {"code": 0.7, "docs": 0.3})
         'code 0.750 to 0.700, docs 0.250 to 0.300'
     """
     moved = [name for name in after if abs(after[name] - before[name]) >= 5e-4]
-    return ", ".join(f"{name} {before[name]:.3f} to {after[name]:.3f}" for name in moved or after)
+    words = ", ".join(f"{name} {before[name]:.3f} to {after[name]:.3f}" for name in moved)
+    return words or "no weight by 0.0005"

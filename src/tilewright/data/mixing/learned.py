@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.mixing.base import MixDecision, MixEvaluation, Weights, change_line, shares
+from tilewright.data.mixing.base import MixDecision, MixEvaluation, Weights, shares
 
 
 class Exp3:
@@ -49,7 +49,7 @@ class Exp3:
         power = {name: math.exp(even * (reward - highest)) for name, reward in self._reward.items()}
         floor = self._even(self._evaluations)
         weights = {name: (1 - number * floor) * weight + floor for name, weight in shares(power).items()}
-        return MixDecision(weights, f"rewards by training loss: {change_line(seen.weights, weights)}")
+        return MixDecision(weights, "rewards by training loss")
 
     def _even(self, evaluations: int) -> float:
         number = len(self._reward)
@@ -107,7 +107,7 @@ class Aioli:
             return self._move(self._probe(self._place), f"probe of {self.domains[self._place]}")
         if self._place == number:
             self._learn()
-            return self._move(dict(self._weights), f"a round's weights: {change_line(seen.weights, self._weights)}")
+            return self._move(dict(self._weights), "a round of trials has ended")
         if self._place >= number + self.hold:
             self._place, self._falls = 0, []
             return self._move(self._probe(0), f"probe of {self.domains[0]}")
