@@ -41,9 +41,9 @@ def test_a_dense_model_has_no_experts_to_spread():
         parity.compare(load_recipe("default", {}, environ={}), parse_sizes("ep=2"))
 
 
-def test_experts_are_not_cut():
-    with pytest.raises(ConfigError, match=r"Experts cannot be with matrices that are cut[^@]*--parallel dp_shard=2"):
-        parity.compare(load_recipe("tiny_moe", {}, environ={}), parse_sizes("tp=2"))
+def test_stages_are_not_cut():
+    with pytest.raises(ConfigError, match=r"Stages of a pipeline cannot be with matrices [^@]*--parallel dp_shard=4"):
+        parity.compare(load_recipe("default", {}, environ={}), parse_sizes("pp=2,tp=2"))
 
 
 def test_the_worst_of_its_tolerance_is_first():

@@ -78,7 +78,7 @@ def _plant(what):
 def rank_main(rank, data, runs, axes, plants):
     """Runs on each mesh, with other axes beside it."""
     ceilings.measure = fixed_ceilings
-    parallelize.cut_tensors = lambda *_: None  # what `tp` is there for
+    parallelize.cut_tensors = lambda *_, **__: None  # what `tp` is there for
     session.launched = lambda sizes, **given: launched(replace(sizes, **axes), **given)
     before, found = StandardExecutor.step, {}
     for name, mesh in MESHES.items():

@@ -21,7 +21,7 @@ ROOT = Path(torch_names.__file__).parent
 def _made(rank):
     """Names of a stage and of schedules over it, and numbers of micro-batches that each takes."""
     options = {"device": torch.device("cpu"), "group": dist.group.WORLD, "width": 4}
-    options |= {"watch": lambda *_: nullcontext(), "before_reduce": lambda: None}
+    options |= {"watch": lambda *_: nullcontext(), "before_reduce": lambda: None, "sent": lambda _: None}
     stages = {
         name: [RaggedStage(nn.Identity(), index, 2 * virtual, **options) for index in range(rank, 2 * virtual, 2)]
         for name, virtual in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))

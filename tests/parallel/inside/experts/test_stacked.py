@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.shapes import KERNELS
-from tests.parallel.inside.experts.spread import LIKE_ONE_PROCESS
 from tests.parallel.inside.experts.test_codes import BOUNDS
+from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import Seen, groups_of, is_part, microbatches, relative
 from tests.ranks import on_ranks
 from tilewright.core import env
