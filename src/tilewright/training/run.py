@@ -223,7 +223,7 @@ class Run:
         """The step, its row of metrics written; what is due with a line is done, and measured."""
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
-        more = self.setup.world.traffic.numbers() if self.setup.world.size > 1 else {}
+        more = self.setup.world.traffic.numbers() if self.setup.world.everyone.size > 1 else {}
         more |= parts.stream.documents.numbers() if parts.stream.documents else {}
         for _, numbers in self._calls_numbers if step.due else ():
             more |= numbers(step, result)
