@@ -58,7 +58,7 @@ def session(tmp_path_factory):
 def test_requests_that_fail_end_alone_and_others_are_answered(session):
     def ask(content):
         body = {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-        return post(port, CHAT, body)
+        return post(port, CHAT, body | {"temperature": 0})  # a drawn token may be the one that panics
 
     with serving(session) as (port, _), ThreadPoolExecutor(6) as pool:
         start = time.perf_counter()
@@ -72,7 +72,7 @@ def test_requests_that_fail_end_alone_and_others_are_answered(session):
         assert "too much time or memory" in found["loop"][1]["error"]["message"]
         assert found["hello"][0] == 200
         for prompt, right in (("a panic", (400,)), ([7, 8], (500,)), ("hello", (200,))):
-            status, body, _ = post(port, TEXT, {"model": NAME, "prompt": prompt, "max_tokens": 4})
+            status, body, _ = post(port, TEXT, {"model": NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0})
             assert status in right, (prompt, body)
         assert ask("hello")[0] == 200
 
