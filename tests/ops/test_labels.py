@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from tests.optim.test_citizen import assert_in_words
 from tilewright.core.errors import ConfigError, LabelError
 from tilewright.core.hardware import detect_machine
-from tilewright.models.base.distill import batch_loss
 from tilewright.models.base.head import head_loss, logits_loss
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.init import init_decoder
+from tilewright.models.distill.loss import batch_loss
 from tilewright.ops.backends.native import wide
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY

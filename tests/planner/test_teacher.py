@@ -7,9 +7,9 @@ import torch
 
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.tiny import tiny, write_text
-from tilewright.models.base import distill
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import build_model
+from tilewright.models.distill import loss as distill
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost import teacher as costs
 from tilewright.planner.cost.choices import Links

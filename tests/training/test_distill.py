@@ -8,9 +8,9 @@ from tests.cli.tuned import make_model
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.models.base import distill
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.distill import loss as distill
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost.choices import Links

@@ -9,7 +9,7 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import tiny
 from tilewright.memory.tracking.process_memory import make_probe
-from tilewright.models.base import distill
+from tilewright.models.distill import loss as distill
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings

@@ -8,6 +8,7 @@ import torch
 
 from tilewright.compress.budget.candidates import FACTORS, cut_plans
 from tilewright.compress.budget.measure import RowLosses
+from tilewright.compress.budget.rises import in_words, rises_of, rounded, ruling
 from tilewright.compress.budget.sensitivity import CutCost
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.core.errors import ConfigError
@@ -78,3 +79,24 @@ def test_short_names_of_targets():
     found = CompressSettings.of("1%", "int8,edge4,fp8", "heads,ffn")
     assert [target.name for target in found.targets] == ["fp8", "gguf-q4_0", "onnx-int8"]
     assert found.kinds == ("ffn", "heads")
+
+
+def drawn_losses(scale):
+    counts = torch.full((6,), 10.0)
+    return RowLosses({"a": (scale * (20 + torch.rand(6)), counts), "b": (scale * (30 + torch.rand(6)), counts)})
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_the_budget_is_over_the_better_of_the_run_and_the_run_trained_further(turn):
+    """A run that was still learning makes each cut look free beside what it was; one that further steps spoil makes
+    it look free beside those."""
+    whole, equal, cut = (drawn_losses(0.9 + 0.2 * float(torch.rand(()))) for _ in range(3))
+    row = rises_of(cut, whole, equal)
+    assert ruling(row) == pytest.approx(cut.loss / min(whole.loss, equal.loss) - 1, abs=1e-6)
+    assert row["equal_rise"] == pytest.approx((1 + row["rise"]) / (1 + rises_of(equal, whole, None)["rise"]) - 1)
+    artefact = rounded(row, 1.01)
+    assert ruling(artefact) == pytest.approx(1.01 * (1 + ruling(row)) - 1)
+    assert "with as many more steps" in in_words(row)
+    alone = rises_of(cut, whole, None)
+    assert ruling(alone) == alone["rise"]
+    assert ruling(rounded(alone, 1.01)) == pytest.approx(1.01 * cut.loss / whole.loss - 1, abs=1e-6)

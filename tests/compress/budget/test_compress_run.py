@@ -159,9 +159,12 @@ def test_a_budget_that_is_not_reached_names_the_best(run, tmp_path):
     assert "artefacts" not in record
     assert set(record["controls"]) == {"teacher"}
     assert "was not reached; the best is ffn-32" in render_compression(record)
-    control, best = record["controls"]["teacher"]["rise"], record["recovered"]["ffn-32"]["rise"]
-    fair = f"{100 * ((1 + best) / (1 + control) - 1):+.2f} % over the run with as many more steps"
+    control, best = record["controls"]["teacher"], record["recovered"]["ffn-32"]
+    assert control["equal_rise"] is None
+    assert best["equal_rise"] == pytest.approx((1 + best["rise"]) / (1 + control["rise"]) - 1)  # the same rows
+    fair = f"{100 * best['equal_rise']:+.2f} % over the run with as many more steps"
     assert fair in verdict_of(record)
+    assert fair in error.value.problems[0].got
 
 
 @pytest.mark.slow

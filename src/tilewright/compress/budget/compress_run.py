@@ -1,12 +1,14 @@
 """A run made small inside a loss budget: sensitivities, cuts, recovery, controls, exports, verdict.
 
 Each stage is a run folder of its own below `out`, and compress.json is written after each: the same command continues
-where it was stopped. A cut is recovered, its loss compared with the budget, and the next smaller one is tried where it
-is above. What the artefacts round away counts too.
+where it was stopped. First the run is trained as many steps further, which is the control that the budget is over too
+(`rises`). A cut is recovered, its loss compared with the budget, and the next smaller one is tried where it is above.
+What the artefacts round away counts too.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from tilewright.compress.budget.candidates import CutPlan, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.record import Record, read_record, write_record
+from tilewright.compress.budget.rises import in_words, rises_of, rounded, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.compress.budget.stages import OpenRun, from_scratch, run_stage, stage_recipe, write_model
@@ -104,20 +107,22 @@ class Compression:
                 has the best.
         """
         plans = list(islice(self.plan(), self.settings.tries))
+        if self.settings.controls != "none":
+            self._control("teacher")
         chosen = None
         for plan in plans:
             row = self._recovered(plan)
-            if row["rise"] <= self.settings.budget:
+            if ruling(row) <= self.settings.budget:
                 chosen = row
                 break
-            self.say(f"{plan.name}: {100 * row['rise']:+.2f} % is above the budget")
-        best = chosen or min(self.record["recovered"].values(), key=lambda row: row["rise"])
+            self.say(f"{plan.name}: {100 * ruling(row):+.2f} % is above the budget")
+        best = chosen or min((self.record["recovered"][plan.name] for plan in plans), key=ruling)
         self.record["chosen"] = best["name"]
         self._controls(best)
         if chosen is None:
             self.record["verdict"] = "over budget"
             write_record(self.out, self.record)
-            raise self._over(f"{best['name']}: {100 * best['rise']:+.2f} % after recovery", plans)
+            raise self._over(f"{best['name']} after recovery: {in_words(best)}", plans)
         self._export(best)
         inside = [row["target"] for row in self.record["artefacts"] if row["inside"]]
         self.record["verdict"] = "inside budget" if inside else "over budget"
@@ -142,7 +147,6 @@ class Compression:
         self.say(f"{plan.name}: {100 * before.rise_over(self.whole)[0]:+.2f} % before recovery")
         run = self._stage(f"recovered-{plan.name}", folder, taught=True)
         after = self._losses(run)
-        rise, error = after.rise_over(self.whole)
         rows[plan.name] = {
             "name": plan.name,
             "folder": str(folder.relative_to(self.out)),
@@ -154,40 +158,48 @@ class Compression:
             "parameters": parameters(made.model),
             "speed": seconds / whole_s,
             "rise_before": before.rise_over(self.whole)[0],
-            "rise": rise,
-            "error": error,
+            **self._rises(after),
             "domains": after.by_domain(),
         }
-        self.say(f"{plan.name}: {100 * rise:+.2f} % +- {100 * error:.2f} after {self.settings.steps} steps")
+        self.say(f"{plan.name}: {in_words(rows[plan.name])}, after {self.settings.steps} steps of recovery")
         write_record(self.out, self.record)
         return rows[plan.name]
 
     def _controls(self, best: Mapping[str, Any]) -> None:
-        """What else the same steps would have brought."""
-        wanted = {"all": ("teacher", "alone", "scratch"), "equal": ("teacher",), "none": ()}[self.settings.controls]
-        rows = self.record.setdefault("controls", {})
-        cut = self.out / best["folder"]
-        for name in wanted:
-            key = name if name == "teacher" else f"{name}-{best['name']}"
-            if key in rows:
-                continue
-            run = self._control(name, key, cut)
-            losses = self._losses(run)
-            rise, error = losses.rise_over(self.whole)
-            rows[key] = {"run": run.name, "rise": rise, "error": error, "domains": losses.by_domain()}
-            self.say(f"control {key}: {100 * rise:+.2f} % +- {100 * error:.2f}")
-            write_record(self.out, self.record)
+        """What else the same steps would have brought the best cut."""
+        for name in ("alone", "scratch") if self.settings.controls == "all" else ():
+            self._control(name, best)
 
-    def _control(self, name: str, key: str, cut: Path) -> Path:
+    def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
+        """The row of a control: of the run itself, or of a cut."""
+        rows = self.record.setdefault("controls", {})
+        key = name if best is None else f"{name}-{best['name']}"
+        if key in rows:
+            return
+        run = self._train_control(name, key, self.out / ("cut/whole" if best is None else best["folder"]))
+        losses = self._losses(run)
+        rows[key] = {"run": run.name, **self._rises(losses, equal=best is not None), "domains": losses.by_domain()}
+        self.say(f"control {key}: {in_words(rows[key])}")
+        write_record(self.out, self.record)
+
+    def _train_control(self, name: str, key: str, folder: Path) -> Path:
         if name == "teacher":
-            folder = self.out / "cut" / "whole"
             write_model(self.source, self.model, folder)
-            return self._stage("control-teacher", folder, taught=False)
-        if name == "alone":
-            return self._stage(f"control-{key}", cut, taught=False)
-        recipe = stage_recipe(self.source, key, self.out, folder=cut, taught=False, steps=1)
+        if name != "scratch":
+            return self._stage(f"control-{key}", folder, taught=False)
+        recipe = stage_recipe(self.source, key, self.out, folder=folder, taught=False, steps=1)
         steps = self.source.recipe.train.steps + self.settings.steps
         return run_stage(from_scratch(recipe, f"control-{key}", steps), self.source)
+
+    def _rises(self, losses: RowLosses, *, equal: bool = True) -> dict[str, float | None]:
+        return rises_of(losses, self.whole, self._equal if equal else None)
+
+    @cached_property
+    def _equal(self) -> RowLosses | None:
+        """Losses of the run with as many more steps; None without controls. A finished stage is read alone."""
+        if self.settings.controls == "none":
+            return None
+        return self._losses(self.out / self.record["controls"]["teacher"]["run"])
 
     def _export(self, best: Mapping[str, Any]) -> None:
         """Artefacts of the recovered run; each with the loss over the run that was compressed. Those that an earlier
@@ -207,11 +219,15 @@ class Compression:
         """Whether an artefact is inside the budget: the rise of its recovered run, and what its rounding adds."""
         losses = row.get("loss")
         if row["state"] != "ran" or not losses:
-            return {"rise": None, "inside": False, "reason": row.get("reason") or f"state {row['state']}"}
+            return {
+                "rise": None,
+                "equal_rise": None,
+                "inside": False,
+                "reason": row.get("reason") or f"state {row['state']}",
+            }
         ours, theirs = (sum(one[key] for one in losses.values()) for key in ("fp32", "consumer"))
-        rise = (1 + best["rise"]) * theirs / ours - 1
-        inside = rise <= self.settings.budget
-        return {"rise": rise, "inside": inside, "reason": row.get("reason") or f"{100 * rise:+.2f} %"}
+        both = rounded(best, theirs / ours)
+        return both | {"inside": ruling(both) <= self.settings.budget, "reason": row.get("reason") or in_words(both)}
 
     def _stage(self, name: str, folder: Path, *, taught: bool) -> Path:
         recipe = stage_recipe(self.source, name, self.out, folder=folder, taught=taught, steps=self.settings.steps)
@@ -252,10 +268,11 @@ class Compression:
 
     def _over(self, best: str, plans: list[CutPlan]) -> FitError:
         smallest = plans[-1].name
+        more = "" if self.settings.controls == "none" else ", and over the run with as many more steps"
         return FitError(
             "Loss budget was not reached",
             got=f"best {best}",
-            need=f"at most {100 * self.settings.budget:+g} % over the run",
+            need=f"at most {100 * self.settings.budget:+g} % over the run{more}",
             try_=f"a larger --budget, more --steps, or more --tries: the smallest cut that was tried is {smallest}",
             where="--budget",
         )

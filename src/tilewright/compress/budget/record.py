@@ -8,7 +8,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import CheckpointError
 from tilewright.core.json_text import to_json
 
-FILE, FORMAT = "compress.json", 1
+FILE, FORMAT = "compress.json", 2
 Record = dict[str, Any]
 
 

@@ -21,7 +21,8 @@ class CompressSettings:
     """Of one command.
 
     Args:
-        budget: largest relative rise of the held-out loss over the run's own, above 0.
+        budget: largest relative rise of the held-out loss over the run's own, and over the run with as many more steps
+            (`rises`); above 0.
         targets: that the result is exported to, at least one.
         kinds: of unit that may be cut.
         importance: which units stay.

@@ -217,7 +217,7 @@ class TrainSection(Section):
 
 
 class DistillSection(Section):
-    """A teacher whose distributions the run learns too. See `tilewright.models.base.distill`."""
+    """A teacher whose distributions the run learns too. See `tilewright.models.distill.loss`."""
 
     changes_numbers = EVERY
 

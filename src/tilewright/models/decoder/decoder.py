@@ -27,7 +27,6 @@ from tilewright.models.base.checkpointing import (
     common_mode,
     silence_checkpoint_warning,
 )
-from tilewright.models.base.distill import batch_loss
 from tilewright.models.base.head import row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LayerContext, LossOutput
@@ -37,6 +36,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import RMSNorm, StreamSlices, rope_angles
+from tilewright.models.distill.loss import batch_loss
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.documents import document_tensors, documents_from
 from tilewright.ops.kernels import Kernels

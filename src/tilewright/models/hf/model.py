@@ -29,11 +29,11 @@ from tilewright.models.base.checkpointing import (
     checkpoint_options,
     common_mode,
 )
-from tilewright.models.base.distill import batch_loss, is_taught
 from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
+from tilewright.models.distill.loss import batch_loss, is_taught
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows

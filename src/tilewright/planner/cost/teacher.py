@@ -1,7 +1,7 @@
 """What the teacher of `[distill]` adds to a step: bytes beside the student's, and seconds.
 
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
-on the first; nothing is kept for backward. The loss takes logits of both (`models.base.distill`), chunk by chunk, each
+on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
 chunk made twice: in forward, and again in backward. Of several ranks each has the whole teacher and exchanges nothing
 for it.
 """

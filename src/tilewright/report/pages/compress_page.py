@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.compress.budget.rises import ruling
 from tilewright.core.units import format_bytes
 from tilewright.report.template import fill
 
@@ -38,24 +39,25 @@ def verdict_of(record: Mapping[str, Any]) -> str:
     best = record["recovered"][record["chosen"]]
     inside = [row for row in record.get("artefacts", ()) if row["inside"]]
     share = f"{best['parameters'] / record['parameters']:.2f}x the parameters"
-    small = f"{share} at {_percent(best['rise'])}{_fair(best, record)}"
+    small = f"{share} at {_both(best)}"
     if record["verdict"] != "inside budget":
         return f"{run}: the budget of {100 * budget:g} % was not reached; the best is {best['name']}, {small}"
     smallest = min(inside, key=lambda row: row["bytes"])
     ratio = record["fp32_bytes"]["whole"] / smallest["bytes"]
-    artefact = f"{smallest['target']} {ratio:.1f}x smaller than FP32 at {_percent(smallest['rise'])}"
+    artefact = f"{smallest['target']} {ratio:.1f}x smaller than FP32 at {_both(smallest)}"
     return f"{run}: {best['name']}, {small}; {artefact}"
 
 
-def _fair(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """The rise over the run with as many more steps, in words; empty without that control. A run that was still
-    learning makes every cut look free beside what it was."""
-    control = record.get("controls", {}).get("teacher")
-    return "" if control is None else f" ({_percent(_over(row, control))} over the run with as many more steps)"
+def _both(row: Mapping[str, Any]) -> str:
+    """Rises over the run, and over the run with as many more steps, where that control was run."""
+    equal = row.get("equal_rise")
+    more = "" if equal is None else f" ({_percent(equal)} over the run with as many more steps)"
+    return _percent(row["rise"]) + more
 
 
-def _over(row: Mapping[str, Any], control: Mapping[str, Any]) -> float:
-    return (1 + row["rise"]) / (1 + control["rise"]) - 1
+def _equal(row: Mapping[str, Any]) -> str:
+    equal = row.get("equal_rise")
+    return "" if equal is None else _percent(equal)
 
 
 def render_compression(record: Mapping[str, Any]) -> str:
@@ -75,18 +77,24 @@ def render_compression(record: Mapping[str, Any]) -> str:
 
 
 def _stages(record: Mapping[str, Any]) -> CompressTable:
-    control = record.get("controls", {}).get("teacher")
-    fair = lambda row: "" if control is None else _percent(_over(row, control))  # noqa: E731
     rows = []
     for row in record["recovered"].values():
-        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", _size(row, record)))
-        rows.append((f"{row['name']}, recovered", _percent(row["rise"]), _error(row), fair(row), _size(row, record)))
+        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", "", _size(row, record)))
+        rows.append((f"{row['name']}, recovered", *_measured(row), _size(row, record)))
     for name, row in record.get("controls", {}).items():
-        words = _CONTROLS[name.partition("-")[0]]
-        rows.append((f"control: {words}", _percent(row["rise"]), _error(row), fair(row), ""))
-    lead = "Relative rise of the held-out loss over the run, in FP32, on the same rows; with its standard error."
-    columns = ("stage", "loss", "error", "over the run with as many more steps", "parameters")
+        rows.append((f"control: {_CONTROLS[name.partition('-')[0]]}", *_measured(row), ""))
+    lead = (
+        "Relative rise of the held-out loss, in FP32, on the same rows, with its standard error: over the run, and "
+        "over the run with as many more steps. The larger of both is compared with the budget."
+    )
+    columns = ("stage", "over the run", "error", "over the run with as many more steps", "error", "parameters")
     return CompressTable("What each stage made of the loss", lead, columns, rows)
+
+
+def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Both rises, each with its error."""
+    error = row.get("equal_error")
+    return _percent(row["rise"]), _error(row), _equal(row), "" if error is None else f"{100 * error:.2f}"
 
 
 def _artefacts(record: Mapping[str, Any]) -> CompressTable:
@@ -96,12 +104,12 @@ def _artefacts(record: Mapping[str, Any]) -> CompressTable:
         size = row.get("bytes")
         rise = "" if row["rise"] is None else _percent(row["rise"])
         small = (format_bytes(size), f"{whole / size:.1f}x") if size else ("", "")
-        rows.append(
-            (row["target"], row["state"], rise, *small, _token(row), "inside" if row["inside"] else row["reason"])
-        )
+        verdict = "inside" if row["inside"] else row["reason"]
+        rows.append((row["target"], row["state"], rise, _equal(row), *small, _token(row), verdict))
     for row in record.get("baselines", ()):
-        rows.append((f"{row['name']}, of the cut model", row.get("state", ""), "", "", "", _token(row), ""))
-    columns = ("artefact", "state", "loss", "bytes", "smaller than the run in FP32", "cached token", "budget")
+        rows.append((f"{row['name']}, of the cut model", row.get("state", ""), "", "", "", "", _token(row), ""))
+    columns = ("artefact", "state", "over the run", "over the run with as many more steps", "bytes")
+    columns += ("smaller than the run in FP32", "cached token", "budget")
     return CompressTable(
         "Artefacts, each run in its runtime", "Loss: of recovery and rounding together.", columns, rows
     )
@@ -144,7 +152,7 @@ def _layers(record: Mapping[str, Any]) -> CompressTable:
 
 
 def _best(record: Mapping[str, Any]) -> str:
-    return record.get("chosen") or min(record["recovered"].values(), key=lambda row: row["rise"])["name"]
+    return record.get("chosen") or min(record["recovered"].values(), key=ruling)["name"]
 
 
 def _runs(units: Sequence[int]) -> str:
@@ -167,8 +175,10 @@ def _runs(units: Sequence[int]) -> str:
 def _notes(settings: Mapping[str, Any]) -> Iterator[str]:
     yield f"Recovery and controls: {settings['steps']} steps each, on the run's own data; the run is the teacher."
     yield "Loss is that of the run's held-out rows, in FP32; artefacts answer for a sample of them in their runtimes."
-    if settings["controls"] != "all":
-        yield "Not all controls were run: without them it is not known what the same steps would have brought."
+    if settings["controls"] == "none":
+        yield "The run was not trained further: it is not known what as many more steps would have brought it."
+    elif settings["controls"] == "equal":
+        yield "Recovery without the teacher, and the small shape from random weights, were not run."
 
 
 def _percent(share: float) -> str:

@@ -1,6 +1,6 @@
 """The teacher of `[distill]`: a frozen model that adds its last hidden values to each micro-batch.
 
-They and the weight of its head are all that `models.base.distill` needs: logits are made there by chunks. A checkpoint
+They and the weight of its head are all that `models.distill.loss` needs: logits are made there by chunks. A checkpoint
 holds the hash of the teacher's weights, so that a run is not continued with another teacher. Of several ranks each
 holds the whole teacher, which has neither gradients nor states, and runs it on its own rows.
 """
@@ -18,11 +18,11 @@ from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
-from tilewright.models.base import distill
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model
+from tilewright.models.distill import loss as distill
 from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert

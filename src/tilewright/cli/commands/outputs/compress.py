@@ -48,9 +48,10 @@ def compress(run: Path, out: Path | None, time_limit: float, dry_run: bool, as_j
     """Cut, recover and export a run inside a loss budget, with controls.
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`. Each cut is measured alone; the largest one
-    that could be within the budget is made, trained with the run as its teacher, and kept if its loss is inside; else
-    the next smaller one. Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a
-    run folder below OUT; the same command continues where it was stopped. Exits with 3 where the budget is not reached.
+    that could be within the budget is made, trained with the run as its teacher, and kept if its loss is inside, over
+    the run and over the run with as many more steps; else the next smaller one. Artefacts are proven in their
+    runtimes, and what they round away counts too. Each stage is a run folder below OUT; the same command continues
+    where it was stopped. Exits with 3 where the budget is not reached.
     """
     from tilewright.compress.budget.settings import CompressSettings
 

@@ -1,0 +1,67 @@
+"""Which rise of the loss the budget is of: over the run, and over the run with as many more steps.
+
+Of a run that was still learning any cut looks free beside what it was, for recovery trains it further. Of one that
+further steps make worse, a cut looks free beside those. So the larger of both rises rules; without the control that of
+the run alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.compress.budget.measure import RowLosses
+
+
+def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> dict[str, float | None]:
+    """For the record: rise and standard error over the run, and over the run with as many more steps (None: not run).
+
+    Args:
+        losses: of a model.
+        whole: of the run.
+        equal: of the run with as many more steps, on the same rows.
+    """
+    rise, error = losses.rise_over(whole)
+    equal_rise, equal_error = (None, None) if equal is None else losses.rise_over(equal)
+    return {"rise": rise, "error": error, "equal_rise": equal_rise, "equal_error": equal_error}
+
+
+def ruling(row: Mapping[str, Any]) -> float:
+    """The rise that is compared with the budget.
+
+    Example:
+        >>> ruling({"rise": -0.02, "equal_rise": 0.005}), ruling({"rise": 0.01, "equal_rise": None})
+        (0.005, 0.01)
+    """
+    rise, equal = row["rise"], row.get("equal_rise")
+    return rise if equal is None else max(rise, equal)
+
+
+def rounded(row: Mapping[str, Any], ratio: float) -> dict[str, float | None]:
+    """Both rises of an artefact.
+
+    Args:
+        row: of the model that it was made of.
+        ratio: its loss beside that model's.
+
+    Example:
+        >>> rounded({"rise": 0.0, "equal_rise": None}, 1.25)
+        {'rise': 0.25, 'equal_rise': None}
+    """
+    equal = row.get("equal_rise")
+    return {
+        "rise": (1 + row["rise"]) * ratio - 1,
+        "equal_rise": None if equal is None else (1 + equal) * ratio - 1,
+    }
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """Both rises.
+
+    Example:
+        >>> in_words({"rise": -0.02, "equal_rise": 0.005})
+        '-2.00 % over the run, +0.50 % over the run with as many more steps'
+        >>> in_words({"rise": 0.01, "equal_rise": None})
+        '+1.00 % over the run'
+    """
+    equal = row.get("equal_rise")
+    more = "" if equal is None else f", {100 * equal:+.2f} % over the run with as many more steps"
+    return f"{100 * row['rise']:+.2f} % over the run{more}"
