@@ -196,6 +196,8 @@ PROOFS: dict[str, Probe | str] = {
     "distill.teacher": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",
     "distill.divergence": "tests/training/test_distill.py::test_another_divergence_is_another_run",
     "distill.temperature": "tests/training/test_distill.py::test_loss_and_gradients_are_those_of_whole_logits",
+    "distill.cache": "tests/training/test_teacher_rows.py::test_a_run_reads_what_an_earlier_one_kept",
+    "distill.cache_top_k": "tests/training/test_teacher_rows.py::test_settings_of_the_cache",
     "distill.weight": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",
     "memory.mlp_chunks": Probe("2", "weights"),
     "memory.loss_chunk_bytes": Probe("1", "weights", {"ops.cross_entropy": "native"}),

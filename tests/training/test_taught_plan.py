@@ -52,7 +52,7 @@ def held(rank, data, runs, world, changes):
             gc.collect()
             return probe.live_and_kept()[0]
 
-        args = loaded.recipe.distill, setup.tokenizer, parts.model, Policy(loaded.recipe.precision.mode, (), (), "cpu")
+        args = loaded.recipe, setup.prepared, parts.model, Policy(loaded.recipe.precision.mode, (), (), "cpu")
         open_teacher(*args)  # what libraries keep of a first time
         before = live()
         second = open_teacher(*args)

@@ -101,6 +101,14 @@ def _distill(recipe: Recipe) -> Iterator[Conflict]:
             'model.task = "causal_lm" and data.format = "text" or "chat"',
             'distill.teacher = ""',
         )
+    if recipe.distill.cache and recipe.data.rows == "documents":
+        yield Conflict(
+            ("distill.cache", "data.rows"),
+            "Cache of a teacher needs rows that come again",
+            'data.rows = "documents"',
+            "rows of one length: whole documents stand behind others each time they come",
+            'distill.cache = "", or data.rows = "packed"',
+        )
 
 
 def _integers(recipe: Recipe) -> Iterator[Conflict]:

@@ -232,6 +232,12 @@ class DistillSection(Section):
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
     """Between the two distributions. `forward_kl`: the student covers all that its teacher finds likely; `reverse_kl`:
     it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
+    cache: str = ""
+    """Folder that keeps the teacher's likeliest tokens of each row of data, at most 200 bytes per token. A row that is
+    there costs no forward pass of the teacher, in whatever order or run it comes. Empty: none, and whole distributions
+    are compared."""
+    cache_top_k: Count = Field(default=32, ge=1, le=256)
+    """Tokens that are kept of each position. All others count as one; see `tilewright.models.distill.top_k`."""
 
 
 class MemorySection(Section):

@@ -41,6 +41,7 @@ _MIXING = ("interval", "eval_batches", "lowest", "highest", "smoothing", "max_ep
 _UNBLOCKED = ("ref", "varlen", "efficient")
 """Attention that holds all scores, or goes by blocks of its own."""
 _SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
+_DISTILL = ("temperature", "weight", "divergence", "cache", "cache_top_k")
 _LOSS_SCALE = ("loss_scale_window", "loss_scale_min", "loss_scale_max")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
@@ -114,7 +115,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.data.mixing.policy == "off", 'data.mixing.policy = "off"', "data.mixing", _MIXING),
     (lambda r: r.data.format != "preferences", 'data.format is not "preferences"', "train", ("dpo_beta",)),
     (lambda r: r.train.steps > 0 and r.train.minutes > 0, "train.steps is given", "train", ("minutes",)),
-    (lambda r: not r.distill.teacher, "there is no teacher", "distill", ("temperature", "weight", "divergence")),
+    (lambda r: not r.distill.teacher, "there is no teacher", "distill", _DISTILL),
+    (lambda r: bool(r.distill.teacher) and not r.distill.cache, "there is no cache", "distill", ("cache_top_k",)),
     (lambda r: r.data.format == "text", 'data.format = "text"', "data", ("chat_template",)),
     (lambda r: r.data.format != "text", 'data.format is not "text"', "data", ("text_field",)),
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),

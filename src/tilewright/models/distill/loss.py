@@ -1,30 +1,25 @@
 """Distillation: the loss of a student that also learns from the distributions of a teacher.
 
 loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student), both at temperature T (Hinton et al.,
-"Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets. The divergence of the teacher's
-distribution p and the student's q is one of
+"Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets; see `divergences`. Logits are
+made and freed by chunks of rows, forward and backward, for teacher and student alike. Where the teacher's likeliest
+tokens were kept (`top_k`), the batch has these and no logits of the teacher are made. Like pairs of preferences, what
+the loss needs travels with the batch, so each executor computes it.
 
-    forward_kl       sum p log(p / q)       q covers all that p finds likely
-    reverse_kl       sum q log(q / p)       q stays where p is (Gu et al., "MiniLLM", 2023)
-    jensen_shannon   mean of sum p log(p / m) and sum q log(q / m), m = (p + q) / 2 (Agarwal et al., "GKD", 2023)
-
-Logits are made and freed by
-chunks of rows, forward and backward, for teacher and student alike. Like pairs of preferences, what the loss needs
-travels with the batch, so each executor computes it.
-
-Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary.
+Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary
+K tokens that are kept  G = K + 1 groups.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
 from tilewright.models.base.protocols import LossOutput
+from tilewright.models.distill.divergences import DIVERGENCES, divergences
+from tilewright.models.distill.top_k import top_k_loss
 from tilewright.ops.base.labels import check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
@@ -32,7 +27,9 @@ from tilewright.ops.linear import machines_linear
 HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
 """Of a batch: the teacher's last hidden values [B, S, E], the weight of its head [V, E], and FP32 [temperature,
 weight, place in `DIVERGENCES`]."""
-DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
+TOKENS, LOGS = "teacher_tokens", "teacher_logs"
+"""Instead of the first two: the teacher's likeliest tokens int64 [B, S, K], and log-probabilities at its temperature of
+these and of all others together, FP32 [B, S, G]."""
 
 
 def how(temperature: float, weight: float, divergence: str) -> Tensor:
@@ -42,7 +39,7 @@ def how(temperature: float, weight: float, divergence: str) -> Tensor:
 
 def is_taught(batch: Mapping[str, Tensor]) -> bool:
     """Whether a batch carries what a teacher makes of it."""
-    return HIDDEN in batch
+    return HOW in batch
 
 
 def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
@@ -66,6 +63,8 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     temperature, weight, place = batch[HOW].tolist()
     how = temperature, DIVERGENCES[int(place)]
     rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
+    if TOKENS in batch:
+        return _from_tokens(x_ND.split(rows), weight_VD, labels_N.split(rows), batch, temperature, weight, how[1])
     hidden_NE = batch[HIDDEN].flatten(0, 1)
     parts = [
         checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], *how, use_reentrant=False)
@@ -78,6 +77,45 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     shown = {"cross_entropy": means[0], "distillation": means[1]}
     each_BS = (each_N2 @ each_N2.new_tensor([1 - weight, weight])).view_as(batch["labels"])
     return LossOutput((1 - weight) * entropy + weight * divergence, count, shown, each_BS)
+
+
+def _from_tokens(
+    x: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels: Sequence[Tensor],
+    batch: Mapping[str, Tensor],
+    temperature: float,
+    weight: float,
+    divergence: str,
+) -> LossOutput:
+    """The same from the teacher's likeliest tokens; inputs and labels in chunks."""
+    rows, how = len(labels[0]) if labels else 1, (temperature, weight, divergence)
+    tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
+    parts = [
+        checkpoint(_token_chunk, x_CD, weight_VD, labels_C, ids_CK, theirs_CG, *how, use_reentrant=False)
+        for x_CD, labels_C, ids_CK, theirs_CG in zip(x, labels, tokens, logs, strict=True)
+    ]
+    each_N2 = torch.cat([each_C2 for _, each_C2 in parts])
+    count = (batch["labels"] != IGNORED_LABEL).sum()
+    entropy, divergence_mean = each_N2.sum(0) / count.clamp_min(1)
+    shown = {"cross_entropy": entropy, "distillation": divergence_mean}
+    each_BS = (each_N2 @ each_N2.new_tensor([1 - weight, weight])).view_as(batch["labels"])
+    return LossOutput(torch.stack([part for part, _ in parts]).sum(), count, shown, each_BS)
+
+
+def _token_chunk(
+    x_CD: Tensor,
+    weight_VD: Tensor,
+    labels_C: Tensor,
+    ids_CK: Tensor,
+    theirs_CG: Tensor,
+    temperature: float,
+    weight: float,
+    divergence: str,
+) -> tuple[Tensor, Tensor]:
+    ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
+    logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
+    return top_k_loss(logits_CV, labels_C, ids_CK, theirs_CG, temperature, weight, divergence)
 
 
 def _chunk(
@@ -98,17 +136,6 @@ def _chunk(
         theirs_CV = machines_linear(hidden_CE, head_VE).float().masked_fill(ignored_C1, 0.0)
         theirs_CV = (theirs_CV / temperature).log_softmax(-1)
     ours_CV = (logits_CV / temperature).log_softmax(-1)
-    each_C1 = _divergences(theirs_CV, ours_CV, divergence).masked_fill(ignored_C1, 0.0)
+    each_C1 = divergences(theirs_CV, ours_CV, divergence).masked_fill(ignored_C1, 0.0)
     each_C2 = torch.stack((entropy_C, each_C1.detach().squeeze(-1) * temperature**2), -1)
     return torch.stack((entropy, each_C1.sum() * temperature**2)), each_C2
-
-
-def _divergences(theirs_CV: Tensor, ours_CV: Tensor, name: str) -> Tensor:
-    """Of each row [C, 1], from log-probabilities; see the top of the file."""
-    if name == "forward_kl":
-        return F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
-    if name == "reverse_kl":
-        return F.kl_div(theirs_CV, ours_CV, reduction="none", log_target=True).sum(-1, keepdim=True)
-    mixed_CV = torch.logaddexp(theirs_CV, ours_CV) - math.log(2)
-    both = (F.kl_div(mixed_CV, own_CV, reduction="none", log_target=True) for own_CV in (theirs_CV, ours_CV))
-    return torch.stack([each_CV.sum(-1, keepdim=True) for each_CV in both]).mean(0)

@@ -83,6 +83,11 @@ class ShapeFinder:
             f"the teacher {name} is whole on each process: {format_bytes(teacher.weights)} on the device, counted as "
             "the process's",
         )
+        if recipe.distill.cache:
+            notes += (
+                f"bytes and seconds are those of rows that {recipe.distill.cache} does not have; a row that it has "
+                "costs no forward pass of the teacher",
+            )
         if teacher.model.unknown:
             notes += (f"the teacher's forward pass is in neither bytes nor seconds: {teacher.model.unknown}",)
         return replace(found, teacher=teacher, notes=notes)

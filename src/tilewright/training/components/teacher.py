@@ -2,10 +2,11 @@
 
 They and the weight of its head are all that `models.distill.loss` needs: logits are made there by chunks. A checkpoint
 holds the hash of the teacher's weights, so that a run is not continued with another teacher. Of several ranks each
-holds the whole teacher, which has neither gradients nor states, and runs it on its own rows.
+holds the whole teacher, which has neither gradients nor states, and runs it on its own rows. With `distill.cache` its
+likeliest tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from tilewright.core.config.recipe import DistillSection, Recipe
-from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.core.errors import CheckpointError, ConfigError, DataError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.models.base.eval_mode import evaluation
@@ -23,12 +24,16 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model
 from tilewright.models.distill import loss as distill
+from tilewright.models.distill.top_k import top_k_of
 from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import machines_linear
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.checkpoint.state import load_newest
 from tilewright.training.components.model import build_adapted
+from tilewright.training.components.teacher_rows import TeacherRows
+from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 
 
@@ -36,21 +41,43 @@ class Teacher(StepHook):
     """A frozen model with the student's tokenizer.
 
     Args:
-        model: on the device, converted to what it computes in.
+        open_model: gives the model, on the device, converted to what it computes in.
         section: how it teaches, and its name for errors.
         device: where it is.
+        open_rows: of the weights' hash the rows that are kept on disk; None: none are. Where some are there, the model
+            is opened again with the first row that is not.
     """
 
     name, repeatable = "teacher", True
 
-    def __init__(self, model: Model, section: DistillSection, device: torch.device) -> None:
-        self.model, self._path = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
-        self.device = device
+    def __init__(
+        self,
+        open_model: Callable[[], Model],
+        section: DistillSection,
+        device: torch.device,
+        open_rows: Callable[[str], TeacherRows] | None = None,
+    ) -> None:
+        self.device, self._path, self._open = device, section.teacher, open_model
         self._how = distill.how(section.temperature, section.weight, section.divergence)
+        self._temperature = section.temperature
+        model = self._opened()
         digest = xxhash.xxh3_64()
-        for tensor in self.model.state_dict().values():
+        for tensor in model.state_dict().values():  # type: ignore[attr-defined]
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
         self._digest = digest.hexdigest()
+        self.rows = None if open_rows is None else open_rows(self._digest)
+        self._model: Model | None = None if self.rows is not None and len(self.rows) else model
+        self._found, self._computed = 0, 0
+
+    @property
+    def model(self) -> Model:
+        """The teacher."""
+        if self._model is None:
+            self._model = self._opened()
+        return self._model
+
+    def _opened(self) -> Model:
+        return self._open().eval().requires_grad_(False)  # type: ignore[attr-defined]
 
     def before_step(self, step: Step) -> Step:
         """The step on the micro-batches with what the teacher makes of them."""
@@ -59,18 +86,53 @@ class Teacher(StepHook):
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The micro-batches with what the teacher makes of them."""
+        if self.rows is not None:
+            return [{**batch, **self._kept(batch, self.rows)} for batch in microbatches]
         found = []
         with evaluation(self.model):  # type: ignore[arg-type]
             head = _head(self.model)  # once: a head that is rounded to integers is a copy
             for batch in microbatches:
-                there = {name: tensor.to(self.device) for name, tensor in batch.items()}
-                extra = {
-                    distill.HIDDEN: self.model.hidden(there),
-                    distill.HEAD: head,
-                    distill.HOW: self._how,
-                }
-                found.append({**batch, **extra})
+                extra = {distill.HIDDEN: self.model.hidden(self._there(batch)), distill.HEAD: head}
+                found.append({**batch, **extra, distill.HOW: self._how})
         return found
+
+    def _there(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def _kept(self, batch: Mapping[str, Tensor], rows: TeacherRows) -> dict[str, Tensor]:
+        """Likeliest tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
+        is used is what is kept, bit for bit, so that a row teaches the same each time."""
+        found = rows.find(batch)
+        missing = [row for row, one in enumerate(found) if one is None]
+        self._found, self._computed = self._found + len(found) - len(missing), self._computed + len(missing)
+        if missing:
+            part = {name: tensor[missing] for name, tensor in batch.items() if len(tensor) == len(found)}
+            with evaluation(self.model):  # type: ignore[arg-type]
+                rows.add(part, *self._likeliest(part, rows.top_k))
+            for row, one in zip(missing, rows.find(part), strict=True):
+                found[row] = one
+        tokens, logs = (torch.stack(parts) for parts in zip(*_all(found), strict=True))
+        return {distill.TOKENS: tokens, distill.LOGS: logs, distill.HOW: self._how}
+
+    def _likeliest(self, batch: Mapping[str, Tensor], top_k: int) -> tuple[Tensor, Tensor]:
+        """Tokens [B, S, K] and log-probabilities of groups [B, S, G], on the host."""
+        head_VE, hidden_BSE = _head(self.model), self.model.hidden(self._there(batch))
+        chunk = max(1, self.model.kernels.loss_chunk_bytes // (4 * len(head_VE)))
+        parts = [
+            top_k_of((machines_linear(hidden_CE, head_VE).float() / self._temperature).log_softmax(-1), top_k)
+            for hidden_CE in hidden_BSE.flatten(0, 1).split(chunk)
+        ]
+        shape = hidden_BSE.shape[:2]
+        tokens, logs = (torch.cat(each).cpu().unflatten(0, shape) for each in zip(*parts, strict=True))
+        return tokens, logs
+
+    def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
+        """Rows that were read and made since the last line, and records that were damaged, of the first process."""
+        if self.rows is None:
+            return {}
+        told = {"read": self._found, "made": self._computed, "damaged": self.rows.damaged}
+        self._found = self._computed = self.rows.damaged = 0
+        return {"teacher_rows": told}
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -92,31 +154,50 @@ class Teacher(StepHook):
             )
 
 
-def open_teacher(section: DistillSection, tokenizer: Tokenizer | None, student: Any, policy: Policy) -> Teacher | None:
+def open_teacher(recipe: Recipe, prepared: Any, student: Any, policy: Policy) -> Teacher | None:
     """The teacher of a run; None where there is none.
 
     Args:
-        section: names it.
-        tokenizer: of the student's data.
+        recipe: reads `[distill]`, and of `[data]` and `[train]` how many rows may be kept.
+        prepared: data of the run, with the student's tokenizer.
         student: a causal language model; its kernels serve the teacher too.
         policy: of the student; the teacher computes in the same format, 8 bits and rules apart.
 
     Raises:
-        ConfigError: no such run or folder, or another tokenizer.
+        ConfigError: no such run or folder, another tokenizer, or a cache of something else.
         CheckpointError: weights that cannot be read.
+        FitError: no room on the disk for a cache.
+        DataError: a cache that cannot be read or written.
     """
+    section, tokenizer = recipe.distill, getattr(prepared, "tokenizer", None)
     if not section.teacher or tokenizer is None:
         return None
     found, kernels, device = find_teacher(section.teacher), student.kernels, torch.device(policy.device_type)
-    if found.run is not None:
-        model, own, rules = _of_run(found.path, found.run, kernels, device)
-    else:
-        own, rules = load_tokenizer(folder_tokenizer(str(found.path))), ()
-        model = build_model(found.model, own.vocab_size, kernels, device)
-    _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], find_heads(student)[-1].out_features)
     mode = "bf16_mixed" if policy.matmul == "bf16" else "fp32"
-    convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
-    return Teacher(model, section, device)
+    words = find_heads(student)[-1].out_features
+
+    def open_model() -> Model:
+        if found.run is not None:
+            model, own, rules = _of_run(found.path, found.run, kernels, device)
+        else:
+            own, rules = load_tokenizer(folder_tokenizer(str(found.path))), ()
+            model = build_model(found.model, own.vocab_size, kernels, device)
+        _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], words)
+        convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
+        return model
+
+    def open_rows(weights: str) -> TeacherRows:
+        top_k = min(section.cache_top_k, words - 1)  # of so few tokens all are known
+        made_of = {
+            "format": 1, "teacher": weights, "data": prepared.fingerprint, "top_k": top_k, "vocab_size": words,
+            "temperature": section.temperature, "computed_in": mode,
+        }  # fmt: skip
+        rows = TeacherRows(Path(section.cache).expanduser(), made_of, top_k=top_k, vocab_size=words)
+        steps = recipe.train.steps * recipe.train.global_batch_size
+        rows.check_room(min(steps, sum(prepared.num_rows.values())), recipe.data.seq_len)
+        return rows
+
+    return Teacher(open_model, section, device, open_rows if section.cache else None)
 
 
 def _of_run(run: Path, recipe: Recipe, kernels: Kernels, device: torch.device):
@@ -137,6 +218,19 @@ def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int
             try_=f"data.tokenizer = the tokenizer.json of {name}",
             where="distill.teacher",
         )
+
+
+def _all(found: Sequence[tuple[Tensor, Tensor] | None]) -> list[tuple[Tensor, Tensor]]:
+    """Of rows that were just written."""
+    if any(one is None for one in found):
+        raise DataError(
+            "Teacher's tokens were not read back as they were written",
+            got="another hash of a record",
+            need="a disk that keeps what is written",
+            try_="distill.cache on another disk",
+            where="distill.cache",
+        )
+    return [one for one in found if one is not None]
 
 
 def _head(model: Model) -> Tensor:
