@@ -124,6 +124,8 @@ def wanted(methods: dict[str, Row], baselines: dict[str, Row]) -> Iterator[Row]:
         compiled = baselines.get("bf16 compiled", {})
         yield _least(f"INT8 over compiled BF16, {tokens} tokens", limits[1], over(compiled, INT8, tokens), of)
         yield _beside(f"FP32 in the runtime over compiled BF16, {tokens} tokens", over(compiled, wide, tokens), wide)
+        f16 = ("rtn", WIDE_OF[FOUR_BITS[0][1]])
+        yield _beside(f"GGUF F16 over compiled BF16, {tokens} tokens", over(compiled, f16, tokens), f16)
     wide = ("rtn", WIDE_OF[four[1]])
     fp32 = baselines.get("fp32 eager", {})
     yield _least("4 bits over FP32 eager, 1 token", 5.0, over(fp32, four, 1), " ".join(four))

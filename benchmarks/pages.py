@@ -49,6 +49,7 @@ HEADLINES = (
     ("dpaa", "Held-out loss with the precision controller, on a model where static FP8 fails"),
     ("export_int8_over_compiled_bf16__1_tokens", "ONNX INT8 export against compiled BF16, one token"),
     ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "of it the runtime: its FP32 against compiled BF16"),
+    ("export_gguf_f16_over_compiled_bf16__1_tokens", "beside it: GGUF F16 export against compiled BF16, one token"),
     (
         "export_4_bits__worst_domain_s_loss__over_that_of_as_many_unrounded_steps__percent",
         "4-bit export after 200 steps in 4 bits: loss of the worst domain over that of 200 unrounded steps",
