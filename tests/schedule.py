@@ -15,7 +15,9 @@ from xdist.workermanage import WorkerController
 ROOT = Path(__file__).parents[1]
 RANKS = "ranks"
 """The part of the suite that is scheduled as one file."""
-_STARTS_RANKS = re.compile(r"^from tests\.(ranks|commands|training\.(ranks_that_die|test_kill)) import", re.M)
+_IMPORTED = re.compile(r"^ *from (tests(?:\.\w+)*) import", re.M)
+_START = {"tests.ranks", "tests.commands"}
+"""Modules that start ranks or a fork server."""
 FIRST = ("tests/training/", "tests/cli/", "tests/contracts/", "tests/planner/")
 LONG = ("tests/ops/triton/", "tests/compress/", "tests/zoo/", "tests/serving/", "tests/gpu/", "tests/docs/")
 """Folders with files of few tests that take many seconds: not at the end, where the other process would wait."""
@@ -23,14 +25,22 @@ LONG = ("tests/ops/triton/", "tests/compress/", "tests/zoo/", "tests/serving/", 
 
 @cache
 def part_of(file: str) -> str:
-    """`RANKS` for a file of tests whose ranks take turns or that starts a fork server, else the file.
+    """`RANKS` for a file of tests whose ranks take turns or that starts a fork server, else the file. A file that
+    imports from one that does is taken for one too: most such files run its runs.
 
     Args:
         file: path from the root of the clone, as in ids of tests.
     """
     path = ROOT / file
-    starts = path.suffix == ".py" and _STARTS_RANKS.search(path.read_text(encoding="utf-8"))
-    return RANKS if starts else file
+    if path.suffix != ".py":
+        return file
+    imported = _IMPORTED.findall(path.read_text(encoding="utf-8"))
+    return RANKS if any(name in _START or _part_of_module(name) == RANKS for name in imported) else file
+
+
+def _part_of_module(name: str) -> str:
+    file = f"{name.replace('.', '/')}.py"
+    return part_of(file) if (ROOT / file).exists() else name
 
 
 class RanksTogether(LoadFileScheduling):

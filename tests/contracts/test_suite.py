@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,27 @@ def test_tests_of_ranks_are_one_part_of_the_schedule_which_comes_first():
     files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
     starts = {file for file in files if re.search(r"\bon_ranks\w*\(|\bended\(phases", (ROOT / file).read_text())}
     assert len(starts) > 30
-    assert {file for file in files if schedule.part_of(file) == schedule.RANKS} >= starts
+    together = {file for file in files if schedule.part_of(file) == schedule.RANKS}
+    assert together >= starts
+    assert together == {file for file in files if reaches(file, ("tests.ranks", "tests.commands"))}
     assert schedule.part_of("README.md") == "README.md", "a page of examples is a file of its own"
     files = ("tests/training/test_session.py", "tests/ops/triton/test_compiled.py", "tests/core/test_log.py")
     turns = [schedule.turn_of(part) for part in (schedule.RANKS, *files)]
     assert turns == sorted(set(turns))
+
+
+@cache
+def nodes(file):
+    """Those of a file of tests, as Python reads it."""
+    return list(ast.walk(ast.parse((ROOT / file).read_text())))
+
+
+@cache
+def reaches(file, wanted):
+    """Whether a file imports one of these modules, or a module of tests that does."""
+    imported = [str(node.module) for node in nodes(file) if isinstance(node, ast.ImportFrom) and not node.level]
+    inner = [f"{name.replace('.', '/')}.py" for name in imported if name.startswith("tests.")]
+    return any(name in wanted for name in imported) or any(reaches(i, wanted) for i in inner if (ROOT / i).exists())
 
 
 def test_no_process_measures_the_machine():
@@ -100,9 +117,9 @@ NEW_WITHOUT_A_SEED = {"default_rng", "Random", "RandomState", "SeedSequence", "s
 """Draws that no seed of a test reaches."""
 
 
-def new_each_time(text):
+def new_each_time(found):
     """Lines with a call that draws other numbers each time."""
-    for node in ast.walk(ast.parse(text)):
+    for node in found:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in ALWAYS_NEW or (name in NEW_WITHOUT_A_SEED and not node.args and not node.keywords):
@@ -111,9 +128,9 @@ def new_each_time(text):
 
 def test_no_test_draws_what_cannot_be_drawn_again():
     planted = "os.urandom(4)\nnp.random.default_rng()\nrandom.Random()\ntorch.seed()\nrandom.Random(3)\n"
-    assert list(new_each_time(planted)) == [1, 2, 3, 4]
-    files = (ROOT / "tests").rglob("*.py")
-    assert not [f"{file}:{line}" for file in files for line in new_each_time(file.read_text())]
+    assert list(new_each_time(ast.walk(ast.parse(planted)))) == [1, 2, 3, 4]
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")]
+    assert not [f"{file}:{line}" for file in files for line in new_each_time(nodes(file))]
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 3), (2, 8, 4, 2), (6, 5)])
