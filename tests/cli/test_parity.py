@@ -41,9 +41,10 @@ def test_a_dense_model_has_no_experts_to_spread():
         parity.compare(load_recipe("default", {}, environ={}), parse_sizes("ep=2"))
 
 
-def test_stages_are_not_cut():
-    with pytest.raises(ConfigError, match=r"Stages of a pipeline cannot be with matrices [^@]*--parallel dp_shard=4"):
-        parity.compare(load_recipe("default", {}, environ={}), parse_sizes("pp=2,tp=2"))
+def test_experts_are_not_spread_in_stages():
+    given = load_recipe("default", {"model.num_experts": "4"}, environ={})
+    with pytest.raises(ConfigError, match=r"Stages of a pipeline [^@]*--parallel dp_shard=2"):
+        parity.compare(given, parse_sizes("pp=2,ep=2"))
 
 
 def test_the_worst_of_its_tolerance_is_first():
@@ -114,6 +115,11 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
         pytest.param("ep=2", {"model__num_experts": 4}, marks=pytest.mark.slow),  # as below: in tests/parallel/inside
         ("tp=2", {"ops__cross_entropy": "native", "model__num_kv_heads": 2, "optim__kind": "adamw"}),
         pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "pp=2,tp=2",
+            {"parallel__schedule": "zbv", "model__num_kv_heads": 2, "optim__kind": "adamw"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "pp=2,dp_shard=2",
             {"data__rows": "documents", "parallel__balance": "on", "parallel__schedule": "zbv"},

@@ -15,6 +15,9 @@ from tilewright.models.hf.model import HFModel
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.fill import shard_all
 from tilewright.parallel.gradients import sum_gradients
+from tilewright.parallel.inside.experts.hold import expert_meshes, hold_experts, mixtures
+from tilewright.parallel.inside.tensor.hold import cut_tensors
+from tilewright.parallel.inside.tensor.rows import sum_of_slices
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
@@ -22,6 +25,13 @@ from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 
+EVEN = {
+    "gqa_even": replace(SHAPES["gqa"], vocab_size=64),
+    "tied_even": replace(SHAPES["tied"], vocab_size=64, num_kv_heads=2),
+    "mla_even": replace(SHAPES["mla_q_rank"], vocab_size=64),
+    "moe_even": replace(SHAPES["deepseek"], vocab_size=64),
+}
+"""Shapes whose embedding and head can be cut over ranks too."""
 TOLERANCE = 2e-6
 """Of a gradient in FP32, relative to its norm: eps is 6e-8, and what differs is the order of a few dozen sums."""
 FACTOR = 0.125
@@ -29,7 +39,7 @@ FACTOR = 0.125
 
 def decoder(kind: str, layers: int, seed: int = 0) -> Decoder:
     """A tiny decoder of so many layers, in FP32."""
-    model = Decoder(replace(SHAPES[kind], num_layers=layers), KERNELS)
+    model = Decoder(replace((SHAPES | EVEN)[kind], num_layers=layers), KERNELS)
     init_weights(model, seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -40,7 +50,7 @@ def decoder(kind: str, layers: int, seed: int = 0) -> Decoder:
 
 def model_of(kind: str, layers: int) -> Decoder | HFModel:
     """The decoder of a shape, or the Hugging Face model of a family of the zoo."""
-    if kind in SHAPES:
+    if kind in SHAPES or kind in EVEN:
         return decoder(kind, layers)
     family = next(one for one in FAMILIES if one.name == kind.removesuffix("-tied"))
     changes = {"num_hidden_layers": layers, "tie_word_embeddings": kind.endswith("-tied")}
@@ -75,17 +85,31 @@ def counts_of(pipeline: Pipeline) -> list[int]:
     return [few, many, few]
 
 
-def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int = 1, recompute: str = "none"):
+def worst_gradient(
+    pipeline: Pipeline,
+    kind: str,
+    shards: int = 1,
+    copies: int = 1,
+    recompute: str = "none",
+    tp: int = 1,
+    slices: bool = True,
+):
     """(error, name) of the worst gradient of any step on any rank, against one process; None has none to compare.
 
     Each rank computes the steps of the whole model too.
     """
-    world = join(env.ranks(), MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies), torch.device("cpu"))
+    sizes = MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies, tp=tp)
+    world = join(env.ranks(), sizes, torch.device("cpu"))
     layers = pipeline.num_stages + 1
     held = hold_stages(model_of(kind, layers), pipeline, world.row)
     held.activation_checkpoint = recompute
-    if world.fsdp_mesh is not None:
-        shard_all(held, (), world.fsdp_mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
+    if tp > 1:
+        if any(mixtures(held)):
+            hold_experts(held, world)
+        cut_tensors(held, world, sequence_parallel=slices)
+    mesh = world.fsdp_mesh_beside(bool(expert_meshes(held)))
+    if mesh is not None:
+        shard_all(held, (), mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
     steps, whole = PipelineSteps(held, torch.device("cpu")), model_of(kind, layers)
     generator, worst = torch.Generator().manual_seed(3), (0.0, "")
     params = list(held.parameters())
@@ -94,8 +118,10 @@ def worst_gradient(pipeline: Pipeline, kind: str, shards: int = 1, copies: int =
         for param in (*params, *whole.parameters()):
             param.grad = None
         results = steps.run(batches[world.data.rank], FACTOR)
-        if shards == 1:
+        if mesh is None:
             sum_gradients(AsyncCommunicator(world.data.handle), params)
+        sum_of_slices(held)
+        assert tp == 1 or not any(queue.at_once for queue in steps.queues), "weights' gradients wait"
         outputs = [[whole.loss(batch) for batch in of_rank] for of_rank in batches]
         sum(output.loss_sum for of_rank in outputs for output in of_rank).mul(FACTOR).backward()
         for result, output in zip(results, outputs[world.data.rank], strict=True):

@@ -94,6 +94,10 @@ class StreamSlices(Protocol):
     """Who gives ranks slices of the residual stream (`parallel.inside.tensor.rows`): each has some positions of rows.
     All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
 
+    def positions(self, length: int) -> int:
+        """s of a slice of S positions."""
+        ...
+
     def enter(self, x_BSD: Tensor) -> Tensor:
         """This rank's slice [B, s, D] of a stream that all have."""
         ...

@@ -10,7 +10,8 @@ Zero-bubble schedules of pipelines fill their idle time with them.
         queue.run(0)  # computes, and adds to the parameters' gradients as autograd would have
 
 A layer asks in its backward pass whether the queue takes its weight. Outside of a region it takes none, nor does it
-take what is no parameter itself (a weight that is computed from others) or is frozen: those gradients come as ever.
+take what is no parameter itself (a weight that is computed from others) or is frozen: those gradients come as ever. A
+part of a parameter that ranks share, which a layer computes with (`parts.computed_part`), stands for the parameter.
 What waits reads no saved graph, so a checkpointed layer is recomputed once, and a queue holds no activations but the
 operands of its matmuls. State is the object's own. Hooks of a parameter run when its late gradient is added; autograd
 runs those behind the adding in the backward pass too, which has brought nothing.
@@ -19,13 +20,15 @@ runs those behind the adding in the backward pass too, which has brought nothing
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.base.parts import parameter_of, sharded_like
 from tilewright.ops.base.transforms import in_func_transform
 
 
@@ -89,7 +92,8 @@ class WeightGradientQueue:
 
     def may_take(self, weight: Tensor) -> bool:
         """Whether the gradient of this weight would wait, if backward were now."""
-        return self._open and not self._paused and isinstance(weight, nn.Parameter) and weight.is_leaf
+        param = parameter_of(weight)
+        return self._open and not self._paused and param is not None and param.is_leaf
 
     def takes(self, weight: Tensor) -> bool:
         """Whether the gradient of this weight is to wait. Asked in backward, where it is wanted; counts."""
@@ -97,10 +101,13 @@ class WeightGradientQueue:
         self.at_once += self._open and not wait
         return wait
 
-    def add(self, param: Tensor, waiting: Waiting) -> None:
+    def add(self, weight: Tensor, waiting: Waiting) -> None:
         """Let the gradient of a weight that the queue `takes` wait."""
-        if not isinstance(param, nn.Parameter):
+        param = parameter_of(weight)
+        if param is None:
             raise AssertionError("ask `takes` first")
+        if isinstance(param, DTensor) and param is not weight:
+            waiting = replace(waiting, compute=partial(_of_whole, waiting.compute, param))
         self._count(waiting, 1)
         self._now.append((param, waiting))
 
@@ -163,12 +170,17 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def forward(ctx, param, compute):
         ctx.compute = compute
-        return param.new_zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=param.device)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
         return ctx.compute(), None
+
+
+def _of_whole(compute: Callable[[], Tensor], param: DTensor) -> Tensor:
+    """The gradient of this rank's part, as that of the parameter."""
+    return sharded_like(compute(), param.shape, param)
 
 
 def _left(number: int, micro_batches: Sequence[int]) -> ConfigError:

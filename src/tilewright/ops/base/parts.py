@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -123,6 +123,27 @@ def _held(tensor: DTensor, like: Tensor | None) -> Tensor:
         tensor = tensor.redistribute(like.device_mesh, like.placements)
     held = tensor.to_local()
     return held.wait() if isinstance(held, AsyncCollectiveTensor) else held
+
+
+def computed_part(param: DTensor) -> Tensor:
+    """What this rank holds of a parameter, as a plain tensor for a layer that computes with it. `parameter_of` finds the
+    parameter, as long as nothing has been made of the part."""
+    part = param.to_local()
+    part.whole = param  # type: ignore[attr-defined]
+    return part
+
+
+def parameter_of(weight: Tensor) -> nn.Parameter | None:
+    """The parameter that a weight is, or that it is this rank's `computed_part` of; None of what is computed from
+    others.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> parameter_of(weight) is weight, parameter_of(2 * weight)
+        (True, None)
+    """
+    found = weight if isinstance(weight, nn.Parameter) else getattr(weight, "whole", None)
+    return found if isinstance(found, nn.Parameter) else None
 
 
 def place_of(name: str, tensor: Tensor) -> Place:

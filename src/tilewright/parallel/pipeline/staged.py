@@ -1,9 +1,10 @@
 """What the stages of any model have in common: layers in a row, and what a rank with some of them does.
 
 Prologue on the first stage, epilogue with its tiled loss on the last one. Each stage makes the context from the batch,
-which every rank has; only the residual stream travels.
+which every rank has; only the residual stream travels: where ranks that cut matrices have slices of it (`tp`), each
+sends its own to the one that has the same slice in the next stage.
 
-Legend: B rows  S positions  D model width.
+Legend: B rows  S positions  s of a slice, or S  D model width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.models.base.protocols import LayerContext, LossOutput
+from tilewright.models.decoder.layers import StreamSlices
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.world import Group
 
@@ -70,22 +72,27 @@ class ModelStage(nn.Module):
         self._held, self._numbers = (held,), tuple(layers)  # in a tuple: no child of this module
 
     def forward(self, *received: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """The stream [B, S, D] behind the last of its layers, or what `finish` makes of it.
+        """The stream [B, s, D] behind the last of its layers, or what `finish` makes of it whole.
 
         Args:
-            received: the stream [B, S, D]; nothing for the first stage.
+            received: the stream [B, s, D]; nothing for the first stage.
             micro_batch: which one. Loads of experts are added to it.
         """
         (held,) = self._held
+        slices = held.slices
         if self.is_first:
             x_BSD, context = held.prologue(micro_batch.batch)
+            x_BsD = x_BSD if slices is None else slices.enter(x_BSD)
         else:
-            (x_BSD,), context = received, held.context(micro_batch.batch)
+            (x_BsD,), context = received, held.context(micro_batch.batch)
         for number in self._numbers:
-            x_BSD, load_E = held.layer(number, x_BSD, context)
+            x_BsD, load_E = held.layer(number, x_BsD, context)
             if load_E is not None:
                 micro_batch.counted.append(load_E)
-        return micro_batch.finish(x_BSD, context) if self.is_last else x_BSD
+        if not self.is_last:
+            return x_BsD
+        length = micro_batch.batch["input_ids"].shape[1]
+        return micro_batch.finish(x_BsD if slices is None else slices.leave(x_BsD, length), context)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class Staged:
     """Ranks in a row."""
     width: int
     """Of the residual stream."""
+    slices: StreamSlices | None = None
+    """Where ranks have other positions of it."""
     stream_dtype: torch.dtype
     """Of what travels between stages, in the formats that the model has now."""
     ties: Sequence[Tie]
@@ -150,6 +159,11 @@ class Staged:
         """Parameters that another rank holds too, and counts in what is summed over a row."""
         return frozenset([] if self.has_first else self.shared)
 
+    def stream_shape(self, ids_BS: Tensor) -> torch.Size:
+        """[B, s, D] of what travels between stages for a batch of these token ids."""
+        rows, length = ids_BS.shape
+        return torch.Size((rows, length if self.slices is None else self.slices.positions(length), self.width))
+
     def tie_weights(self) -> None:
         """Let ends that are tied be one parameter on this rank, also once FSDP2 has cut one of them, or each for
         itself."""
@@ -180,17 +194,17 @@ class Staged:
         ids_BS, rank_of = batch["input_ids"], self.pipeline.rank_of
         micro_batch = MicroBatch(batch, finish)
         found = torch.empty(shape, dtype=torch.float32, device=ids_BS.device)
-        stream_BSD = torch.empty(*ids_BS.shape, self.width, dtype=self.stream_dtype, device=ids_BS.device)
+        stream_BsD = torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)
         for stage in self.stages:
             if not stage.is_first and rank_of(stage.index - 1) != self.row.rank:
-                dist.recv(stream_BSD, group=self.row.handle, group_src=rank_of(stage.index - 1))
-            given = stage(*([] if stage.is_first else [stream_BSD]), micro_batch=micro_batch)
+                dist.recv(stream_BsD, group=self.row.handle, group_src=rank_of(stage.index - 1))
+            given = stage(*([] if stage.is_first else [stream_BsD]), micro_batch=micro_batch)
             if stage.is_last:
                 found = given.to(torch.float32).contiguous()
             elif rank_of(stage.index + 1) != self.row.rank:
                 dist.send(given.contiguous(), group=self.row.handle, group_dst=rank_of(stage.index + 1))
             else:
-                stream_BSD = given
+                stream_BsD = given
         dist.broadcast(found, group=self.row.handle, group_src=rank_of(self.pipeline.num_stages - 1))
         return found
 
@@ -203,34 +217,34 @@ class Staged:
             return self.epilogue(x_BSD, context, batch).loss_sum / targets
 
         def buffer() -> Tensor:
-            return torch.empty(*ids_BS.shape, self.width, dtype=self.stream_dtype, device=ids_BS.device)
+            return torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)
 
-        micro_batch, passed, stream_BSD = (
+        micro_batch, passed, stream_BsD = (
             MicroBatch(batch, finish),
             list[tuple[ModelStage, Tensor | None, Tensor]](),
             None,
         )
         for stage in self.stages:
-            given_BSD = None
+            given_BsD = None
             if not stage.is_first:
                 before = rank_of(stage.index - 1)
-                given_BSD = buffer() if stream_BSD is None or before != row.rank else stream_BSD.detach()
+                given_BsD = buffer() if stream_BsD is None or before != row.rank else stream_BsD.detach()
                 if before != row.rank:
-                    dist.recv(given_BSD, group=row.handle, group_src=before)
-                given_BSD.requires_grad_()
-            stream_BSD = stage(*([] if given_BSD is None else [given_BSD]), micro_batch=micro_batch)
-            passed.append((stage, given_BSD, stream_BSD))
+                    dist.recv(given_BsD, group=row.handle, group_src=before)
+                given_BsD.requires_grad_()
+            stream_BsD = stage(*([] if given_BsD is None else [given_BsD]), micro_batch=micro_batch)
+            passed.append((stage, given_BsD, stream_BsD))
             if not stage.is_last and rank_of(stage.index + 1) != row.rank:
-                dist.send(stream_BSD.detach().contiguous(), group=row.handle, group_dst=rank_of(stage.index + 1))
-        grad_BSD = None
-        for stage, given_BSD, out in reversed(passed):
+                dist.send(stream_BsD.detach().contiguous(), group=row.handle, group_dst=rank_of(stage.index + 1))
+        grad_BsD = None
+        for stage, given_BsD, out in reversed(passed):
             if not stage.is_last and rank_of(stage.index + 1) != row.rank:
-                grad_BSD = buffer()
-                dist.recv(grad_BSD, group=row.handle, group_src=rank_of(stage.index + 1))
+                grad_BsD = buffer()
+                dist.recv(grad_BsD, group=row.handle, group_src=rank_of(stage.index + 1))
             if out.requires_grad:
-                out.backward(None if stage.is_last else grad_BSD)
-            if given_BSD is not None:
-                grad_BSD = given_BSD.grad
+                out.backward(None if stage.is_last else grad_BsD)
+            if given_BsD is not None:
+                grad_BsD = given_BsD.grad
                 if rank_of(stage.index - 1) != row.rank:
-                    assert grad_BSD is not None, "a stage passes the stream on"
-                    dist.send(grad_BSD.contiguous(), group=row.handle, group_dst=rank_of(stage.index - 1))
+                    assert grad_BsD is not None, "a stage passes the stream on"
+                    dist.send(grad_BsD.contiguous(), group=row.handle, group_dst=rank_of(stage.index - 1))

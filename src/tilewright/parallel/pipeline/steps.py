@@ -65,7 +65,7 @@ class PipelineSteps:
             counter.sent("pp", "send", wire_name(tensor.dtype), tensor.nbytes)
 
         self._model, self._device = model, device
-        pipeline, self._width = model.pipeline, model.width
+        pipeline = model.pipeline
         self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]
         """Of the stages' weight gradients, where the schedule computes them later."""
         for stage, queue in zip(model.stages, self.queues, strict=False):
@@ -77,7 +77,7 @@ class PipelineSteps:
                 pipeline.num_stages,
                 device=device,
                 group=model.row.handle,
-                width=self._width,
+                width=model.width,
                 watch=watch,
                 sent=sent,
                 before_reduce=partial(keep_fp32_sums, stage),
@@ -108,7 +108,7 @@ class PipelineSteps:
             return out.loss_sum * factor
 
         passing = [MicroBatch(batch, partial(finish, number)) for number, batch in enumerate(microbatches)]
-        shapes = [torch.Size((*batch["input_ids"].shape, self._width)) for batch in microbatches]
+        shapes = [self._model.stream_shape(batch["input_ids"]) for batch in microbatches]
         with ExitStack() as regions:
             for queue in self.queues:
                 regions.enter_context(queue.region())

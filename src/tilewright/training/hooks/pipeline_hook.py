@@ -97,9 +97,8 @@ class PipelineHook(StepHook):
         """Fit the cost model to the step, and assign the documents of later steps by it."""
         passes, parts = self._executor.clock.taken()
         self.next_step = step.number + (1 if step.number < OFTEN else EVERY)
-        mine = RankStep(
-            self._world.data.rank, self._world.row.rank, passes, parts, [size_of(batch) for batch in step.microbatches]
-        )
+        world, sizes = self._world, [size_of(batch) for batch in step.microbatches]
+        mine = RankStep(world.data.rank, world.row.rank, passes, parts, sizes, world.tensor.rank)
         measured = MeasuredStep(gather(self._world.everyone.handle, mine))
         compiles, self._compiled = not self._compiled, True
         if compiles or not all(rank.passes for rank in measured.ranks):

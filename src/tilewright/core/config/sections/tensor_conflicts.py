@@ -13,10 +13,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "model.kind", "Other models", "tilewright's own decoder", "--parallel.tp 1: shards take any model",
     ),
     (
-        lambda r: r.parallel.pp > 1,
-        "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
-    ),
-    (
         lambda r: r.parallel.cpu_offload,
         "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
     ),

@@ -32,7 +32,7 @@ def cut_dims(model: Decoder, tp: int, dp_shard: int) -> dict[nn.Module, int]:
     """
     found: dict[nn.Module, int] = {}
     if cuts_vocabulary(model.config.vocab_size, tp, dp_shard):
-        found |= {model.model.embed_tokens: 0, model.lm_head: 0}
+        found |= dict.fromkeys(held_ends(model), 0)
     for name, module in cut_modules(model):
         last = name.rpartition(".")[2]
         if last in OUTPUTS or last in INPUTS:
@@ -43,6 +43,11 @@ def cut_dims(model: Decoder, tp: int, dp_shard: int) -> dict[nn.Module, int]:
 def cut_modules(model: Decoder) -> list[tuple[str, nn.Module]]:
     """Modules by name without those of routed experts, which are whole where they are."""
     return [(name, module) for name, module in model.named_modules() if ".experts." not in name]
+
+
+def held_ends(model: Decoder) -> list[nn.Embedding | nn.Linear]:
+    """Embedding and head, where this rank has them: other stages of a pipeline have neither."""
+    return [end for end in (model.model.embed_tokens, model.lm_head) if isinstance(end, nn.Embedding | nn.Linear)]
 
 
 def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:

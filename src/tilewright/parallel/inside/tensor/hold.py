@@ -23,8 +23,9 @@ from tilewright.formats.tiled import WithCopies
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.decoder.moe import MoE, RunTokens
+from tilewright.ops.base.parts import computed_part
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
-from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary
+from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
 from tilewright.parallel.inside.tensor.rows import SequenceSlices
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.world import World
@@ -38,7 +39,8 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
     """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
 
     Args:
-        model: converted, on meta, or with memory in tests: its parameters are new objects.
+        model: converted, on meta, or with memory in tests: its parameters are new objects. Of a pipeline this rank's
+            stages, whose other layers and ends are not there.
         world: with `tp` ranks that hold other parts.
         sequence_parallel: each rank has some positions of the residual stream (`rows`); False: all of it.
 
@@ -72,8 +74,11 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
         if isinstance(module, GroupedQueryAttention | LatentAttention | MLP) and slices is None:
             _join_output(module.down_proj if isinstance(module, MLP) else module.o_proj, ranks)
     if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
-        cut_embedding(model.model.embed_tokens, ranks)
-        HeadPart.of(model.lm_head, ranks, on_part)
+        for end in held_ends(model):
+            if isinstance(end, nn.Embedding):
+                cut_embedding(end, ranks)
+            else:
+                HeadPart.of(end, ranks, on_part)
     else:
         model.notes.append(
             f"Embedding and head are whole on each process of parallel.tp: {model.config.vocab_size} rows do not come "
@@ -109,7 +114,7 @@ def _run_on_part(module: nn.Module) -> None:
 def _enter(module: nn.Module, _: Any) -> None:
     """Found before the parameter by whoever reads `module.weight`; what asks for parameters does not see it."""
     weight = module._parameters["weight"]
-    module.__dict__["weight"] = weight.to_local() if isinstance(weight, DTensor) else weight
+    module.__dict__["weight"] = computed_part(weight) if isinstance(weight, DTensor) else weight
 
 
 def _leave(module: nn.Module, *_: Any) -> None:

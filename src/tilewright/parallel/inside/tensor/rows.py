@@ -41,6 +41,10 @@ class SequenceSlices:
         self.length = 0
         """Positions of the batch that a layer runs on: set by its attention, which is told their angles."""
 
+    def positions(self, length: int) -> int:
+        """s of a slice of S positions: the same on all ranks."""
+        return -(-length // self.ranks.size)
+
     def enter(self, x_BSD: Tensor) -> Tensor:
         """This rank's slice of a stream that all have, as they all have its gradient."""
         return moved(x_BSD, self._own, functools.partial(self._whole, length=x_BSD.shape[1]))
@@ -112,7 +116,7 @@ class SequenceSlices:
 
     def _own(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [B, s, ...]"""
-        each = -(-x.shape[1] // self.ranks.size)
+        each = self.positions(x.shape[1])
         part = x[:, self.ranks.rank * each : (self.ranks.rank + 1) * each]
         missing = each - part.shape[1]
         return F.pad(part, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else part.contiguous()
@@ -125,7 +129,7 @@ class SequenceSlices:
     def _summed(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, s, D] of the sum over ranks"""
         ranks, (rows, length, width) = self.ranks.size, x_BSD.shape
-        each = -(-length // ranks)
+        each = self.positions(length)
         padded = F.pad(x_BSD, (0, 0, 0, each * ranks - length))
         return self.ranks.scattered(padded.view(rows, ranks, each, width).transpose(0, 1))
 

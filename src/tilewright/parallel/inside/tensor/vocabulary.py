@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.models.base.head import head_operands
+from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
@@ -64,7 +65,7 @@ class HeadPart:
             own = weight_VD.shape[0]
             join = functools.partial(_join, ranks=self.ranks)
             classes = ClassSlice(self.ranks.rank * own, own, own * self.ranks.size, join)
-            return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, classes=classes)
+            return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, queue_now(self.head), classes=classes)
 
 
 def _join(lse_C: Tensor, logit_C: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ class RankStep:
     parts: Sequence[StepPart]
     sizes: Sequence[MicroBatchSize]
     """Of its micro-batches."""
+    tensor_rank: int = 0
+    """Among those that have other parts of the same stages' matrices. Each is in a row of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class MeasuredStep:
     @property
     def rows(self) -> list[Row]:
         """Passes of the ranks in each row."""
-        found: dict[int, list[RankStep]] = {}
+        found: dict[tuple[int, int], list[RankStep]] = {}
         for rank in self.ranks:
-            found.setdefault(rank.data_rank, []).append(rank)
+            found.setdefault((rank.data_rank, rank.tensor_rank), []).append(rank)
         return [[one.passes for one in sorted(row, key=lambda one: one.row_rank)] for row in found.values()]
 
     def idle(self) -> IdleTime:
@@ -88,6 +90,7 @@ class MeasuredStep:
             {
                 "data_rank": rank.data_rank,
                 "row_rank": rank.row_rank,
+                "tensor_rank": rank.tensor_rank,
                 "passes": [
                     [p.action, p.stage, p.microbatch, round(p.begin_s, 6), round(p.seconds, 6)] for p in rank.passes
                 ],
@@ -112,6 +115,7 @@ class MeasuredStep:
                     [Pass(str(a), int(s), int(m), float(b), float(t)) for a, s, m, b, t in rank["passes"]],  # type: ignore[arg-type]
                     [StepPart(str(name), float(begin), float(seconds)) for name, begin, seconds in rank["parts"]],
                     [MicroBatchSize(**size) for size in rank["sizes"]],
+                    int(rank.get("tensor_rank", 0)),
                 )
                 for rank in found
             ]
