@@ -181,6 +181,7 @@ def test_the_plan_says_what_it_took_documents_for(ran):
         assert len([note for note in notes if note.startswith("whole documents are planned as full rows of 48")]) == 1
         (told,) = [note for note in notes if note.startswith("documents of this data have ")]
         mean, share = float(told.split()[5]), float(told.split(" takes ")[1].split()[0])
+        assert any("the seconds of attention are those of the data's lengths" in note for note in notes)
         assert 5 < mean < 40
         assert mean / 48 < share / 100 < 1, "long ones have most of the pairs"
 

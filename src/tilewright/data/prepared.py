@@ -108,12 +108,21 @@ class PreparedData:
         return sum(self.num_rows.values())
 
     @cached_property
+    def attention_share(self) -> float:
+        """Of the pairs of positions in full rows, how many documents of as many tokens have: the sum of L^2 over that
+        of L times `seq_len`. 1 where rows are packed."""
+        if self.rows != "documents":
+            return 1.0
+        lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
+        return float((lengths * lengths).sum() / max(1.0, lengths.sum() * self.seq_len))
+
+    @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a plan, which is of full rows, says of the lengths of documents; nothing where rows are packed."""
+        """What a plan says of the lengths of documents; nothing where rows are packed."""
         if self.rows != "documents":
             return ()
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
-        share = format_share(float((lengths * lengths).sum() / max(1.0, lengths.sum() * self.seq_len)))
+        share = format_share(self.attention_share)
         mean = lengths.sum() / max(1, len(lengths))
         return (
             f"documents of this data have {mean:.0f} tokens in the mean; their attention takes {share} of full rows'",

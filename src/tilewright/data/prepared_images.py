@@ -41,6 +41,8 @@ class PreparedImages:
     task = "image_classification"
     domains = eval_domains = (DOMAIN,)
     notes: tuple[str, ...] = ()
+    attention_share: float = 1.0
+    """See `PreparedData`."""
 
     def __init__(self, folder: Path, images: BuiltImages, summary: dict[str, Any]):
         self.folder = folder

@@ -351,7 +351,7 @@ class Planner:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device
         host = {} if cpu else {**table.host, **on_host(rows)}
-        told = (*documents_notes(recipe), *slow_mode_notes(recipe, self.rates, self.machine))
+        told = (*documents_notes(recipe, shape), *slow_mode_notes(recipe, self.rates, self.machine))
         more = (*filter(None, [self.rates.load_note]), *told, *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(

@@ -46,6 +46,8 @@ class Site:
     """What the run may use, where it is not what the recipe and the machine say: for advice about more of it."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     """What is known of rates and ranks, which plans say too."""
+    attention_share: float | None = field(default=None, kw_only=True)
+    """Of the pairs of positions in full rows, how many the data's documents have; None: the data is not known."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
     finder: ShapeFinder | None = field(default=None, kw_only=True, compare=False)
@@ -94,7 +96,7 @@ class Site:
     @cached_property
     def shapes(self) -> ShapeFinder:
         """What all planners of this place learn of models."""
-        return self.finder or ShapeFinder(self.vocab_size, self.machine)
+        return self.finder or ShapeFinder(self.vocab_size, self.machine, self.attention_share)
 
 
 def on_disk(recipe: Recipe) -> bool:

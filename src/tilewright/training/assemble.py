@@ -283,6 +283,7 @@ def set_up(
         together = world.local_size == world.size
         at("planning")
         more = {"mesh": world.sizes, "one_machine": together, "notes": prepared.notes}
+        more |= {"attention_share": prepared.attention_share}
         site = Site(prepared.vocab_size, machine, rates, offload_dir, **more)
         return *plan_run(loaded, site, run_plan=run_plan, resuming=resuming), site
 

@@ -126,8 +126,8 @@ def _held(tensor: DTensor, like: Tensor | None) -> Tensor:
 
 
 def computed_part(param: DTensor) -> Tensor:
-    """What this rank holds of a parameter, as a plain tensor for a layer that computes with it. `parameter_of` finds the
-    parameter, as long as nothing has been made of the part."""
+    """What this rank holds of a parameter, as a plain tensor for a layer that computes with it. `parameter_of` finds
+    the parameter, as long as nothing has been made of the part."""
     part = param.to_local()
     part.whole = param  # type: ignore[attr-defined]
     return part
@@ -142,7 +142,7 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
         >>> parameter_of(weight) is weight, parameter_of(2 * weight)
         (True, None)
     """
-    found = weight if isinstance(weight, nn.Parameter) else getattr(weight, "whole", None)
+    found = getattr(weight, "whole", weight)  # first: torch lets the part of a parameter say that it is one
     return found if isinstance(found, nn.Parameter) else None
 
 

@@ -347,7 +347,9 @@ class LayerParts:
     def attention_s(self) -> float:
         """Scores and values of one micro-batch, forward."""
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
-        return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.matmul_format]
+        share = 1.0 if self.shape.attention_share is None else self.shape.attention_share
+        flops = share * self.rows * self.found.attention_flops
+        return slower * flops / self.rates.attention[self.shape.matmul_format]
 
     def elementwise_s(self) -> float:
         """Norms, activations and residuals of one micro-batch, forward and backward."""

@@ -60,9 +60,12 @@ def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
     return [RankRow(tuple(ranks), parameters, *sizes) for sizes, ranks in found.items()]
 
 
-def documents_notes(recipe: Recipe) -> tuple[str, ...]:
+def documents_notes(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
     """What a plan of whole documents is the plan of."""
     if recipe.data.rows != "documents":
         return ()
-    length = f"full rows of {recipe.data.seq_len:,} tokens"
-    return (f"whole documents are planned as {length}: bytes are a bound, and so are the seconds of attention",)
+    seconds = "and so are the seconds of attention"
+    if shape.attention_share is not None:
+        seconds = "the seconds of attention are those of the data's lengths"
+    full = f"full rows of {recipe.data.seq_len:,} tokens"
+    return (f"whole documents are planned as {full}: bytes are a bound, {seconds}",)

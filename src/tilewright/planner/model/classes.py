@@ -46,11 +46,14 @@ class ShapeFinder:
     Args:
         vocab_size: of the tokenizer; classes of an image folder.
         machine: where it would run.
+        attention_share: of the pairs of positions in full rows, how many whole documents of the data have; None: as
+            many, a bound.
     """
 
-    def __init__(self, vocab_size: int, machine: Machine) -> None:
+    def __init__(self, vocab_size: int, machine: Machine, attention_share: float | None = None) -> None:
         self.vocab_size = vocab_size
         self.machine = machine
+        self.attention_share = attention_share
         self._skeletons: dict[object, Skeleton] = {}
         self._traces: dict[object, tuple[Trace, Trace] | str] = {}
         self._calls: dict[ModelSection, ModelCalls] = {}
@@ -69,6 +72,8 @@ class ShapeFinder:
         parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
         policy = Policy.from_section(recipe.precision, self.machine.device, parameters=parameters)
         found = reduce(ModelShape.covering, (self._in_mode(recipe, policy.in_mode(mode), mode) for mode in modes))
+        if recipe.data.rows == "documents":
+            found = replace(found, attention_share=self.attention_share)
         return self._taught(found, recipe) if recipe.distill.teacher else found
 
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:

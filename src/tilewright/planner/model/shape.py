@@ -182,6 +182,9 @@ class ModelShape:
     """That Muon multiplies in (`ops.newton_schulz`)."""
     teacher: "TeacherShape | None" = None
     """That it learns from."""
+    attention_share: float | None = None
+    """Of the pairs of positions in full rows, how many the data's documents have; None: it has full rows, or is not
+    known."""
     notes: tuple[str, ...] = ()
     unknown: str = ""
     """Why nothing but the weights is known; empty where all is."""
