@@ -282,9 +282,8 @@ def set_up(
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
         together = world.local_size == world.size
         at("planning")
-        more = {"mesh": world.sizes, "one_machine": together, "notes": prepared.notes}
-        more |= {"attention_share": prepared.attention_share}
-        site = Site(prepared.vocab_size, machine, rates, offload_dir, **more)
+        known = {"notes": prepared.notes, "attention_share": prepared.attention_share}
+        site = Site(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes, one_machine=together, **known)
         return *plan_run(loaded, site, run_plan=run_plan, resuming=resuming), site
 
     world.at("planning")
