@@ -6,7 +6,7 @@ No figure is made up. What has no counter is not in the sum, and `EnergyUse.to_j
 
 import threading
 import time
-from collections import Counter as Sums
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,12 +21,20 @@ LEAST_S = 0.05
 START = "start"
 
 
+Sums = defaultdict[str, float]
+"""By phase; 0 of those without an entry."""
+
+
+def _no_sums() -> Sums:
+    return defaultdict(float)
+
+
 @dataclass
 class EnergyUse:
     """What was counted, by phase; in energy.json, so that it adds up over resumes."""
 
-    joules: Sums[str] = field(default_factory=Sums)
-    seconds: Sums[str] = field(default_factory=Sums)
+    joules: Sums = field(default_factory=_no_sums)
+    seconds: Sums = field(default_factory=_no_sums)
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name: what it covers, what counts, joules, and what was wrong with it."""
 
@@ -47,7 +55,7 @@ class EnergyUse:
     def from_json(cls, table: Mapping[str, Any]) -> "EnergyUse":
         """What `to_json` gave."""
         parts = {part["name"]: {key: part[key] for key in part if key != "name"} for part in table["parts"]}
-        return cls(Sums(table["joules"]), Sums(table["seconds"]), parts)
+        return cls(_sum(table["joules"], {}), _sum(table["seconds"], {}), parts)
 
     def plus(self, other: "EnergyUse") -> "EnergyUse":
         """Of two machines, or of two processes one after the other. A part of both is one."""
@@ -55,7 +63,6 @@ class EnergyUse:
         for name, part in other.parts.items():
             before = parts.get(name)
             parts[name] = dict(part) if before is None else part | _both(before, part)
-        # Not `+`: of Counters that drops what is 0.
         return EnergyUse(_sum(self.joules, other.joules), _sum(self.seconds, other.seconds), parts)
 
 
@@ -81,7 +88,7 @@ class EnergyMeter:
         self._tallies = [Tally(counter) for counter in counters]
         self._clock, self._waited, self._lock = clock, waited_s, threading.Lock()
         self._use, self._phase = EnergyUse(), START
-        self._since: Sums[str] = Sums()  # seconds by phase since the last reading
+        self._since = _no_sums()  # seconds by phase since the last reading
         self._waited_s = waited_s()
         now = clock()
         for tally in self._tallies:
@@ -158,7 +165,7 @@ class EnergyMeter:
         for phase, seconds in shares.items():
             self._use.seconds[phase] += seconds
             self._use.joules[phase] += joules * seconds / whole if whole else 0.0
-        self._since, self._read_at = Sums(), now
+        self._since, self._read_at = _no_sums(), now
 
     def _shares(self) -> dict[str, float]:
         """Seconds of each phase since the last reading; what steps waited for data is apart."""
@@ -200,8 +207,8 @@ def _both(before: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     return {"joules": before["joules"] + part["joules"], "trouble": trouble}
 
 
-def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> Sums[str]:
-    found = Sums(one)
+def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> Sums:
+    found = defaultdict(float, one)
     for name, value in other.items():
         found[name] += value
     return found

@@ -7,7 +7,7 @@ nvmlDeviceGetTotalEnergyConsumption in millijoules since the driver was loaded, 
 import ctypes
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tilewright.energy.counter import Counter, MeteredPart
 
@@ -63,7 +63,7 @@ class Nvml:
     def open(cls) -> "Nvml | None":
         """The GPUs, None where there is no driver or it does not start."""
         try:
-            library = ctypes.CDLL(_LIBRARY)
+            library = cast(NvmlLibrary, ctypes.CDLL(_LIBRARY))  # its functions are found by name
         except OSError:
             return None
         return cls(library) if library.nvmlInit_v2() == 0 else None
@@ -79,7 +79,7 @@ class Nvml:
             uuids: of those that are meant, with or without `GPU-`.
         """
         meant = {uuid.removeprefix("GPU-") for uuid in uuids}
-        found = []
+        found: list[Counter] = []
         for handle, name in self._devices:
             uuid = self._uuid(handle)
             if uuid not in meant:
@@ -116,7 +116,7 @@ class Nvml:
 class _EnergyCounter:
     """Millijoules since the driver was loaded, in 64 bits."""
 
-    wraps_at = None
+    wraps_at: float | None = None
 
     def __init__(self, library: NvmlLibrary, handle: ctypes.c_void_p, name: str) -> None:
         self._library, self._handle = library, handle

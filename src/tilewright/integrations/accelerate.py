@@ -5,7 +5,7 @@ stays off, because two tools cannot decide one thing.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -172,7 +172,7 @@ def convert_for(
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if accelerator.use_distributed and trained and as_policy(policy).storage != "fp32":
         raise storage_refused(f"accelerate ({accelerator.distributed_type.value})")
-    report = convert(model, policy).precision_report
+    report = cast(ConversionReport, convert(model, policy).precision_report)
     if scaler is None and report.needs_loss_scaling:
         scaler = DynamicScaler(num_params=sum(parameter.numel() for parameter in model.parameters()))
     if scaler is not None:

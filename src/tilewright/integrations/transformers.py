@@ -6,8 +6,9 @@ decide one thing.
 
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tilewright.core.errors import ConfigError
@@ -58,13 +59,14 @@ def attach(
     _check(trainer, policy)
     if control is not None:
         policy = replace(policy, keep="value")
-    report = convert_for(trainer.accelerator, trainer.model, policy, scaler=scaler)
+    model = cast(nn.Module, trainer.model)
+    report = convert_for(trainer.accelerator, model, policy, scaler=scaler)
     callback = PrecisionCallback(report.policy.mode, start_mode, start_fraction, eval_fp32)
     if isinstance(trainer.accelerator.scaler, AcceleratorScaler):
         callback.scaler = trainer.accelerator.scaler.scaler
     trainer.add_callback(callback)
     if control is not None:
-        PrecisionController(trainer.model, control)  # what cannot be is said now, not when training begins
+        PrecisionController(model, control)  # what cannot be is said now, not when training begins
         trainer.add_callback(ControllerCallback(asdict(control)))
     return report
 

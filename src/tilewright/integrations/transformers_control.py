@@ -51,9 +51,10 @@ class ControllerCallback(TrainerCallback, ExportableState):
         self.control = PrecisionController(kwargs["model"], settings, group=group)
         if self.saved is not None:
             self.control.load_state_dict(self.saved)
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(str(args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
         table = kwargs["model"].precision_report.rows.to_json()
-        Path(args.output_dir, "precision.json").write_text(to_json(table, indent=1, default=str))
+        (folder / "precision.json").write_text(to_json(table, indent=1, default=str))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Formats of this step; hooks where it is looked at."""
@@ -84,7 +85,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         """Write down what happened."""
         rows = self._control().take_rows()
         if rows:
-            with Path(args.output_dir, "precision.jsonl").open("a", encoding="utf-8") as file:
+            with Path(str(args.output_dir), "precision.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(to_json(row) + "\n" for row in rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):

@@ -292,9 +292,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
             together = update is fused and not alike.in_pass
             for part in [pairs] if together else [[pair] for pair in pairs]:
                 rows = [self._row(param, grad, alike) for param, grad in part]
-                *tensors, numbers, firsts, skips, weights = (list(column) for column in zip(*rows, strict=True))
-                update(*tensors, numbers, hyper, firsts, weights if alike.in_pass else (), skips)
-                for target, weight in zip(tensors[0], weights, strict=True):
+                columns = (list(column) for column in zip(*rows, strict=True))
+                targets, values, exp_avgs, exp_avg_sqs, numbers, firsts, skips, weights = columns
+                masters = weights if alike.in_pass else ()
+                update(targets, values, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, masters, skips)
+                for target, weight in zip(targets, weights, strict=True):
                     if alike.masters and not alike.in_pass:
                         weight.copy_(target)
                 yield [param for param, _ in part]
@@ -307,7 +309,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _hyper(self, group_index: int, step: int) -> AdamHyper:
         group = self.param_groups[group_index]
-        return AdamHyper(step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], self.seed)
+        beta1, beta2 = group["betas"]
+        return AdamHyper(step, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.seed)
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
         """Contiguous tensors are updated in place, others by way of a copy."""
@@ -315,7 +318,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
         written = {"target": state.get("master", weight), "low": state.get("low")}
         written["weight"] = weight if "master" in state else None
         written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
-        flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
+        flat: dict[str, Any] = {
+            name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()
+        }
         grad = local(grad, like=param)
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
         first, skip = numbering(param)

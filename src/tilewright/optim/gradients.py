@@ -67,11 +67,12 @@ def _norm(values: list[Tensor]) -> float:
     """Of one list, over all ranks. What several axes of a mesh cut is joined along one after the other, as torch would
     with a warning for each rank."""
     axes = {_cut_along(value) for value in values if isinstance(value, DTensor)}
-    if len(axes) == 1 and len(along := next(iter(axes))) > 1:
-        local = [value.to_local() for value in values]
+    first = values[0]
+    if isinstance(first, DTensor) and len(axes) == 1 and len(along := next(iter(axes))) > 1:
+        local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
         found = float(torch.nn.utils.get_total_norm(local, foreach=True))
         for axis in along:
-            found = _joined(found, values[0].device_mesh.get_group(axis), local[0].device)
+            found = _joined(found, first.device_mesh.get_group(axis), local[0].device)
         return found
     norm = torch.nn.utils.get_total_norm(values, foreach=True)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

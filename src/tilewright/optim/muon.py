@@ -7,7 +7,7 @@ groups; which weights are matrices of hidden layers says `models.base.hidden_mat
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -147,7 +147,7 @@ class Muon(DeepSeekAdam):
                 yield [param]
             else:
                 steps = self.param_groups[self._place(param).group]["num_steps"]
-                sharded.setdefault((axes, steps), []).append((param, grad))
+                sharded.setdefault((axes, steps), []).append((cast(DTensor, param), grad))
         for (axes, steps), matrices in sharded.items():
             for indices in rounds([param for param, _ in matrices], axes):
                 yield self._step_round([matrices[index] for index in indices], steps, axes)

@@ -14,11 +14,12 @@ Legend: R rows of a matrix  C columns.
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tilewright.ops.base.parts import rows_of
 from tilewright.ops.kernels import Kernels
@@ -35,7 +36,7 @@ def axes_of(param: Tensor) -> tuple[Axes, Cut]:
     if not isinstance(param, DTensor) or param.ndim != 2:
         return (), ()
     found = [
-        ((param.device_mesh.get_group(axis), param.device_mesh.size(axis)), placement.dim)
+        ((param.device_mesh.get_group(axis), param.device_mesh.size(axis)), cast(Shard, placement).dim)
         for axis, placement in enumerate(param.placements)
         if type(placement) is not Replicate and param.device_mesh.size(axis) > 1
     ]

@@ -183,8 +183,9 @@ class MatrixUpdate:
         if self.gap:
             return len(tensor), tensor.shape[1]
         length = tensor.numel() // max(1, 1 if scale_RB is None else len(scale_RB))
-        whole = scale_RB is None or length % quadratic_map.BLOCK == 0
-        return (1, tensor.numel()) if whole else (len(scale_RB), length)
+        if scale_RB is None or length % quadratic_map.BLOCK == 0:
+            return 1, tensor.numel()
+        return len(scale_RB), length
 
 
 def update_matrix(update: MatrixUpdate, grad: Tensor, kernels: Kernels) -> None:

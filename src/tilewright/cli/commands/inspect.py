@@ -3,6 +3,7 @@ contents; `--diff` compares what two runs executed."""
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _run(folder: Path, as_json: bool) -> None:
         echo(reason)
 
 
-def _modules(precision: list[dict[str, Any]]) -> None:
+def _modules(precision: Sequence[Mapping[str, Any]]) -> None:
     """Kinds of modules; with -v each module."""
     if is_verbose():
         show_dicts([{key: row.get(key, "-") for key in _SHOWN} for row in precision])
@@ -129,7 +130,7 @@ def _modules(precision: list[dict[str, Any]]) -> None:
         echo(reason, hang=4)
 
 
-def _kernels(kernels: list[dict[str, Any]], precision: list[dict[str, Any]], moments: str) -> None:
+def _kernels(kernels: Sequence[Mapping[str, Any]], precision: Sequence[Mapping[str, Any]], moments: str) -> None:
     """The kernels that the run uses; with -v all of them, with the reasons against the others."""
     if is_verbose():
         show_table(*run_tables.candidate_table(kernels))

@@ -39,7 +39,7 @@ class SumsOfRanks:
         if not step.due:
             self.add(result)
 
-    def numbers(self, _: Any, result: Any) -> Mapping[str, Any]:
+    def numbers(self, step: Any, result: Any) -> Mapping[str, Any]:
         """`train_domains`: mean loss and targets of each domain since the last row that has them; called on all."""
         self.add(result)
         taken = self.take()

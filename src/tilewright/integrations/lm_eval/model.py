@@ -10,7 +10,7 @@ Legend: B requests  S positions  N scored tokens  V vocabulary.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.api.instance import Instance
@@ -126,7 +126,8 @@ class TilewrightLM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """(log-likelihood of the answer in nats, whether it is what greedy decoding gives) of each request."""
         pairs = []
-        for context, answer in (request.args for request in requests):
+        for request in requests:
+            context, answer = cast(tuple[str, str], request.args)
             if context:
                 ids = self._encode_pair(context, answer)
                 if answer and not ids[1]:
@@ -204,7 +205,7 @@ class TilewrightLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """The text that the model writes after each context, up to a stop text."""
         order = Collator(
-            [request.args for request in requests],
+            [cast(tuple[str, dict[str, Any]], request.args) for request in requests],
             sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),
             group_fn=lambda request: request[1],
             group_by="gen_kwargs",
@@ -220,7 +221,7 @@ class TilewrightLM(TemplateLM):
         return order.get_original(results)
 
     def _generate(self, prompts: Sequence[list[int]], arguments: dict[str, Any]) -> list[str]:
-        settings = dict(normalize_gen_kwargs(arguments, DEFAULT_NEW_TOKENS))
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(arguments, DEFAULT_NEW_TOKENS))
         eos = self.codec.decode([self.codec.eos_id], skip_special=False)
         stops = [text for text in handle_stop_sequences(settings.pop("until", None), eos=eos) if text]
         stops += self.chat.stops.texts if self.chat else ()

@@ -26,7 +26,7 @@ def run_tasks(
     Returns:
         A row for each metric of each task and group, in the harness' order.
     """
-    results = evaluate(
+    results: Any = evaluate(
         model, tasks.load(), limit=limit, log_samples=False, apply_chat_template=chat, fewshot_as_multiturn=chat
     )
     rows = []

@@ -140,7 +140,7 @@ class LayerMajor:
     def backward(
         self,
         factor: float,
-        done: Callable[[LayerGroup], None],
+        done: Callable[[LayerGroup], object],
         *,
         after_loss: Callable[[float], None] | None = None,
         last: bool = True,
@@ -170,7 +170,7 @@ class LayerMajor:
     def _backward_epilogue(
         self,
         factor: float,
-        done: Callable[[LayerGroup], None],
+        done: Callable[[LayerGroup], object],
         after_loss: Callable[[float], None] | None,
         last: bool,
     ) -> tuple[float, list[Tensor | None]]:

@@ -86,12 +86,12 @@ class KeyValueCache(Protocol):
         ...
 
 
-class TrainableModel(Protocol):
-    """What the executor needs. Implementations are `torch.nn.Module`s."""
+class TrainableModel(nn.Module):
+    """What the executor needs. A model of one's own may inherit, or be a module that has these methods."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Loss of one micro-batch, whose tensors are on the model's device."""
-        ...
+        raise NotImplementedError
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Called once after each optimizer step that was not skipped (balances experts).
@@ -99,10 +99,10 @@ class TrainableModel(Protocol):
         Args:
             group: ranks that train together and saw different data; None, and not passed, on one rank.
         """
-        ...
+        raise NotImplementedError
 
 
-class Model(TrainableModel, Protocol):
+class Model(TrainableModel):
     """What the rest of a run needs: `build.build_model` returns one."""
 
     kernels: Kernels
@@ -134,6 +134,9 @@ class Model(TrainableModel, Protocol):
     """Whether each trained parameter of `layers` has a gradient after every backward pass, whatever the batch. Shards
     of those that do not say so are gathered as they are stored."""
 
+    precision_report: Any
+    """What the model computes in: a `precision.report.ConversionReport`. Set by `precision.convert`."""
+
     notes: list[str]
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
 
@@ -145,10 +148,8 @@ class Model(TrainableModel, Protocol):
     checkpointing: tuple[ActivationCheckpoint, ...]
     """Settable. The same for each of `layers`; of a model whose layers were not found, one mode for all of it."""
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """The layers that can be treated each in its own way, in order. Empty where none were found."""
-        ...
+    layers: Sequence[nn.Module]
+    """The layers that can be treated each in its own way, in order. Empty where none were found."""
 
     checkpoint_inputs: CheckpointInputs
     """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
@@ -163,7 +164,7 @@ class Model(TrainableModel, Protocol):
 
     def tie_weights(self) -> None:
         """Make one parameter of those that share their values, by the shape. Needed again after `to_empty`."""
-        ...
+        raise NotImplementedError
 
     def compile_blocks(self, *, waits: bool = False) -> None:
         """Compile the layers in place with torch.compile.
@@ -171,7 +172,7 @@ class Model(TrainableModel, Protocol):
         Args:
             waits: weight gradients will wait (`ops.base.deferred`).
         """
-        ...
+        raise NotImplementedError
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What the head reads, [B, S, D] in the residual stream's dtype. Language models only.
@@ -183,16 +184,16 @@ class Model(TrainableModel, Protocol):
         Raises:
             ConfigError: the head is more than one matmul, or documents of packed rows cannot be kept apart in place.
         """
-        ...
+        raise NotImplementedError
 
     def logits(self, input_ids_BS: Tensor) -> Tensor:
         """Logits [B, S, V] of whole rows of one document each, all at once. Language models only."""
-        ...
+        raise NotImplementedError
 
     def new_cache(self, rows: int, length: int) -> KeyValueCache | None:
         """An empty cache for `rows` rows of at most `length` positions. None where the model cannot keep one: rows are
         run whole for each token then, and `notes` says why. Causal language models only."""
-        ...
+        raise NotImplementedError
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: Any = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row. Causal language models only.
@@ -201,7 +202,7 @@ class Model(TrainableModel, Protocol):
             input_ids_BS: whole rows; with a cache, what follows the positions that are in it.
             cache: of this model's `new_cache`; takes the positions up. Without gradients then.
         """
-        ...
+        raise NotImplementedError
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
         """FP32 logits [N, V] of the tokens after the wanted positions, row by row. Causal language models only.
@@ -210,11 +211,11 @@ class Model(TrainableModel, Protocol):
             input_ids_BS: rows, which may be padded with any token behind their last wanted position.
             wanted_BS: bool [B, S], true at N places. Only for these the head runs, where the model can be asked so.
         """
-        ...
+        raise NotImplementedError
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
         """Raise CheckpointError where `save_hf` in this dtype would be refused. The model may be on the meta device."""
-        ...
+        raise NotImplementedError
 
     def save_hf(
         self,
@@ -234,4 +235,4 @@ class Model(TrainableModel, Protocol):
             live: gives a tensor of the state_dict, from its name and itself, with its bytes, until the next is asked
                 for: where parameters are stored off the device.
         """
-        ...
+        raise NotImplementedError

@@ -29,7 +29,7 @@ from tilewright.models.base.checkpointing import (
 )
 from tilewright.models.base.head import row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
-from tilewright.models.base.protocols import LayerContext, LossOutput
+from tilewright.models.base.protocols import LayerContext, LossOutput, Model
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig
@@ -53,7 +53,7 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """A causal language model. Implements `protocols.Model`.
 
     Args:

@@ -31,7 +31,7 @@ from tilewright.models.base.checkpointing import (
 )
 from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
-from tilewright.models.base.protocols import LossOutput
+from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.base.routers import find_routers
 from tilewright.models.distill.loss import batch_loss, is_taught
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
@@ -46,7 +46,7 @@ Task = Literal["causal_lm", "masked_lm", "image_classification"]
 _log = logging.getLogger(__name__)
 
 
-class HFModel(nn.Module):
+class HFModel(Model):
     """A Hugging Face model that trains like our own. Implements `protocols.Model`.
 
     Args:

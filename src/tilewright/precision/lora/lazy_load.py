@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tilewright.models.base.protocols import Model
 from tilewright.models.folder.safetensors import INDEX, SINGLE
-from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.lazy_init import direct_values
 from tilewright.ops.base.codes import codes_of
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
@@ -23,7 +23,7 @@ from tilewright.precision.lora.lora import init_lora
 _ADAPTER = ("lora_A", "lora_B")
 
 
-def can_fill(model: HFModel, folder: Path | str) -> bool:
+def can_fill(model: Model, folder: Path | str) -> bool:
     """Whether `fill_adapted` can fill this model from the folder: the names there are the model's own.
 
     Args:
@@ -37,7 +37,7 @@ def can_fill(model: HFModel, folder: Path | str) -> bool:
 
 
 @torch.no_grad()
-def fill_adapted(model: HFModel, folder: Path | str, device: torch.device | str, seed: int) -> None:
+def fill_adapted(model: Model, folder: Path | str, device: torch.device | str, seed: int) -> None:
     """Give a model on the meta device its memory and values, in the formats that it has there.
 
     FP8 layers get the folder's codes as they are, or are encoded one at a time. Parameters are new objects afterwards,

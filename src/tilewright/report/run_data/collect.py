@@ -135,7 +135,7 @@ def _read_energy(run_dir: Path, trouble: list[str]) -> EnergyRecord | None:
     return found[0] if found else None
 
 
-def _usable(declared: TypeAdapter[Row], values: Any, name: str, trouble: list[str]) -> list[Row]:
+def _usable(declared: TypeAdapter[Any], values: Any, name: str, trouble: list[str]) -> list[Row]:
     """The rows of a table that are as declared; the others are counted."""
     found, bad = recorded.usable(declared, values)
     if bad:

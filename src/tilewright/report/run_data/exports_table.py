@@ -104,7 +104,7 @@ def _rows(record: Mapping[str, Any], key: str) -> list[Row]:
 
 def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
     size, kl, memory = (number(row.get(key)) for key in ("bytes", "kl", "peak_bytes"))
-    prefill = row.get("prefill_s") if isinstance(row.get("prefill_s"), dict) else {}
+    prefill = found if isinstance(found := row.get("prefill_s"), dict) else {}
     times = sorted((int(n), s) for n, value in prefill.items() if n.isdigit() and (s := number(value)) is not None)
     return (
         str(row.get("target", "")),
@@ -149,7 +149,7 @@ def _ids(ids: object, odd: object) -> str:
         for part, name in ((ids, "documents"), (odd, "texts"))
         if isinstance(part, dict)
     ]
-    counts = [pair for pair in found if all(isinstance(count, int) for count in pair)]
+    counts = [(equal, total) for equal, total in found if isinstance(equal, int) and isinstance(total, int)]
     return f"{sum(equal for equal, _ in counts)} of {sum(total for _, total in counts)}" if counts else ""
 
 

@@ -38,7 +38,7 @@ class Columns:
         """Highest step that was added, None without one."""
         return int(self._last) if isfinite(self._last) else None
 
-    def add(self, step: int, row: Mapping[str, float]) -> None:
+    def add(self, step: float, row: Mapping[str, float]) -> None:
         """A row; one of a step that is there replaces it."""
         step = float(step)
         at_end = step > self._last

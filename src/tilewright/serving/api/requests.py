@@ -7,7 +7,7 @@ an error that names it.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -244,7 +244,7 @@ def _path(values: Any, loc: tuple[str | int, ...], kind: str) -> list[str]:
     for number, part in enumerate(loc):
         inside = isinstance(values, dict) and part in values
         if inside or (isinstance(values, list) and isinstance(part, int) and part < len(values)):
-            values = values[part]
+            values = cast(Any, values)[part]
         elif kind != "missing" or number + 1 < len(loc):
             continue
         path.append(str(part))

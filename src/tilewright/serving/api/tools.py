@@ -72,8 +72,9 @@ def format_of(template: str) -> Kind | None:
     if not re.search(r"\btools\b", template):
         return None
     marks: dict[str, Kind] = {_CALLS: "deepseek", _KEY: "glm", _FUNCTION: "qwen3_coder"}
-    if found := next((kind for mark, kind in marks.items() if mark in template), None):
-        return found
+    for mark, kind in marks.items():
+        if mark in template:
+            return kind
     if _OPEN in template:
         return "hermes"
     if _MISTRAL in template:

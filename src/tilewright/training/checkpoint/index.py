@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -170,7 +171,7 @@ def parse_index(data: bytes) -> Metadata:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise _refused(".".join(map(str, first["loc"])) or "the whole", first["msg"]) from error
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    entries = {name: _entry(name, tensor, storage) for name, tensor in tensors.items()}
+    entries: dict[str, STORAGE_TYPES] = {name: _entry(name, tensor, storage) for name, tensor in tensors.items()}
     return Metadata(entries, {name: (name,) for name in tensors}, storage)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tilewright.core.atomic_io import check_manifest, listed_files
 from tilewright.core.errors import CheckpointError
@@ -148,7 +149,7 @@ class CheckpointStore:
             self._finished.append(SaveRecord(step, self.path_of(step), 0.0, 0.0, 0, False, self._lost))
             return time.perf_counter() - started
         if self.world.size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_PATIENCE))
         text = json.dumps(meta, allow_nan=False)
         content = Content(tensors, text, live, frozenset(compared))
         if now or live is not None or not self.background:
@@ -293,7 +294,9 @@ def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
         metadata = TensorReader(path).read_metadata()
     except (OSError, IndexFormatError) as error:
         raise _cannot_load(path, error) from error
-    return {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
+    entries = metadata.state_dict_metadata.items()
+    tensors = ((name, entry) for name, entry in entries if isinstance(entry, TensorStorageMetadata))
+    return {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in tensors}
 
 
 def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = None) -> None:

@@ -75,7 +75,9 @@ class TextRules:
         try:
             chat = ChatTemplate.load(str(folder), tokenizer)
             taught, stops = _taught(recipe, chat), chat.stops.ids
-            named = taught is not None and chat.renders_with({"eos_token": chat.tokenizer.backend.id_to_token(taught)})
+            named = taught is not None and chat.renders_with(
+                {"eos_token": str(chat.tokenizer.backend.id_to_token(taught))}
+            )
         except DataError as error:  # the text goes with the model all the same: it may be right for others
             say(f"note: the chat template of {folder} ends no answer: {error.problems[0].got}", error=True)
             return cls(begin, end, source, config, stops_of(tokenizer, None).ids)
@@ -187,7 +189,7 @@ def surrounding(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
 def _processor(backend: tokenizers.Tokenizer, begin: Sequence[int], end: Sequence[int]) -> Any:
     before = [str(backend.id_to_token(i)) for i in begin]
     after = [str(backend.id_to_token(i)) for i in end]
-    ids = [(token, int(backend.token_to_id(token))) for token in dict.fromkeys([*before, *after])]
+    ids = [(str(backend.id_to_token(i)), i) for i in dict.fromkeys([*begin, *end])]
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],
         pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],

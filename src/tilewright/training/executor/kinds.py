@@ -4,14 +4,15 @@ The layer-major one is made of layer groups, the tiers in which their bytes are 
 done with each layer comes as a `MemoryPlan`: a plan's, or the one that the recipe gives for all layers alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from tilewright.core.config.conflicts import executor_conflicts
-from tilewright.core.config.executors import Capabilities, capabilities_of
+from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError, Problem
@@ -144,7 +145,7 @@ def _pipeline_executor(inputs: ExecutorInputs) -> Executor:
     return pipeline_executor(inputs)
 
 
-_MAKE = MappingProxyType(
+_MAKE: Mapping[ExecutorName, Callable[..., Any]] = MappingProxyType(
     {"standard": standard_executor, "layer_major": layer_major_executor, "pipeline": _pipeline_executor}
 )
 KINDS: Mapping[str, ExecutorKind] = MappingProxyType(

@@ -196,7 +196,7 @@ class LayerMajorExecutor:
                     before.forget_pass(self.clip)
                     self._bad_steps.watch(loss, norm)
         except (RuntimeError, MemoryError):
-            if delayed is not None:
+            if self.delayed is not None and delayed is not None:
                 self.delayed.back_to(delayed)
             raise
         finally:
@@ -221,7 +221,8 @@ class LayerMajorExecutor:
 
     def stateful(self) -> dict[str, Stateful]:
         """Clipping, and what delayed clipping knows of the step before."""
-        return {"clip": self.clip} | ({"delayed": self.delayed} if self.delayed is not None else {})
+        found: dict[str, Stateful] = {"clip": self.clip}
+        return found if self.delayed is None else found | {"delayed": self.delayed}
 
     def close(self) -> None:
         """Give back threads, files and memory. What is stored off the device is lost."""
@@ -257,8 +258,9 @@ class LayerMajorExecutor:
     # ---- delayed: updates on the way ----
 
     def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
-        assert self.delayed is not None
-        before = self.delayed.now()
+        delayed = self.delayed
+        assert delayed is not None
+        before = delayed.now()
         if self.rollback_buffer is not None:
             self.rollback_buffer.begin()
         try:
@@ -271,17 +273,18 @@ class LayerMajorExecutor:
             )
         except _BadStep as bad:
             self._take_back(attempt, str(bad))
-            self.delayed.back_to(before)
+            delayed.back_to(before)
         else:
-            self.delayed.end(self._finish(attempt.norm))
+            delayed.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
     def _apply_lagged(self, part: LayerGroup, attempt: _Attempt) -> None:
-        assert self.delayed is not None
+        delayed = self.delayed
+        assert delayed is not None
         with self._phase("update"), torch.no_grad():
             params, grads = self._gradients(part)
             norms = self._finish(lambda: self._ready(part, attempt))
-            self._finish(lambda: self.delayed(params, grads, norms))
+            self._finish(lambda: delayed(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
 
@@ -396,5 +399,5 @@ class LayerMajorExecutor:
 
 def _with_gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters of a layer group that have a gradient, and these."""
-    params = [param for param in part.trained if param.grad is not None]
-    return params, [param.grad for param in params]
+    params: list[Tensor] = [param for param in part.trained if param.grad is not None]
+    return params, [param.grad for param in params if param.grad is not None]

@@ -9,7 +9,7 @@ that is clipped is of the gradients of all stages.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,15 +56,16 @@ class PipelineExecutor(StandardExecutor):
     """
 
     def __init__(self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
-        super().__init__(model, optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
+        super().__init__(cast(Any, model), optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
         self._world, self._staged = world, model
         self._steps = PipelineSteps(model, self.device, self._watch, traffic=world.traffic)
         self._tell_pass: Callable[[str], AbstractContextManager[None]] = _untold
         """Told of each pass, open while it runs."""
         self.clock = PassClock(self.device)
         """Of the passes of this rank's stages in the last step."""
-        for queue in self._steps.queues if self.memory_tracker is not None else ():
-            self.memory_tracker.count_beside(queue.owned_bytes)
+        if self.memory_tracker is not None:
+            for queue in self._steps.queues:
+                self.memory_tracker.count_beside(queue.owned_bytes)
 
     def _check_alike(self, microbatches: Sequence[Batch]) -> None:
         StepPlan.of(microbatches).check(self._world)

@@ -199,7 +199,8 @@ class StandardExecutor:
 
     def stateful(self) -> dict[str, Stateful]:
         """Clipping and the loss scale."""
-        return {"clip": self.clip} | ({"scaler": self.scaler} if self.scaler is not None else {})
+        found: dict[str, Stateful] = {"clip": self.clip}
+        return found if self.scaler is None else found | {"scaler": self.scaler}
 
     def close(self) -> None:
         """Nothing is held off the device."""

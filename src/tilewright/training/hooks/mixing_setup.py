@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.mixing.base import shares
 from tilewright.data.mixing.choose import mixer_of
+from tilewright.data.prepared import PreparedData
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.hooks.base import StepHook
@@ -25,8 +26,9 @@ def mixing_hooks(setup: RunContext, parts: Components) -> tuple[StepHook, ...]:
     if section.policy == "off":
         return ()
     recipe, prepared = setup.recipe, setup.prepared
-    documents = recipe.data.rows == "documents"
-    tokens: Mapping[str, float] = prepared.num_tokens if documents else prepared.num_rows  # rows have equal tokens
+    tokens: Mapping[str, float] = prepared.num_rows  # rows have equal tokens
+    if isinstance(prepared, PreparedData) and recipe.data.rows == "documents":
+        tokens = prepared.num_tokens
     given = recipe.data.weights or tokens
     weighed = {name: float(given.get(name, 0.0)) for name in prepared.num_rows}
     if section.policy != "schedule":  # what a user gives nothing gets nothing from a policy

@@ -16,7 +16,6 @@ from torch import nn
 
 from tilewright.core.units import format_share
 from tilewright.data.batches.stream import Stream
-from tilewright.data.batches.tensors import Batch
 from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
@@ -222,7 +221,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def size_of(batch: Batch) -> MicroBatchSize:
+def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
     """What a micro-batch costs by; without `segments` each row is one document.
 
     Example:

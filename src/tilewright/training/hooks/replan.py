@@ -177,7 +177,7 @@ class AdaptiveReplanner(StepHook):
         words = f"{format_bytes(self.measured)} measured, {format_bytes(self.peak_bytes)} expected: {error:+.1%}"
         slightly = error <= ERROR and self.measured > self._allowed()
         threshold = OVER if slightly else ERROR
-        numbers = {"measured_bytes": self.measured, "expected_bytes": self.peak_bytes, "error": error}
+        numbers: dict[str, Any] = {"measured_bytes": self.measured, "expected_bytes": self.peak_bytes, "error": error}
         factor = (1 + error) * (1 + self._growth)  # what later steps will take
         self.memory_factor *= factor
         if factor - 1 >= -ERROR and error <= threshold:

@@ -53,8 +53,11 @@ def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -
         ['2 selective', '2 attention', '2 recompute']
     """
     present = {layer.activations for layer in memory_plan.layers}
-    loosest = next((mode for mode in _TIGHTER if mode in present), "recompute")
-    for mode in (mode for mode in _TIGHTER[loosest] if mode in modes):
+    kept = [mode for mode in _TIGHTER if mode in present]
+    loosest: Activations = kept[0] if kept else "recompute"
+    for mode in _TIGHTER[loosest]:
+        if mode not in modes:
+            continue
         layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in memory_plan.layers]
         yield replace(memory_plan, layers=tuple(layers))
 

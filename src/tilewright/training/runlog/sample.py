@@ -127,5 +127,8 @@ def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[t
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, the number of the document that each belongs to (one per row where that is not known), and labels."""
-    columns = batch["input_ids"], batch.get("segments", torch.zeros_like(batch["input_ids"])), batch["labels"]
-    return columns if columns[0].dim() == 2 else tuple(column[:, 0] for column in columns)  # of a pair the chosen one
+    ids, labels = batch["input_ids"], batch["labels"]
+    segments = batch.get("segments", torch.zeros_like(ids))
+    if ids.dim() == 3:  # of a pair the chosen one
+        return ids[:, 0], segments[:, 0], labels[:, 0]
+    return ids, segments, labels

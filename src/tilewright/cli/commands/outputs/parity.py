@@ -109,10 +109,11 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
             of_side = changed(recipe, {f"parallel.{axis}": mesh[axis] for axis in ("pp", "tp", "ep")})
-            write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
+            write_run_toml(Loaded(of_side, dict.fromkeys(loaded.sources, "parity"), loaded.name, loaded.path), path)
             _run_side(environs, recipe=str(path), mesh=mesh, out=str(out))
             sides.append(dict(np.load(out, allow_pickle=False)))
-    return gaps(*sides, tolerance_of(recipe, sizes.data))
+    one, ranks = sides
+    return gaps(one, ranks, tolerance_of(recipe, sizes.data))
 
 
 def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
@@ -265,7 +266,7 @@ def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[floa
     """
     import numpy as np
 
-    limits = dict(zip(("loss", "gradient", "weight"), tolerance, strict=True))
+    limits: dict[str, float] = dict(zip(("loss", "gradient", "weight"), tolerance, strict=True))
     found = []
     for key in one.keys() | ranks.keys():
         kind, _, name = key.partition("/")
@@ -284,6 +285,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
     """Train the steps as one rank of a side; the first one writes the side's numbers."""
     import numpy as np
     import torch
+    from torch.distributed.tensor import DTensor
 
     from tilewright.parallel.agree import gather
     from tilewright.parallel.launch import launched
@@ -305,7 +307,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str) -> int:
 
         def keep(kind: str, tensor: torch.Tensor | None, name: str) -> None:
             if tensor is not None:
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 found[f"{kind}/{name}"] = whole.detach().double().cpu().numpy()
 
         def before_update(*_: object) -> None:
