@@ -291,9 +291,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
             # masters may be 16-bit: one at a time is made FP32.
             together = update is fused and not alike.in_pass
             for part in [pairs] if together else [[pair] for pair in pairs]:
-                rows = [self._row(param, grad, alike) for param, grad in part]
-                columns = (list(column) for column in zip(*rows, strict=True))
-                targets, values, exp_avgs, exp_avg_sqs, numbers, firsts, skips, weights = columns
+                rows = zip(*(self._row(param, grad, alike) for param, grad in part), strict=True)
+                targets, values, exp_avgs, exp_avg_sqs, numbers, firsts, skips, weights = map(list, rows)
                 masters = weights if alike.in_pass else ()
                 update(targets, values, exp_avgs, exp_avg_sqs, numbers, hyper, firsts, masters, skips)
                 for target, weight in zip(targets, weights, strict=True):
@@ -318,9 +317,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         written = {"target": state.get("master", weight), "low": state.get("low")}
         written["weight"] = weight if "master" in state else None
         written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
-        flat: dict[str, Any] = {
-            name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()
-        }
+        flat: dict[str, Any] = {name: None if part is None else part.contiguous() for name, part in written.items()}
         grad = local(grad, like=param)
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
         first, skip = numbering(param)

@@ -221,8 +221,7 @@ class LayerMajorExecutor:
 
     def stateful(self) -> dict[str, Stateful]:
         """Clipping, and what delayed clipping knows of the step before."""
-        found: dict[str, Stateful] = {"clip": self.clip}
-        return found if self.delayed is None else found | {"delayed": self.delayed}
+        return {"clip": self.clip, **({"delayed": self.delayed} if self.delayed is not None else {})}
 
     def close(self) -> None:
         """Give back threads, files and memory. What is stored off the device is lost."""
@@ -258,9 +257,8 @@ class LayerMajorExecutor:
     # ---- delayed: updates on the way ----
 
     def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
-        delayed = self.delayed
-        assert delayed is not None
-        before = delayed.now()
+        assert self.delayed is not None
+        before = self.delayed.now()
         if self.rollback_buffer is not None:
             self.rollback_buffer.begin()
         try:
@@ -273,18 +271,17 @@ class LayerMajorExecutor:
             )
         except _BadStep as bad:
             self._take_back(attempt, str(bad))
-            delayed.back_to(before)
+            self.delayed.back_to(before)
         else:
-            delayed.end(self._finish(attempt.norm))
+            self.delayed.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
     def _apply_lagged(self, part: LayerGroup, attempt: _Attempt) -> None:
-        delayed = self.delayed
-        assert delayed is not None
+        assert self.delayed is not None
         with self._phase("update"), torch.no_grad():
             params, grads = self._gradients(part)
             norms = self._finish(lambda: self._ready(part, attempt))
-            self._finish(lambda: delayed(params, grads, norms))
+            self._finish(lambda delayed=self.delayed: delayed(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
 
