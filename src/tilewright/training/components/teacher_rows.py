@@ -179,4 +179,4 @@ class TeacherRows:
 def _keys(batch: Mapping[str, Tensor]) -> list[bytes]:
     """Hashes of the rows: their tokens, and where documents in them begin."""
     parts = [batch[name].cpu().to(torch.int64) for name in ("input_ids", "segments", "positions") if name in batch]
-    return [xxhash.xxh3_128_digest(torch.stack(rows).contiguous().numpy()) for rows in zip(*parts, strict=True)]
+    return [xxhash.xxh3_128_digest(torch.stack(rows).contiguous().numpy().data) for rows in zip(*parts, strict=True)]

@@ -53,8 +53,8 @@ def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -
         ['2 selective', '2 attention', '2 recompute']
     """
     present = {layer.activations for layer in memory_plan.layers}
-    kept = [mode for mode in _TIGHTER if mode in present]
-    loosest: Activations = kept[0] if kept else "recompute"
+    kept: list[Activations] = [mode for mode in _TIGHTER if mode in present]
+    loosest = kept[0] if kept else "recompute"
     for mode in _TIGHTER[loosest]:
         if mode not in modes:
             continue
