@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.ranks import on_ranks, started
 from tilewright.core import env
 from tilewright.core.env import Ranks, agent_store, meeting_point, of_ranks
 from tilewright.core.errors import ConfigError, DataError, HardwareError
 from tilewright.parallel import launch
-from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, take_gpu
+from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, share_gpus, take_gpu
 from tilewright.parallel.liveness.meeting import Meeting
 from tilewright.parallel.mesh import REST, MeshSizes
 
@@ -103,32 +105,71 @@ def test_what_differs_is_named_and_so_is_a_mesh_before_it_is_made():
     assert size.startswith("Mesh that does not fit the number of processes")
 
 
-def taken(monkeypatch, seen):
-    """What each rank of a machine takes, or the refusal; `seen`: GPUs by rank."""
+def taken(monkeypatch, seen, locals_=None):
+    """What each rank takes, or the refusal; `seen`: GPUs by rank; `locals_`: what the launcher says of its place."""
     store, found, world = dist.HashStore(), [], len(seen)
+    places = list(range(world)) if locals_ is None else locals_
     told = dist.PrefixStore("meeting/1", store)
     for rank, names in enumerate(seen):  # one after the other here, so all have told theirs before
-        mine = 0 if len(names) == 1 else rank
-        told.set(f"GPUs/{rank}", json.dumps(names[mine] if mine < len(names) else ""))
+        told.set(f"GPUs/{rank}", json.dumps([places[rank], names]))
     for rank, names in enumerate(seen):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "device_count", lambda names=names: len(names))
             patch.setattr(
                 torch.cuda, "get_device_properties", lambda index, names=names: SimpleNamespace(uuid=names[index])
             )
-            patch.setattr(torch.cuda, "set_device", found.append)
+            patch.setattr(torch.cuda, "set_device", lambda index: None)
             try:
-                take_gpu(Ranks(rank, rank, world, world), Meeting(store, rank, world, 20))
+                found.append(take_gpu(Ranks(rank, places[rank], world, world), Meeting(store, rank, world, 20)))
             except HardwareError as error:
                 found.append(str(error))
     return found
 
 
 def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
-    assert taken(monkeypatch, [["a", "b"], ["a", "b"]]) == [0, 1]
+    both = ["a", "b"]
+    assert taken(monkeypatch, [both, both]) == [0, 1]
     assert taken(monkeypatch, [["a"], ["b"]]) == [0, 0], "the launcher shows each its own"
-    for seen in ([["a"], ["a"]], [["a", "b"]] * 3):
-        assert all("Fewer GPUs than processes" in said for said in taken(monkeypatch, seen))
+    assert taken(monkeypatch, [both, both, ["c", "d"], ["c", "d"]]) == [0, 1, 0, 1], "some of them to each two"
+    assert taken(monkeypatch, [both, ["b", "a"]]) == [0, 0], "its own first"
+    assert taken(monkeypatch, [both, both], [0, 0]) == [0, 1], "a launcher that gives no local rank"
+    assert taken(monkeypatch, [both, ["a"]]) == [1, 0], "the first leaves it to the one that sees no other"
+    assert taken(monkeypatch, [["a"], ["a"], ["b"], ["b"]], [0, 1, 0, 1])[0].startswith("Fewer GPUs"), "of two machines"
+    assert taken(monkeypatch, [[], []]) == [None, None], "all on the CPU"
+
+
+def test_ranks_without_a_gpu_are_named_on_all(monkeypatch):
+    for seen, got in (
+        ([["a"], ["a"]], "rank 1 sees 1 GPU, which 2 processes share"),
+        ([["a", "b"]] * 3, "rank 2 sees 2 GPUs, which 3 processes share"),
+        ([["a"], []], "rank 1 sees 0 GPUs"),
+    ):
+        said = taken(monkeypatch, seen)
+        assert len(set(said)) == 1, "the same on all"
+        assert "Fewer GPUs than processes" in said[0]
+        assert got in said[0]
+        assert "--nproc-per-node 0" not in said[0]
+
+
+@given(st.lists(st.lists(st.sampled_from("abcde"), unique=True), min_size=1, max_size=5), st.data())
+def test_as_many_ranks_as_can_have_a_gpu(seen, data):
+    """None is taken twice, and no other choice serves more ranks."""
+    wanted = data.draw(st.lists(st.integers(0, 4), min_size=len(seen), max_size=len(seen)))
+    found = share_gpus(seen, wanted)
+    names = [seen[rank][index] for rank, index in enumerate(found) if index is not None]
+    assert len(names) == len(set(names))
+
+    def most(rank, left):
+        if rank == len(seen):
+            return 0
+        return max([most(rank + 1, left), *(1 + most(rank + 1, left - {name}) for name in seen[rank] if name in left)])
+
+    assert len(names) == most(0, frozenset("abcde"))
+
+
+@given(st.permutations(range(6)))
+def test_where_all_see_all_each_has_the_one_of_its_local_rank(places):
+    assert share_gpus([list("abcdef")] * 6, places) == places
 
 
 def test_one_process_starts_nothing():

@@ -8,7 +8,7 @@ that it takes.
 torchrun names the ranks in the environment. One process needs none of this: no group is made and nothing is imported.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -71,9 +71,9 @@ def launched(
     sizes = sizes.fill(meeting.world)
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if not there:
+        if device != "cpu":  # on all ranks, so that one without a GPU is named
+            on_gpu = take_gpu(ranks, meeting) is not None
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        if on_gpu:
-            take_gpu(ranks, meeting)
         # Without `device_id`: with it a mesh would split its groups off this one, and torch (2.13) hands NCCL's options
         # to gloo's part of them (pytorch #182057). Made apart from it they have both backends.
         dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world)
@@ -91,27 +91,75 @@ def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], M
         raise_where_unequal(of_ranks)
 
 
-def take_gpu(ranks: Ranks, meeting: Meeting) -> int:
-    """Make the GPU of this rank the current one; its number among those that this process sees.
+def take_gpu(ranks: Ranks, meeting: Meeting) -> int | None:
+    """Make the GPU of this rank the current one; its number among those that this process sees. None where no rank sees
+    any.
 
-    A launcher may show each process one GPU, which is number 0 then.
+    A launcher may show the processes of a machine all of its GPUs, or each one of its own, or each some.
 
     Raises:
-        HardwareError: there are fewer of them than ranks on this machine; on all ranks.
+        HardwareError: ranks that find no GPU beside the others; on all ranks.
     """
-    found = torch.cuda.device_count()
-    index = 0 if found == 1 else ranks.local_rank
-    mine = str(torch.cuda.get_device_properties(index).uuid) if index < found else ""
-    taken = meeting.gather("GPUs", mine)
-    if "" in taken or len(set(taken)) < len(taken):
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    told = meeting.gather("GPUs", [ranks.local_rank, seen])
+    if not any(names for _, names in told):
+        return None
+    taken = share_gpus([names for _, names in told], [wanted for wanted, _ in told])
+    without = [rank for rank, index in enumerate(taken) if index is None]
+    if without:
+        names = set(told[without[0]][1])
+        beside = sum(bool(names.intersection(others)) for _, others in told)
         raise HardwareError(
-            "Fewer GPUs than processes on this machine",
-            got=f"{found} GPUs, {ranks.local_world} processes",
+            "Fewer GPUs than processes on a machine",
+            got=f"rank {without[0]} sees {_counted(len(names), 'GPU')}"
+            + (f", which {_counted(beside, 'process', 'es')} share" if names else ""),
             need="one GPU for each process",
-            try_=f"torchrun --nproc-per-node {found}, or --run.device cpu",
+            try_=(f"torchrun --nproc-per-node {len(names)}, or " if names else "") + "--run.device cpu",
         )
+    index = taken[meeting.rank]
+    assert index is not None, "none is without"
     torch.cuda.set_device(index)
     return index
+
+
+def share_gpus(seen: Sequence[Sequence[str]], wanted: Sequence[int]) -> list[int | None]:
+    """A GPU for each rank, none for two, for as many ranks as possible: its number among those that the rank sees.
+
+    Args:
+        seen: names of the GPUs that each rank sees.
+        wanted: the number that each takes where no other has it.
+
+    Example:
+        >>> share_gpus([["a", "b"], ["a", "b"]], [0, 1]), share_gpus([["a"], ["b"]], [0, 1])
+        ([0, 1], [0, 0])
+        >>> share_gpus([["a", "b"], ["a"]], [0, 0]), share_gpus([["a"], ["a"]], [0, 1])
+        ([1, 0], [0, None])
+    """
+    owners: dict[str, int] = {}
+
+    def place(rank: int, tried: set[str]) -> bool:
+        numbers = sorted(range(len(seen[rank])), key=lambda number: number != wanted[rank])
+        names = [seen[rank][number] for number in numbers]
+        free = next((name for name in names if name not in owners), None)
+        if free is not None:
+            owners[free] = rank
+            return True
+        for name in names:
+            if name not in tried:
+                tried.add(name)
+                if place(owners[name], tried):  # who has it takes another
+                    owners[name] = rank
+                    return True
+        return False
+
+    for rank in range(len(seen)):
+        place(rank, set())
+    by_rank = {rank: name for name, rank in owners.items()}
+    return [names.index(by_rank[rank]) if rank in by_rank else None for rank, names in enumerate(seen)]
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
 
 
 def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
