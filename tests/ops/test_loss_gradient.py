@@ -1,9 +1,13 @@
 """The head's loss in chunks: a weight whose gradient is kept in FP32 gets the numbers of a BF16 gradient, in pieces."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.core.config.edit import on_machine
@@ -166,6 +170,49 @@ def test_the_gradient_of_many_chunks_on_a_gpu_is_not_rounded_in_between(chunks, 
     bound = sizes * (operations + 1) * torch.finfo(high).eps / 2
     worst = ((dweight_VD.double() - want).abs() - bound).max()
     assert worst <= 0, worst.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_to_the_compiler_the_adding_gemm_is_one_operator(dtype):
+    """On a CUDA device that is not there. torch's compiler lowers no `addmm` with `out_dtype`, and would fail."""
+    add = loss._weight_gradient_adder("cuda", dtype)
+    called = []
+
+    def note(graph, example):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    def run(sum_VD, part_CV, x_CD):
+        add(sum_VD, part_CV, x_CD)
+        return sum_VD * 2
+
+    with FakeTensorMode():
+        sum_VD, part_CV, x_CD = (
+            torch.empty(shape, dtype=kind, device="cuda")
+            for shape, kind in (((40, 24), torch.float32), ((8, 40), dtype), ((8, 24), dtype))
+        )
+        with contextlib.suppress(RuntimeError):  # after the compiler has been given the graph: running it fails here
+            torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=note))(sum_VD, part_CV, x_CD)
+    assert sum("add_product_" in name for name in called) + sum("auto_functionalized" in name for name in called) == 1
+    assert not any("addmm" in name for name in called)
+
+
+def test_compiled_it_adds_in_place():
+    """The operator among others, as a head inside of compiled code has it."""
+    add = loss._weight_gradient_adder("cuda", torch.bfloat16)
+    part_CV, x_CD = torch.randn(8, 40).bfloat16(), torch.randn(8, 24).bfloat16()
+
+    def run(sum_VD):
+        add(sum_VD, part_CV, x_CD * 2)
+        return sum_VD + 1
+
+    found = torch.ones(40, 24)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("addmm.dtype_out", addmm_in_fp32, "CPU")
+        more = torch.compile(run, fullgraph=True, backend="aot_eager")(found)
+    want = 1 + part_CV.double().T @ (x_CD * 2).double()
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=2.0**-24 * want.abs().max().item())
+    assert torch.equal(more, found + 1)
 
 
 # ---- how many logits at once ----

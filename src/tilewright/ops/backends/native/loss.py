@@ -204,7 +204,9 @@ def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Te
     if wgrad.runs(device_type, dtype):
         return wgrad.add_weight_gradient_
     if device_type == "cuda":
-        return _add_by_gemm_
+        from tilewright.ops.backends import gemm_sums  # it registers a torch operator
+
+        return gemm_sums.add_product_
     return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, torch.mm(part_CV.T, x_CD))
 
 
@@ -212,13 +214,6 @@ def _head(low_weight_VD: Tensor) -> "_Head | wide.WideHead":
     """Products for a weight in the operands' dtype."""
     widens = wide.widens(low_weight_VD.device.type, low_weight_VD.dtype)
     return wide.WideHead(low_weight_VD) if widens else _Head(low_weight_VD)
-
-
-def _add_by_gemm_(sum_VD: Tensor, part_CV: Tensor, x_CD: Tensor) -> None:
-    if sum_VD.dtype == x_CD.dtype:
-        sum_VD.addmm_(part_CV.T, x_CD)
-    else:
-        torch.addmm(sum_VD, part_CV.T, x_CD, out_dtype=sum_VD.dtype, out=sum_VD)
 
 
 def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
