@@ -43,11 +43,11 @@ def test_quantize(name, power_of_two):
     run = run_poisoned(QUANTIZE, name, torch.bfloat16, "fp8")
 
     @MANY
-    @given(matrix_cases(MOST), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans())
-    def check(case, tile, spec, noisy):
+    @given(matrix_cases(MOST), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans(), st.booleans())
+    def check(case, tile, spec, noisy, turned):
         if not power_of_two and tile in (TENSORWISE, TILES[-1]):
             return  # scales by torch's division, as above
-        x = case.matrix()
+        x = case.matrix().T if turned else case.matrix()
         noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
         form = fp8_format(spec, tile, power_of_two=power_of_two)
         want = formats.quantize(x, form, noise=noise)

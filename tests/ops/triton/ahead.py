@@ -114,6 +114,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         for tile in (ROW_TILE, COLUMN_TILE, BLOCK_TILE, TENSORWISE):
             yield f"quantize {spec.name} {tile}", lambda s=spec, t=tile: q.quantize(x, s, t)
         yield f"quantize_both {spec.name}", lambda s=spec: q.quantize_both(x, s)
+    for tile in (ROW_TILE, COLUMN_TILE, BLOCK_TILE, TENSORWISE):
+        yield f"quantize turned {tile}", lambda t=tile: q.quantize(x.float().T, E4M3, t)
     yield "quantize noise", lambda: q.quantize(x, E4M3, ROW_TILE, noise=torch.empty(256, 512, dtype=torch.int32))
     yield "quantize fp32 scales", lambda: q.quantize(x, E4M3, ROW_TILE, power_of_two=False)
     yield "quantize_both fp32", lambda: q.quantize_both(x.float(), E4M3)

@@ -94,6 +94,25 @@ def test_with_the_conversion_instruction(case, spec, power_of_two, tile):
             assert_same_bits(quantize.quantize(x, spec, tile, power_of_two), want, str(case))
 
 
+@settings(max_examples=20, deadline=None)
+@given(matrix_cases(), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans(), st.booleans(), st.booleans())
+def test_a_transposed_view_is_read_as_it_lies(case, tile, spec, power_of_two, noisy, by_instruction):
+    """The weight of an input's gradient: no copy in the values' own format, and codes that a matmul takes."""
+    x = case.matrix().T
+    noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
+    want = formats.quantize(x, fp8_format(spec, tile, power_of_two=power_of_two), noise=noise)
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize, "raw", lambda x: read.append(x.data_ptr()) or launch.raw(x))
+        if by_instruction:
+            patch.setattr(interpreter, "_convert_float", convert_as_the_instruction_does)
+            patch.setattr(quantize, "has_fp8", lambda device: True)
+        got = quantize.quantize(x, spec, tile, power_of_two, noise)
+    assert_same_bits(got, want, f"{case} {tile} {spec.name}")
+    assert got.qdata.is_contiguous()
+    assert set(read) == {x.data_ptr()}, "a copy was read"
+
+
 def plain_norm(x, weight, eps):
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()

@@ -123,7 +123,7 @@ def _norm_kernel(
     tl.debug_barrier()  # y is read again, by other threads than wrote it
     store_columns(
         y_ptr, finite, largest, block_row, block_col, row_ptr, column_ptr, column_scale_ptr, num_rows, num_cols,
-        POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
+        16, POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
     )  # fmt: skip
 
 
@@ -156,5 +156,5 @@ def _swiglu_kernel(
     tl.debug_barrier()  # y is read again, by other threads than wrote it
     store_columns(
         y_ptr, finite, largest, block_row, block_col, row_ptr, column_ptr, column_scale_ptr, num_rows, num_cols,
-        POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
+        16, POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
     tiles = (a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols)
     if tiles not in ((1, 128, 128, 128), (1, 128, 1, 128), (0, 0, 0, 0)):
         raise AssertionError(f"no matmul of tiles {a.tile} and {b.tile}; tile_gemm's contract has the pairs")
-    b_rows = 128 if b.tile.rows == 128 else 1
+    b_rows = 1 if b.tile.rows == 1 else 128  # one scale of all serves a block of columns as well
     return multiply_codes(
         a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, a.spec.name, b.spec.name, b_rows, out_dtype
     )
@@ -138,25 +138,34 @@ def _gemm_kernel(
         b_scale_at = b_scale_ptr + cols.to(tl.int64) * b_scale_stride_row
     else:
         b_scale_at = b_scale_ptr + (block_n * BLOCK_N) // B_ROWS * b_scale_stride_row
+    # Scales are read one iteration ahead: they feed no dot, so Triton would wait for them in each. Not those of the
+    # columns of a tile, which would take more registers than there are.
+    there = num_summed > 0
+    a_scale = tl.load(a_scale_at, mask=(rows < num_rows) & there, other=0.0)
+    if B_ROWS != 1:
+        b_scale = tl.load(b_scale_at, mask=there, other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # The interpreter cannot count to a number that is no constant (triton 3.6 with numpy 2.4).
     for start in range(0, SUMMED if SUMMED >= 0 else num_summed, 128):
         left = num_summed - start
         a = tl.load(a_at, mask=(rows[:, None] < num_rows) & (summed[None, :] < left), other=0.0)
         b = tl.load(b_at, mask=(cols[None, :] < num_cols) & (summed[:, None] < left), other=0.0)
-        a_scale = tl.load(a_scale_at, mask=rows < num_rows, other=0.0)
+        there = left > 128
         if B_ROWS == 1:
             scale = a_scale[:, None] * tl.load(b_scale_at, mask=cols < num_cols, other=0.0)[None, :]
+            b_scale_at += b_scale_stride_tile
         else:
-            scale = (a_scale * tl.load(b_scale_at))[:, None]
+            scale = (a_scale * b_scale)[:, None]
+            b_scale_at += b_scale_stride_tile
+            b_scale = tl.load(b_scale_at, mask=there, other=0.0)
+        a_scale_at += a_scale_stride_tile
+        a_scale = tl.load(a_scale_at, mask=(rows < num_rows) & there, other=0.0)
         part = tl.dot(
             operand(a, DECODED, A_MANTISSA, A_BIAS), operand(b, DECODED, B_MANTISSA, B_BIAS), input_precision="ieee"
         )  # fmt: skip
         total += part * scale
         a_at += 128
         b_at += 128
-        a_scale_at += a_scale_stride_tile
-        b_scale_at += b_scale_stride_tile
     if HAS_BIAS:
         total += to_fp32(tl.load(bias_ptr + cols, mask=cols < num_cols, other=0))[None, :]
     _, out = round_like(total, out_ptr.dtype.element_ty)

@@ -34,7 +34,8 @@ ROWS, COLUMNS, BLOCKS = 1, 0, 2
 def quantize(
     x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
 ) -> TiledTensor:
-    """See `formats.quantize.quantize`. Codes are contiguous whatever x's strides are.
+    """See `formats.quantize.quantize`. Codes are contiguous whatever x's strides are: a transposed view is read as it
+    lies, and its codes are stored turned; only other strides cost a copy of x.
 
     Tiles other than 1x128, 128x1 and 128x128 take their scales from torch operations: two reads of x.
 
@@ -79,6 +80,12 @@ def _axes(rows: int, cols: int) -> int | None:
     return BLOCKS if (rows, cols) == (TILE, TILE) else None
 
 
+def _as_it_lies(x: Tensor) -> tuple[Tensor, bool]:
+    """x or its transpose, whichever lies row by row, and whether it is the transpose; else a copy of x."""
+    turned = x.T.is_contiguous() and not x.is_contiguous()
+    return (x.T if turned else x.contiguous()), turned
+
+
 def scale_buffer(rows: int, tiles: int, like: Tensor) -> Tensor:
     """FP32 [rows, tiles] with strides (1, rows), uninitialised."""
     return torch.empty(tiles, rows, dtype=torch.float32, device=like.device).T
@@ -96,13 +103,15 @@ def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: T
         scale_inv = scale_buffer(grid_rows, num_cols if axes == COLUMNS else grid_cols, x)
     if x.numel() == 0:
         return qdata, scale_inv
-    x = raw(x.contiguous())
-    block_m = 64 if axes == ROWS else TILE
-    wrap_triton(_tiles_kernel)[(triton.cdiv(num_rows, block_m) * grid_cols,)](
-        x, qdata, scale_inv, x if noise is None else noise.contiguous(),
-        num_rows, num_cols, scale_inv.stride(0), scale_inv.stride(1),
-        BLOCK_M=block_m, AXES=axes, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
-        **constants(FP8_SPECS[spec]), num_warps=8 if axes == ROWS else 16,
+    x, turned = _as_it_lies(x)
+    codes, scales = (qdata.T, scale_inv.T) if turned else (qdata, scale_inv)
+    along = 1 - axes if turned and axes != BLOCKS else axes  # rows of x are columns of its transpose
+    block_m = 64 if along == ROWS else TILE
+    wrap_triton(_tiles_kernel)[(triton.cdiv(x.shape[0], block_m) * triton.cdiv(x.shape[1], TILE),)](
+        raw(x), qdata, scale_inv, raw(x) if noise is None else noise.contiguous(),
+        *x.shape, *codes.stride(), *scales.stride(),
+        BLOCK_M=block_m, AXES=along, TURNED=turned, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
+        **constants(FP8_SPECS[spec]), num_warps=8 if along == ROWS else 16,
     )  # fmt: skip
     return qdata, scale_inv
 
@@ -135,11 +144,12 @@ def quantize_with_scales(
     qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
         return qdata
-    x = raw(x.contiguous())
-    wrap_triton(_scaled_kernel)[(triton.cdiv(num_rows, 64) * triton.cdiv(num_cols, TILE),)](
-        x, qdata, scale_inv, x if noise is None else noise.contiguous(),
-        num_rows, num_cols, rows, cols, scale_inv.stride(0), scale_inv.stride(1),
-        BLOCK_M=64, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
+    x, turned = _as_it_lies(x)
+    codes, scales, tile = (qdata.T, scale_inv.T, (cols, rows)) if turned else (qdata, scale_inv, (rows, cols))
+    wrap_triton(_scaled_kernel)[(triton.cdiv(x.shape[0], 64) * triton.cdiv(x.shape[1], TILE),)](
+        raw(x), qdata, scale_inv, raw(x) if noise is None else noise.contiguous(),
+        *x.shape, *tile, *codes.stride(), *scales.stride(),
+        BLOCK_M=64, TURNED=turned, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
         **constants(FP8_SPECS[spec]), num_warps=8,
     )  # fmt: skip
     return qdata
@@ -150,8 +160,10 @@ def quantize_with_scales(
 
 @triton.jit
 def _tiles_kernel(
-    x_ptr, codes_ptr, scale_ptr, noise_ptr, num_rows, num_cols, scale_stride_row, scale_stride_col,
-    BLOCK_M: tl.constexpr, AXES: tl.constexpr, POW2: tl.constexpr, NOISY: tl.constexpr, FAST: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, noise_ptr, num_rows, num_cols, code_stride_row, code_stride_col,
+    scale_stride_row, scale_stride_col,
+    BLOCK_M: tl.constexpr, AXES: tl.constexpr, TURNED: tl.constexpr,
+    POW2: tl.constexpr, NOISY: tl.constexpr, FAST: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     grid_cols = (num_cols + 127) // 128
@@ -159,17 +171,21 @@ def _tiles_kernel(
     rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = block_col * 128 + tl.arange(0, 128)[None, :]
     inside = (rows < num_rows) & (cols < num_cols)
-    offsets = rows.to(tl.int64) * num_cols + cols
-    x = to_fp32(tl.load(x_ptr + offsets, mask=inside, other=0))
-    noise = tl.load(noise_ptr + offsets, mask=inside, other=0) if NOISY else 0
+    x = to_fp32(tl.load(x_ptr + rows.to(tl.int64) * num_cols + cols, mask=inside, other=0))
+    code_at = rows.to(tl.int64) * code_stride_row + cols.to(tl.int64) * code_stride_col
+    noise = tl.load(noise_ptr + code_at, mask=inside, other=0) if NOISY else 0
     qdata, scale_inv, spoilt = encode_tile(
         x, noise, AXES, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, NOISY, FAST
     )  # fmt: skip
-    tl.store(codes_ptr + offsets, qdata, mask=inside)
+    store_codes(
+        codes_ptr, qdata, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, code_stride_row, code_stride_col,
+        BLOCK_M, TURNED,
+    )  # fmt: skip
     if spoilt:
         mark_not_finite(
-                x_ptr, codes_ptr, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, num_cols, 1, BLOCK_M
-            )  # fmt: skip
+            x_ptr, codes_ptr, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, code_stride_row,
+            code_stride_col, BLOCK_M,
+        )  # fmt: skip
     if AXES == 1:
         tl.store(scale_ptr + rows * scale_stride_row + block_col.to(tl.int64) * scale_stride_col, scale_inv,
                  mask=rows < num_rows)  # fmt: skip
@@ -179,6 +195,24 @@ def _tiles_kernel(
     else:
         one = tl.zeros((1, 1), tl.int32)
         tl.store(scale_ptr + one + block_row * scale_stride_row + block_col.to(tl.int64) * scale_stride_col, scale_inv)
+
+
+@triton.jit
+def store_codes(
+    codes_ptr, qdata, first_row, first_col, num_rows, num_cols, code_stride_row, code_stride_col,
+    BLOCK_M: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Store a block of BLOCK_M x 128 codes. TURNED: rows lie next to each other, so the block is turned before."""
+    if TURNED:
+        rows = first_row + tl.arange(0, BLOCK_M)[None, :]
+        cols = first_col + tl.arange(0, 128)[:, None]
+        at = rows.to(tl.int64) * code_stride_row + cols.to(tl.int64) * code_stride_col
+        tl.store(codes_ptr + at, tl.trans(qdata), mask=(rows < num_rows) & (cols < num_cols))
+    else:
+        rows = first_row + tl.arange(0, BLOCK_M)[:, None]
+        cols = first_col + tl.arange(0, 128)[None, :]
+        at = rows.to(tl.int64) * code_stride_row + cols.to(tl.int64) * code_stride_col
+        tl.store(codes_ptr + at, qdata, mask=(rows < num_rows) & (cols < num_cols))
 
 
 @triton.jit
@@ -205,7 +239,7 @@ def _both_kernel(
         finite = tl.maximum(finite, tl.where(magnitude < INF_BITS, magnitude, 0))
     store_columns(
         x_ptr, finite, largest, block_row, block_col, row_ptr, column_ptr, column_scale_ptr, num_rows, num_cols,
-        POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
+        32, POW2, FAST, MANTISSA, BIAS, MAX_BITS, LEAST, MOST,
     )  # fmt: skip
 
 
@@ -224,7 +258,7 @@ def store_rows(
 @triton.jit
 def store_columns(
     x_ptr, finite, largest, block_row, block_col, row_ptr, column_ptr, column_scale_ptr, num_rows, num_cols,
-    POW2: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr, POW2: tl.constexpr, FAST: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Quantise the columns of a 128 x 128 block and store them transposed; then mend both copies.
@@ -235,20 +269,22 @@ def store_columns(
     Args:
         finite, largest: [16, 128] magnitude bits; the largest of each column is among the 16, with only finite ones
             looked at, and with all.
+        STEP: rows at a time, and codes of a column that are stored next to each other. 32 fill a sector of memory; 16
+            leave registers to callers that need more.
     """
     cols = block_col * 128 + tl.arange(0, 128)[None, :]
     scale_inv, scale = scales_of(tl.max(finite, axis=0, keep_dims=True), MAX_BITS, LEAST, MOST, POW2)
     tl.store(column_scale_ptr + block_row.to(tl.int64) * num_cols + cols, scale_inv, mask=cols < num_cols)
     out_rows = block_col * 128 + tl.arange(0, 128)[:, None]
-    for start in tl.range(0, 128, 16):
-        rows = block_row * 128 + start + tl.arange(0, 16)[:, None]
+    for start in tl.range(0, 128, STEP):
+        rows = block_row * 128 + start + tl.arange(0, STEP)[:, None]
         inside = (rows < num_rows) & (cols < num_cols)
         x = to_fp32(tl.load(x_ptr + rows.to(tl.int64) * num_cols + cols, mask=inside, other=0))
         if FAST:
             qdata = to_qdata(x * scale, MANTISSA)
         else:
             qdata = encode_bits(x, scale, 0, MANTISSA, BIAS, MAX_BITS, False)
-        out_cols = block_row * 128 + start + tl.arange(0, 16)[None, :]
+        out_cols = block_row * 128 + start + tl.arange(0, STEP)[None, :]
         tl.store(column_ptr + out_rows.to(tl.int64) * num_rows + out_cols, tl.trans(qdata),
                  mask=(out_rows < num_cols) & (out_cols < num_rows))  # fmt: skip
     if FAST:
@@ -260,8 +296,9 @@ def store_columns(
 
 @triton.jit
 def _scaled_kernel(
-    x_ptr, codes_ptr, scale_ptr, noise_ptr, num_rows, num_cols, tile_rows, tile_cols, scale_stride_row,
-    scale_stride_col, BLOCK_M: tl.constexpr, POW2: tl.constexpr, NOISY: tl.constexpr, FAST: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, noise_ptr, num_rows, num_cols, tile_rows, tile_cols, code_stride_row,
+    code_stride_col, scale_stride_row, scale_stride_col,
+    BLOCK_M: tl.constexpr, TURNED: tl.constexpr, POW2: tl.constexpr, NOISY: tl.constexpr, FAST: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     grid_cols = (num_cols + 127) // 128
@@ -269,9 +306,9 @@ def _scaled_kernel(
     rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = block_col * 128 + tl.arange(0, 128)[None, :]
     inside = (rows < num_rows) & (cols < num_cols)
-    offsets = rows.to(tl.int64) * num_cols + cols
-    x = to_fp32(tl.load(x_ptr + offsets, mask=inside, other=0))
-    noise = tl.load(noise_ptr + offsets, mask=inside, other=0) if NOISY else 0
+    x = to_fp32(tl.load(x_ptr + rows.to(tl.int64) * num_cols + cols, mask=inside, other=0))
+    code_at = rows.to(tl.int64) * code_stride_row + cols.to(tl.int64) * code_stride_col
+    noise = tl.load(noise_ptr + code_at, mask=inside, other=0) if NOISY else 0
     scale_at = (rows // tile_rows).to(tl.int64) * scale_stride_row + (cols // tile_cols).to(tl.int64) * scale_stride_col
     scale_inv = tl.load(scale_ptr + scale_at, mask=inside, other=1.0)
     if POW2:
@@ -279,11 +316,17 @@ def _scaled_kernel(
     else:
         scale = tl.div_rn(tl.full(scale_inv.shape, 1.0, tl.float32), scale_inv)
     if FAST and not NOISY:
-        tl.store(codes_ptr + offsets, to_qdata(x * scale, MANTISSA), mask=inside)
+        qdata = to_qdata(x * scale, MANTISSA)
+    else:
+        qdata = encode_bits(x, scale, noise, MANTISSA, BIAS, MAX_BITS, NOISY)
+    store_codes(
+        codes_ptr, qdata, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, code_stride_row, code_stride_col,
+        BLOCK_M, TURNED,
+    )  # fmt: skip
+    if FAST and not NOISY:
         largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1), axis=0)
         if largest >= INF_BITS:
             mark_not_finite(
-                x_ptr, codes_ptr, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, num_cols, 1, BLOCK_M
+                x_ptr, codes_ptr, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, code_stride_row,
+                code_stride_col, BLOCK_M,
             )  # fmt: skip
-    else:
-        tl.store(codes_ptr + offsets, encode_bits(x, scale, noise, MANTISSA, BIAS, MAX_BITS, NOISY), mask=inside)

@@ -69,8 +69,11 @@ def weight_operand(
     store: Tensor | None, weight_MK: Tensor, kernels: Kernels, form: OperandFormat, *, transposed: bool = False
 ) -> TiledTensor:
     """A weight as a matmul reads it: [M, K], or [K, M] for the input's gradient. The transposed one is the same codes
-    and scales where tiles are square, else it is quantised along its own rows, in each pass."""
-    if transposed and not form.is_square:
+    and scales where tiles are square, else it is quantised along its own rows, in each pass.
+
+    Without a store, off the CPU, the transposed one is quantised as what it is, also of square tiles: kernels there
+    multiply codes row by row, and store them so in the pass that makes them; a view would be copied after it."""
+    if transposed and (not form.is_square or (store is None and weight_MK.device.type != "cpu")):
         return kernels.quantize(weight_MK.T, form)
     found = kernels.quantize(weight_MK, form) if store is None else stored_weight(store, weight_MK, kernels, form)
     return found.transposed() if transposed else found
