@@ -9,7 +9,7 @@ it printed, and the results it had written by then, also where it was cut short.
 part had written is in the folder `under_way`. Parts that are there already are passed over. At the end each number
 stands beside its target: `benchmarks.gpu_targets`.
 
-python -m benchmarks.gpu [--call N] [--only PART ...] [--again] [--tiny] [--minutes 9.2]
+python -m benchmarks.gpu [--call N] [--only PART ...] [--again] [--tiny] [--list] [--minutes 9.2]
 """
 
 import argparse
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,9 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HYPOTHESIS_PROFILE": "fuzz", "GPU_TESTS
 TINY_LIMIT_S = 600
 """Of a small form, on whatever processor."""
 CALL_S = 9.2 * 60
+NO_GPU = """benchmarks.gpu: no CUDA device here, nothing was run.
+On a machine with one NVIDIA GPU: python -m benchmarks.gpu, three times, 9.2 minutes each.
+Here: --list prints what would run, --tiny runs it at small sizes on the CPU (half an hour)."""
 UNDER_WAY = "under_way"
 """Folder of what the part that runs has written so far."""
 BEFORE_S = 12
@@ -123,6 +127,34 @@ def calls() -> list[tuple[Part, ...]]:
     return [tuple(parts) for parts in found]
 
 
+def limit_of(part: Part, left_s: float) -> float | None:
+    """Seconds that a part is given where a call has so many left; None where it is not begun."""
+    return None if left_s < part.needs_s else min(part.limit_s, left_s)
+
+
+def listing(wanted: Sequence[Part], folder: Path, minutes: float = CALL_S / 60, *, again: bool = False) -> list[str]:
+    """What would run if each part took all of its time: call by call, from and to which second, and the command."""
+    left = [part for part in wanted if again or not (folder / f"{part.name}.json").exists()]
+    lines = [f"{part.name}: there already" for part in wanted if part not in left]
+    call = 0
+    while left:
+        rows, begin, late = [], 0.0, []
+        for part in left:
+            limit_s = limit_of(part, 60 * minutes - begin)
+            if limit_s is None:
+                late.append(part)
+                continue
+            command = "python " + " ".join(within(part.arguments, limit_s))
+            rows.append(f"  {begin:4.0f} to {begin + limit_s:4.0f} s  {part.name:14} {command}")
+            begin += limit_s
+        if not rows:
+            return [*lines, *(f"{part.name}: a call of {minutes:g} minutes is too short for it" for part in late)]
+        call += 1
+        lines += [f"call {call}, {begin:.0f} s at most", *rows]
+        left = late
+    return lines
+
+
 def within(arguments: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
     """The arguments of a part that may run for so long."""
     times = {
@@ -170,16 +202,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
     parser.add_argument("--tiny", action="store_true", help="small sizes; also on a CPU")
+    parser.add_argument("--list", action="store_true", help="print what would run and when; run nothing")
     parser.add_argument("--minutes", type=float, default=CALL_S / 60, help="no part runs beyond this")
     args = parser.parse_args()
-    if not args.tiny and not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu: no CUDA device here; --tiny runs the parts at small sizes on a CPU")
     folder = Path(os.environ.get("OUT", RESULTS / "gpu"))
-    folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + (3600 if args.tiny else 60 * args.minutes)
     wanted = [
         part for part in (PARTS if args.call is None else calls()[args.call - 1]) if part.name in (args.only or names)
     ]
+    if args.list:
+        print("\n".join(listing(wanted, folder, args.minutes, again=args.again)))
+        return
+    if not args.tiny and not torch.cuda.is_available():
+        raise SystemExit(NO_GPU)
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + (3600 if args.tiny else 60 * args.minutes)
     failed = False
     for part in wanted:
         if (folder / f"{part.name}.json").exists() and not args.again:
@@ -191,10 +227,11 @@ def main() -> None:
 
 def run_in_time(part: Part, folder: Path, left_s: float, *, tiny: bool) -> bool:
     """Run a part where there is time for it, and write its file; whether nothing failed."""
-    if left_s < part.needs_s:
+    given_s = limit_of(part, left_s)
+    if given_s is None:
         print(f"{part.name}: not run: no time left", flush=True)
         return True
-    limit_s = min(TINY_LIMIT_S if tiny else part.limit_s, left_s)
+    limit_s = min(TINY_LIMIT_S, left_s) if tiny else given_s
     arguments = within(part.tiny if tiny else part.arguments, limit_s)
     record = run_part(part, arguments, limit_s, folder / UNDER_WAY)
     facts = machine_facts() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}

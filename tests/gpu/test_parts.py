@@ -8,7 +8,10 @@ import time
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from benchmarks import gpu
 from benchmarks.common import Deadline, write_result
 from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products
 from benchmarks.gpu import (
@@ -16,10 +19,13 @@ from benchmarks.gpu import (
     BEFORE_S,
     CALL_S,
     LOSS,
+    NO_GPU,
     PARTS,
     UNDER_WAY,
     Part,
     calls,
+    limit_of,
+    listing,
     run_in_time,
     run_part,
     within,
@@ -97,6 +103,78 @@ def test_a_part_without_time_is_not_begun(tmp_path, capsys):
     assert run_in_time(Part("some", ("-c", "raise SystemExit(3)"), 60, ()), tmp_path, 44, tiny=False)
     assert "some: not run: no time left" in capsys.readouterr().out
     assert not run_in_time(Part("some", ("-c", "raise SystemExit(3)"), 60, ()), tmp_path, 46, tiny=False)
+
+
+def listed(minutes, folder, **more):
+    """Part, begin and end of each line, by call."""
+    calls_, left_out = [], []
+    for line in listing(PARTS, folder, minutes, **more):
+        if line.startswith("call "):
+            calls_.append([])
+        elif line.startswith("  "):
+            begin, _, end, _, name, *_ = line.split()
+            calls_[-1].append((name, int(begin), int(end)))
+        else:
+            left_out.append(line)
+    return calls_, left_out
+
+
+@given(minutes=st.floats(0.2, 60))
+def test_what_would_run_is_what_runs(minutes, tmp_path_factory):
+    """Call by call, if each part takes all of its time: parts begin and are left out as `run_in_time` has it."""
+    folder = tmp_path_factory.getbasetemp() / "nothing"
+    calls_, too_short = listed(minutes, folder)
+    names = [name for call in calls_ for name, _, _ in call] + [line.split(":")[0] for line in too_short]
+    assert sorted(names) == sorted(part.name for part in PARTS), "each once"
+    assert all("too short" in line for line in too_short)
+    parts = {part.name: part for part in PARTS}
+    left = list(PARTS)
+    for call in calls_:
+        now = 0.0
+        for part in list(left):
+            given_s = limit_of(part, 60 * minutes - now)
+            if given_s is not None:
+                assert (part.name, round(now), round(now + given_s)) in call
+                now += given_s
+                left.remove(part)
+        assert now <= 60 * minutes + 1e-6
+    assert [part.name for part in left] == [line.split(":")[0] for line in too_short]
+    assert all(limit_of(parts[line.split(":")[0]], 60 * minutes) is None for line in too_short)
+
+
+def test_the_list_of_three_calls(tmp_path):
+    calls_, _ = listed(CALL_S / 60, tmp_path)
+    assert [[name for name, _, _ in call] for call in calls_] == [[part.name for part in call] for call in calls()]
+    (tmp_path / "warm.json").write_text("{}")
+    calls_, there = listed(CALL_S / 60, tmp_path)
+    assert there == ["warm: there already"]
+    assert calls_[0][0] == ("fp8_gemm", 0, 80)
+    assert listed(CALL_S / 60, tmp_path, again=True)[0][0][0] == ("warm", 0, 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--list", "--call", "2"], None, "call 1, 535 s at most\n     0 to  215 s  largest"),
+        (["--help"], 0, "--list"),
+        ([], NO_GPU, ""),
+        (["--only", "nothing"], 2, "invalid choice: 'nothing'"),
+    ],
+)
+def test_without_a_gpu_it_lists_helps_and_refuses_in_words(arguments, code, said, monkeypatch, capsys, tmp_path):
+    """And writes nothing: a folder of results would be one of a card."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *arguments])
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if code is None:
+        gpu.main()
+    else:
+        with pytest.raises(SystemExit) as raised:
+            gpu.main()
+        assert raised.value.code == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_part_has_a_target():
