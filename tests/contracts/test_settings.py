@@ -233,6 +233,8 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
     "parallel.dispatch": "tests/training/test_experts_run.py::test_rows_travel_in_fp8",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
+    "parallel.grad_sync_error": "tests/training/test_sync_hook.py::test_the_format_is_raised_and_stays",
+    "parallel.param_gather": "tests/parallel/communicate/test_coded.py::test_a_weight_takes_one_byte",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",
     "data.mixing.policy": f"{_MIXING}::test_a_setting_of_mixing_reaches_its_rule",
     "data.mixing.interval": f"{_MIXED}::test_held_out_batches_rotate_at_their_own_interval",

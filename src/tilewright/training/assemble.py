@@ -65,7 +65,7 @@ from tilewright.training.executor.base import Executor, ExecutorInputs, Executor
 from tilewright.training.executor.evaluate import HeldOut
 from tilewright.training.executor.kinds import executor_of
 from tilewright.training.hooks.base import AfterStep, StepHook, by_name
-from tilewright.training.hooks.pipeline_setup import pipeline_hooks
+from tilewright.training.hooks.pipeline_setup import rank_hooks
 from tilewright.training.hooks.precision_hook import PrecisionModes, precision_hook
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
@@ -375,7 +375,7 @@ def build(
     hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
     # 8. The stream, which reads ahead from here on.
     stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)
-    hooks += pipeline_hooks(recipe.parallel, model, executor, world, stream, setup.memory_limit)
+    hooks += rank_hooks(recipe.parallel, model, executor, world, stream, setup.memory_limit, sync)
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )

@@ -19,6 +19,7 @@ from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.gradients import GradientReduction
 from tilewright.parallel.shard import Sharding, shard
 from tilewright.parallel.world import World
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.executor.standard import StandardExecutor
@@ -133,7 +134,7 @@ def overflow(rank, sizes):
     world, found = world_of(sizes), []
     section = ParallelSection(grad_sync="fp8", grad_feedback=True)
     for value in (torch.inf, torch.nan):
-        model, _, executor, sync = cut(Case("gqa"), world, section)
+        model, seen, executor, sync = cut(Case("gqa"), world, section)
         executor.step(microbatches(rank, 2), 0.0)
         kept = {name: tensor.clone() for name, tensor in sync.feedback.tensors().items()}
         spoil = partial(_spoiled, factor=value if rank == world.size - 1 else 1.0)
@@ -141,8 +142,11 @@ def overflow(rank, sizes):
         bad = embedding.register_forward_hook(spoil)
         result = executor.step(microbatches(rank, 2), 0.0)
         bad.remove()
-        same = all(torch.equal(kept[name], tensor) for name, tensor in sync.feedback.tensors().items())
         after = executor.step(microbatches(rank, 2), 0.0)
+        _, without, alone, _ = cut(Case("gqa"), world, section)
+        for _ in range(2):  # the same steps without the bad one
+            alone.step(microbatches(rank, 2), 0.0)
+        same = all(torch.equal(grad, seen.grads[name]) for name, grad in without.grads.items())
         found.append((result.skipped is not None, same, len(kept) > 0, after.skipped is None))
     return found
 
@@ -152,6 +156,28 @@ def overflow(rank, sizes):
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_is_not_fed_back(sizes):
     for found in on_ranks(2, overflow, sizes):
         assert found == [(True, True, True, True)] * 2
+
+
+def scaled(rank, sizes):
+    """Whether gradients are those of a run without a loss scale, where that falls from step to step."""
+    world, section = world_of(sizes), ParallelSection(grad_sync="fp8", grad_feedback=True)
+    _, plain, alone, _ = cut(Case("gqa"), world, section)
+    scaler = DynamicScaler(2.0**12, window=1000)
+    _, seen, executor, _ = cut(Case("gqa"), world, section, scaler=scaler)
+    found = []
+    for number in range(3):
+        alone.step(microbatches(rank, 2), 0.0)
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0 ** (12 - 3 * number)})
+        executor.step(microbatches(rank, 2), 0.0)
+        found.append(all(torch.equal(grad, seen.grads[name]) for name, grad in plain.grads.items()))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_what_is_owed_is_without_the_loss_scale(sizes):
+    for found in on_ranks(2, scaled, sizes):
+        assert found == [True] * 3
 
 
 def resumed(rank, sizes, folder):

@@ -128,6 +128,13 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", ("fp8_min_gain",)),
     (lambda r: not _scaled_modes(r), "no mode here has matmuls in 8 or 4 bits", "precision", ("bf16_grad_layers",)),
     (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
+    (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "parallel", ("param_gather",)),
+    (
+        lambda r: r.precision.fp8_scale != "power_of_two",
+        "scales are no powers of two (precision.fp8_scale)",
+        "parallel",
+        ("param_gather",),
+    ),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision.controller", _CONTROL),
     (lambda r: not r.precision.controller.enabled, "there is no controller", "precision", ("lr_noise_damping",)),
     (lambda r: r.precision.loss_scale == "off", 'precision.loss_scale = "off"', "precision", _LOSS_SCALE),

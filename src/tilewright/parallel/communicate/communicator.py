@@ -30,6 +30,7 @@ from torch import Tensor
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.feedback import ErrorFeedback
+from tilewright.parallel.communicate.sum_error import SumError
 from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import (
     ExchangeThread,
@@ -100,6 +101,7 @@ class AsyncCommunicator:
         kernels: make FP8 codes; None: the machine's best.
         traffic: counts; None: a counter of its own.
         feedback: keeps what the wire format loses; None: it is lost.
+        errors: told what it loses, in steps that are measured; None: nobody is.
         transport: takes the place of the group's own.
         timeout: of the group that a thread exchanges on; None: torch's.
     """
@@ -113,10 +115,14 @@ class AsyncCommunicator:
         kernels: Kernels | None = None,
         traffic: TrafficCounter | None = None,
         feedback: ErrorFeedback | None = None,
+        errors: SumError | None = None,
         transport: Transport | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.group, self.axis, self.wire, self.feedback = group, axis, wire, feedback
+        self.group, self.axis, self.wire, self.feedback, self.errors = group, axis, wire, feedback, errors
+        self._packs = wire != "fp32"
+        self.alignment = TILE if wire == "fp8" else 1
+        """Values after which another tensor may begin in what is sent together, such that it shares no scale."""
         self.traffic = TrafficCounter() if traffic is None else traffic
         self.kernels = kernels or (Kernels.default() if wire == "fp8" else None)
         self._given = transport
@@ -134,14 +140,19 @@ class AsyncCommunicator:
         if group is not None and transport is None and wire != "fp32":
             self._transport = GroupTransport(own_group(group, timeout))
 
-    @property
-    def alignment(self) -> int:
-        """Values after which another tensor may begin in what is sent together, such that it shares no scale."""
-        return TILE if self.wire == "fp8" else 1
-
     def packs(self, tensor: Tensor) -> bool:
         """Whether this tensor would be sent in the wire format, and not as it is."""
-        return self.wire != "fp32" and tensor.dtype == torch.float32
+        return self._packs and tensor.dtype == torch.float32
+
+    def widen(self, wire: WireName) -> None:
+        """Send in another format from now on, FP32 too: in the exchanges of the one that it was made with, so that who
+        sums what stays as it is. All ranks call it between steps.
+
+        Args:
+            wire: the format.
+        """
+        assert self._packs, "made with a format that rounds"
+        self.wire = wire
 
     def async_all_reduce(self, tensor: Tensor, *, name: str = "") -> Handle:
         """The sum over the ranks, in place.
@@ -293,9 +304,11 @@ class AsyncCommunicator:
         packed_RB, lost_RM = self._packed(x_RM, name)
         arrived_RB = transport.all_to_all(packed_RB)
         sum_M = sum_rows(arrived_RB, share, self.wire)
-        row_1B = pack(sum_M[None], self.wire, self._kernels)
+        row_1B = pack(sum_M[None], self.wire, self.codes)
         if lost_RM is not None:
-            lost_RM[transport.rank] += sum_M - unpack(row_1B, share, self.wire)[0]
+            lost_M = sum_M - unpack(row_1B, share, self.wire)[0]
+            self._measure(transport, lost_RM, sum_M, lost_M)
+            lost_RM[transport.rank] += lost_M
             self._keep(name, lost_RM)
         self.traffic.sent(self.axis, "all_reduce", self.wire, (packed_RB[0].nbytes + row_1B.nbytes) * (size - 1))
         every_RB = transport.all_gather(row_1B[0])
@@ -306,25 +319,42 @@ class AsyncCommunicator:
         x_RM = whole.view(transport.size, -1)
         packed_RB, lost_RM = self._packed(x_RM, name)
         self.traffic.sent(self.axis, "reduce_scatter", self.wire, packed_RB[0].nbytes * (transport.size - 1))
-        arrived_RB = transport.all_to_all(packed_RB)
+        sum_M = sum_rows(transport.all_to_all(packed_RB), x_RM.shape[1], self.wire)
         if lost_RM is not None:
+            self._measure(transport, lost_RM, sum_M, torch.zeros(()))
             self._keep(name, lost_RM)
-        part.view(-1).copy_(sum_rows(arrived_RB, x_RM.shape[1], self.wire))
+        part.view(-1).copy_(sum_M)
 
     def _packed(self, x_RM: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-        """Rows as they are sent, with what was lost before; and what is lost now, where that is kept."""
-        if self.feedback is None or not name:
-            return pack(x_RM, self.wire, self._kernels), None
-        x_RM = x_RM + self.feedback.owed(name, x_RM)
-        packed_RB = pack(x_RM, self.wire, self._kernels)
+        """Rows as they are sent, with what was lost before; and what is lost now, where that is kept or measured."""
+        kept = self.feedback is not None and bool(name)
+        if self.feedback is not None and kept:
+            x_RM = x_RM + self.feedback.owed(name, x_RM)
+        packed_RB = pack(x_RM, self.wire, self.codes)
+        if not kept and not self._measures:
+            return packed_RB, None
         return packed_RB, x_RM - unpack(packed_RB, x_RM.shape[1], self.wire)
 
     def _keep(self, name: str, lost: Tensor) -> None:
-        assert self.feedback is not None, "something was lost"
-        self.feedback.keep(name, lost)
+        if self.feedback is not None and name:
+            self.feedback.keep(name, lost)
 
     @property
-    def _kernels(self) -> Kernels:
+    def _measures(self) -> bool:
+        return self.errors is not None and self.errors.measuring
+
+    def _measure(self, transport: Transport, lost_RM: Tensor, sum_M: Tensor, lost_M: Tensor) -> None:
+        """Where it is measured: add up what all ranks have lost of this rank's share, and what its sum loses."""
+        if self.errors is None or not self.errors.measuring:
+            return
+        rows_RB = pack(lost_RM, "fp32", self.codes)
+        self.traffic.sent(self.axis, "all_to_all", "fp32", rows_RB[0].nbytes * (transport.size - 1))
+        missing_M = sum_rows(transport.all_to_all(rows_RB), len(sum_M), "fp32")
+        self.errors.add(self.axis, missing_M + lost_M.to(missing_M.device), missing_M + sum_M)
+
+    @property
+    def codes(self) -> Kernels:
+        """What makes FP8 codes."""
         if self.kernels is None:  # BF16 takes none
             self.kernels = Kernels.default()
         return self.kernels

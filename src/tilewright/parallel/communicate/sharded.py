@@ -3,24 +3,30 @@
 
     exchange_shards(model, AsyncCommunicator(group, axis="dp_shard", wire="fp8", traffic=traffic))
 
-Gradients are summed in the wire format. Parameters are gathered as they are, and counted. torch calls these in its own
-streams on a GPU, and waits for each on a CPU.
+Gradients are summed in the wire format. Parameters are gathered as they are, or as codes where their layers read no
+more (`coded`), and counted. torch calls these in its own streams on a GPU, and waits for each on a CPU.
 """
 
 import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewright.core.log import get_logger
+from tilewright.parallel.communicate.coded import EXACT, Piece, offsets
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.traffic import Operation, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
 from tilewright.parallel.inside.experts.hold import expert_meshes
 from tilewright.parallel.shard import fsdp_modules
-from tilewright.precision.assign.gathered import param_groups
+from tilewright.precision.assign.gathered import param_groups, reads_codes
+
+log = get_logger(__name__)
 
 
 class _Counted:
@@ -63,6 +69,112 @@ class CountedAllGather(_Counted):
         )
 
 
+class CodedAllGather(CountedAllGather):
+    """The same, of weights whose layers read 8-bit codes as these, and of all others as they are.
+
+    Which these are is seen in each gather: where matmuls have left 8 bits since the last one, their weights are
+    gathered as they are from now on, and a warning says so. What is gathered has the values of the codes, in the dtype
+    of the others, so it takes the memory that it takes without them.
+
+    Args:
+        communicator, name: see `_Counted`.
+        group: of FSDP2, whose parameters these are.
+    """
+
+    def __init__(self, communicator: AsyncCommunicator, name: str, group: Any) -> None:
+        super().__init__(communicator, name)
+        self._group, self._coded = group, -1
+
+    def _pieces(self) -> list[Piece]:
+        pieces = [_piece(held) for held in self._group.fsdp_params]
+        coded = sum(piece.shape is not None for piece in pieces)
+        if 0 <= coded < self._coded:
+            log.warning(
+                "%d of %d weights of %s are gathered as they are from now on: their matmuls have left 8 bits",
+                *(self._coded - coded, self._coded, self._name),
+            )
+        self._coded = coded
+        return pieces
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather the ranks' parts; through, or in the order of its stream, before it returns."""
+        pieces = self._pieces()
+        if not self._coded:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        axis, traffic = self._communicator.axis, self._communicator.traffic
+        others = group.size() - 1
+        for piece in pieces:
+            wire = wire_name(piece.dtype) if piece.shape is None else "fp8"
+            traffic.sent(axis, "all_gather", wire, others * piece.sent_bytes)
+        exchange = partial(self._exchange, output_tensor, input_tensor, group, pieces)
+        return self._timed("all_gather", "fp8", output_tensor, exchange)
+
+    def _exchange(self, out: Tensor, own: Tensor, group: dist.ProcessGroup, pieces: Sequence[Piece]) -> None:
+        rank, ranks = group.rank(), group.size()
+        parts = [(piece, _values(part, piece)) for piece, part in zip(pieces, _split(own, pieces), strict=True)]
+        grids = self._shared_scales(parts, group)
+        kernels = self._communicator.codes
+        sent = [
+            part.reshape(-1).view(torch.uint8)
+            if piece.shape is None
+            else piece.pack(part.view(piece.shape), rank, grid, kernels)
+            for (piece, part), grid in zip(parts, grids, strict=True)
+        ]
+        row_B = torch.cat(sent)
+        found = row_B.new_empty(ranks * row_B.numel())
+        all_gather_rows(found, row_B, group=group)
+        bounds = list(pairwise(offsets([piece.sent_bytes for piece in pieces])))
+        for other, (row, place) in enumerate(zip(found.view(ranks, -1), out.view(ranks, -1), strict=True)):
+            for piece, (begin, end), target in zip(pieces, bounds, _split(place, pieces), strict=True):
+                if piece.shape is None:
+                    target.view(torch.uint8).copy_(row[begin:end])
+                elif target.dtype == piece.dtype:
+                    piece.unpack(row[begin:end], other, target.view(piece.shape))
+                else:  # among tensors of several dtypes it is bytes, which may begin anywhere
+                    values = torch.empty(piece.shape, dtype=piece.dtype, device=row.device)
+                    piece.unpack(row[begin:end], other, values)
+                    target.copy_(values.view(-1).view(torch.uint8))
+
+    def _shared_scales(self, parts: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup) -> list[Tensor | None]:
+        """Largest magnitudes of tiles that lie on several ranks, of each piece that has any: one all-reduce."""
+        rank, ranks = group.rank(), group.size()
+        grids = [
+            None if piece.shape is None or piece.is_even else piece.amax(part.view(piece.shape), rank, ranks)
+            for piece, part in parts
+        ]
+        uneven = [grid for grid in grids if grid is not None]
+        if uneven:
+            flat = torch.cat([grid.flatten() for grid in uneven])
+            size = whole_bytes("all_reduce", flat.nbytes, ranks)
+            self._communicator.traffic.sent(self._communicator.axis, "all_reduce", "fp32", size)
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+            for grid, found in zip(uneven, flat.split([grid.numel() for grid in uneven]), strict=True):
+                grid.view(-1).copy_(found)
+        return grids
+
+
+def _piece(held: Any) -> Piece:
+    """What a rank sends of a parameter of FSDP2."""
+    size, where = held.padded_sharded_param_size, held._module_info
+    dtype = held.param_dtype or held.orig_dtype
+    alone = where.param_name == "weight" and not where.shared_modules
+    coded = alone and len(size) == 2 and dtype in EXACT and reads_codes(where.module)
+    return Piece(size.numel(), dtype, (size[0], size[1]) if coded else None)
+
+
+def _split(flat: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+    """The pieces of what one rank has; of bytes, where their dtypes differ."""
+    whole = flat.dtype != torch.uint8
+    return flat.split([piece.numel if whole else piece.nbytes for piece in pieces])
+
+
+def _values(part: Tensor, piece: Piece) -> Tensor:
+    return part if part.dtype == piece.dtype else part.clone().view(piece.dtype)
+
+
 class WireReduceScatter(_Counted):
     """FSDP2's reduce-scatter of a group's gradients, which are FP32."""
 
@@ -98,6 +210,7 @@ def exchange_shards(
     *,
     experts: AsyncCommunicator | None = None,
     copies: AsyncCommunicator | None = None,
+    coded: bool = False,
 ) -> None:
     """Let the groups of a sharded model send what they send by communicators, and count it.
 
@@ -107,7 +220,10 @@ def exchange_shards(
         experts: shards of experts that are spread over other ranks; None where none are.
         copies: of the shards. In `fp32` FSDP2 sums their gradients itself and they are counted; in other formats the
             model is sharded over an axis alone, and what the hook of FSDP2 does is their sum. None: one copy.
+        coded: weights whose layers read 8-bit codes are gathered as these.
     """
+    if coded:
+        _tell(model)
     spread = expert_meshes(model).keys()
     names = {module: name for name, module in model.named_modules()}
     for module in fsdp_modules(model):
@@ -115,7 +231,8 @@ def exchange_shards(
         for place, group in enumerate(groups):
             of_experts = experts is not None and any(held.sharded_param in spread for held in group.fsdp_params)
             one, name = experts if of_experts else shards, f"{names.get(module, '')}.{place}"
-            gather, reduce = CountedAllGather(one, name), WireReduceScatter(one, name)
+            gather = CodedAllGather(one, name, group) if coded else CountedAllGather(one, name)
+            reduce = WireReduceScatter(one, name)
             hook = None if copies is None else partial(_sum_copies, copies, f"{name}.copies")
             if len(groups) == 1:
                 module.set_custom_all_gather(gather)  # type: ignore[arg-type]
@@ -124,6 +241,17 @@ def exchange_shards(
                     module.set_all_reduce_hook(hook)
             else:  # FSDP2 has no public way where one module's parameters have two meshes
                 group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook = gather, reduce, hook
+
+
+def _tell(model: nn.Module) -> None:
+    """Say which of a model's matrices travel as codes."""
+    groups = [group for module in fsdp_modules(model) for group in param_groups(module)]
+    pieces = [_piece(held) for group in groups for held in group.fsdp_params if len(held.padded_sharded_param_size) > 1]
+    coded = sum(piece.shape is not None for piece in pieces)
+    if coded:
+        log.info("%d of %d matrices are gathered in FP8", coded, len(pieces))
+    else:
+        log.warning("No weight is gathered in FP8: matmuls of no layer read theirs in tiles of FP8 alone")
 
 
 def _sum_copies(copies: AsyncCommunicator, name: str, part: Tensor) -> None:

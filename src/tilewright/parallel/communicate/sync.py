@@ -12,10 +12,12 @@ from datetime import timedelta
 from torch import nn
 
 from tilewright.core.config.recipe import ParallelSection
+from tilewright.core.config.sections.parallel import WireName
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback
 from tilewright.parallel.communicate.sharded import exchange_shards
+from tilewright.parallel.communicate.sum_error import SumError
 from tilewright.parallel.shard import is_sharded
 from tilewright.parallel.world import Group, World
 
@@ -31,21 +33,37 @@ class GradientSync:
 
     def __init__(self, world: World, section: ParallelSection, kernels: Kernels) -> None:
         self.feedback = ErrorFeedback() if section.grad_feedback else None
+        self.errors = SumError(("data", "dp_replicate", "dp_shard", "efsdp")) if section.grad_sync_error else None
+        """What the format loses, where that decides."""
         self._world, self._section, self._kernels = world, section, kernels
+        self._made: list[AsyncCommunicator] = []
         self.replicas = self._of(world.data, "dp_replicate" if world.sizes.dp_shard == 1 else "data")
         """Sums gradients of parameters that all ranks of `data` hold whole."""
 
     def _of(self, group: Group, axis: str) -> AsyncCommunicator:
         timeout = timedelta(seconds=self._world.timeout_s) if self._world.timeout_s else None
-        return AsyncCommunicator(
+        made = AsyncCommunicator(
             group.handle,
             axis=axis,
             wire=self._section.grad_sync,
             kernels=self._kernels,
             traffic=self._world.traffic,
             feedback=self.feedback,
+            errors=self.errors,
             timeout=timeout,
         )
+        self._made.append(made)
+        return made
+
+    @property
+    def wire(self) -> WireName:
+        """What gradients are sent as now."""
+        return self.replicas.wire
+
+    def widen(self, wire: WireName) -> None:
+        """Send gradients in another format from the next step on; all ranks call it."""
+        for communicator in self._made:
+            communicator.widen(wire)
 
     @staticmethod
     def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync | None":
@@ -66,10 +84,13 @@ class GradientSync:
             self._of(world.along("dp_shard"), "dp_shard"),
             experts=None if world.expert_mesh is None else self._of(world.expert_shards, "efsdp"),
             copies=None if world.sizes.dp_replicate == 1 else self._of(world.along("dp_replicate"), "dp_replicate"),
+            coded=self._section.param_gather == "fp8",
         )
 
     def begin(self, loss_scale: float) -> None:
         """The passes of a step begin, or begin again."""
+        if self.errors is not None:
+            self.errors.clear()
         if self.feedback is not None:
             self.feedback.forget()
             self.feedback.scale = loss_scale

@@ -66,8 +66,8 @@ def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
     if wire == "bf16":
         return packed_RB.clone().view(torch.bfloat16).to(torch.float32)
     codes_RN, exponents_RT = packed_RB[:, :values], packed_RB[:, values:]
-    value_RN = _code_values(packed_RB.device)[codes_RN.to(torch.int32)]
-    scale_RT = _powers(packed_RB.device)[exponents_RT.to(torch.int32)]
+    value_RN = code_values(packed_RB.device)[codes_RN.to(torch.int32)]
+    scale_RT = powers(packed_RB.device)[exponents_RT.to(torch.int32)]
     whole = values // TILE * TILE
     value_RN[:, :whole].unflatten(1, (whole // TILE, TILE)).mul_(scale_RT[:, : whole // TILE, None])
     if whole < values:
@@ -85,14 +85,14 @@ def sum_rows(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _code_values(device: torch.device) -> Tensor:
+def code_values(device: torch.device) -> Tensor:
     """The value of each code, as `formats` decodes it."""
     return decode(torch.arange(256, dtype=torch.uint8), E4M3).to(device)
 
 
 @lru_cache(maxsize=8)
-def _powers(device: torch.device) -> Tensor:
+def powers(device: torch.device) -> Tensor:
     """The scale of each exponent."""
-    powers = decode_e8m0(torch.arange(256, dtype=torch.uint8))
-    assert powers[E8M0_BIAS] == 1.0
-    return powers.to(device)
+    found = decode_e8m0(torch.arange(256, dtype=torch.uint8))
+    assert found[E8M0_BIAS] == 1.0
+    return found.to(device)

@@ -5,9 +5,9 @@
     scatter   reduce-scatter of gradients, once a step, or in each micro-batch with `parallel.reduce_each`
     reduce    all-reduce of gradients over copies, once a step: of a rank's part, or of all where nothing is cut
 
-Bytes are of the whole tensor that a collective makes or takes, of gradients as `parallel.grad_sync` sends them. Nothing
-overlaps with computation: on a CPU both take the same cores. What is agreed on between steps is a few bytes, and not
-counted.
+Bytes are of the whole tensor that a collective makes or takes, of gradients as `parallel.grad_sync` sends them, of
+parameters as `parallel.param_gather` does (scales, 1/16,384 of a byte per weight, are not counted). Nothing overlaps
+with computation: on a CPU both take the same cores. What is agreed on between steps is a few bytes, and not counted.
 """
 
 from collections.abc import Iterator
@@ -57,8 +57,8 @@ class RankTraffic:
         if not shards.cut:
             return cls(reduce=reduced)
         rest = (shape.embedding + shape.head).tensors
-        layers = float(sum(found.count * found.weights.tensors.gathered(shards.count) for found in shape.classes))
-        passes = (2 if shards.reshard else 1) * layers + rest.gathered(shards.count)
+        layers = float(sum(found.count * found.weights.tensors.travels(shards.count) for found in shape.classes))
+        passes = (2 if shards.reshard else 1) * layers + rest.travels(shards.count)
         times = num_micro if shards.reduce_each else 1
         scattered = sent * shape.weights.tensors.gradients(shards.count)
         return cls(num_micro * passes, times * scattered, reduced)

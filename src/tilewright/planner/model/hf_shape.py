@@ -61,7 +61,7 @@ def foreign_shape(
 ) -> ModelShape:
     """The shape; of a model that could not be traced its weights alone."""
     model = skeleton.model
-    embedding, layers, head = skeleton.weights(policy)
+    embedding, layers, head = skeleton.weights(policy, coded=skeleton.gathered_coded(policy, recipe.parallel))
     net = model.net
     images = model.task == "image_classification"
     seq_len = 1 if images else recipe.data.seq_len

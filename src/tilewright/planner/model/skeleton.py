@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tilewright.core.config.recipe import LoraSection, Recipe
+from tilewright.core.config.recipe import LoraSection, ParallelSection, Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.build import build_model, decoder_config, spec_of
@@ -19,7 +19,7 @@ from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import decide_all
-from tilewright.precision.assign.gathered import narrow_weights
+from tilewright.precision.assign.gathered import coded_weights, narrow_weights
 from tilewright.precision.convert import stored_formats
 from tilewright.precision.lora.lora import add_lora, matching
 from tilewright.precision.policy.policy import Policy
@@ -65,20 +65,31 @@ class Skeleton:
         inside = {module for layer in self.layers for module in layer.modules()}
         return found.keys() & inside
 
+    def gathered_coded(self, policy: Policy, parallel: ParallelSection) -> Collection[nn.Module]:
+        """Those whose weights ranks send as codes; see `parallel.communicate.coded`."""
+        if parallel.param_gather != "fp8":
+            return ()
+        return coded_weights(decide_all(self.model, policy).sites, power_of_two=policy.power_of_two)
+
     def weights(
-        self, policy: Policy, narrow: Collection[nn.Module] = (), ep: int = 1, tp: int = 1
+        self,
+        policy: Policy,
+        narrow: Collection[nn.Module] = (),
+        ep: int = 1,
+        tp: int = 1,
+        coded: Collection[nn.Module] = (),
     ) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
-        where they come first. `narrow`: see `gathered_narrow`. `ep`: ranks that hold other experts, `tp`: other
-        parts of matrices."""
+        where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold other
+        experts, `tp`: other parts of matrices."""
         storage, seen = stored_formats(self.model, policy), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
         mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
         spread = {module: (ep, tp) for mixture in mixtures for module in mixture.experts.modules()}
-        layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread) for layer in self.layers]
-        return before, layers, Weights.of(self.outside(), storage, seen, matrices)
+        layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread, coded) for layer in self.layers]
+        return before, layers, Weights.of(self.outside(), storage, seen, matrices, coded=coded)
 
 
 def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:

@@ -115,6 +115,8 @@ class TensorKind(NamedTuple):
     """Ranks that each hold other ones of these (experts, `parallel.ep`); each is in parts over the others."""
     times: int = 1
     """How many times as many ranks share these as share the rest (experts where matrices are cut, `parallel.tp`)."""
+    coded: bool = False
+    """Ranks send its parts as codes of one byte, with a scale per 128x128 (`parallel.param_gather`)."""
 
     def on_rank(self, shards: int) -> tuple[int, int]:
         """In how many parts one is, and of how many ranks this one holds its share."""
@@ -140,6 +142,12 @@ class Tensors:
         """Bytes of the parameters put together from the parts of all ranks, each part as long as the first; `wide`: as
         they are stored, else as layers read them."""
         return self._padded(shards, lambda kind: (kind.size if wide else kind.gathered) if kind.is_parameter else 0)
+
+    def travels(self, shards: int) -> int:
+        """Bytes of the same as ranks send them to each other."""
+        return self._padded(
+            shards, lambda kind: (1 if kind.coded and shards > 1 else kind.gathered) if kind.is_parameter else 0
+        )
 
     def gradients(self, shards: int) -> int:
         """Bytes of their FP32 gradients in the same layout."""
@@ -214,6 +222,7 @@ class Weights:
         matrices: Collection[Tensor] = (),
         narrow: Collection[nn.Module] = (),
         spread: Mapping[nn.Module, tuple[int, int]] = MappingProxyType({}),
+        coded: Collection[nn.Module] = (),
     ) -> "Weights":
         """The weights of some modules, each counted once.
 
@@ -224,6 +233,7 @@ class Weights:
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
             spread: of modules in experts how many ranks hold other ones, and how many times as many share them.
+            coded: linear layers whose weight ranks send as codes.
         """
         total = cls()
         for module in modules:
@@ -235,9 +245,9 @@ class Weights:
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
                 gathered = _NARROW if module in narrow and tensor is module.weight else each
-                ranks = spread.get(module, (1, 1))
+                ranks, codes = spread.get(module, (1, 1)), module in coded and tensor is module.weight
                 total += cls.of_kind(
-                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, *ranks)
+                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, *ranks, codes)
                 )
         return total
 

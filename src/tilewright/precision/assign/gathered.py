@@ -7,6 +7,8 @@ embedding and head, whose gradients are summed in FP32; and where kernels give m
 
 Optimizer, checkpoints and exports have the parts, which are FP32 always. `convert`, `set_mode` and `evaluating` settle
 the dtypes again; a planner asks `narrow_weights` too.
+
+`reads_codes` says which weights may travel as codes (`parallel.param_gather`), `coded_weights` the same before a run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,10 +19,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from tilewright.formats.spec import SPECS
+from tilewright.formats.tiled import FP8_BLOCK
 from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.mixed.cast import CastLinear, plain_layer
+from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -50,6 +55,26 @@ def narrow_weights(sites: Decisions, device_type: str, kernels: Kernels | None =
     return found
 
 
+def coded_weights(sites: Decisions, *, power_of_two: bool) -> set[nn.Module]:
+    """Linear layers whose matmuls read no more of their weight than E4M3 codes under power-of-two scales per 128x128.
+
+    Args:
+        sites: modules, and what is decided for each.
+        power_of_two: scales are, in this policy.
+    """
+    swapped = [(site.module, one.gemms) for site, one in sites if site.handling is Handling.SWAP and one.gemms]
+    return {module for module, gemms in swapped if power_of_two and _in_blocks(gemms)}
+
+
+def reads_codes(module: nn.Module) -> bool:
+    """Whether that is so of a layer as it is now."""
+    return isinstance(module, Float8Linear) and module.power_of_two and _in_blocks(module.gemms)
+
+
+def _in_blocks(gemms: Gemms) -> bool:
+    return all(one.operands is not None and one.operands.weight == FP8_BLOCK for one in (gemms.fprop, gemms.dgrad))
+
+
 def _rounds_gradient(kernels: Kernels | None, device_type: str, dtype: torch.dtype) -> bool:
     return kernels.rounds_gradient(device_type, dtype) if kernels is not None else not widens(device_type, dtype)
 
@@ -77,11 +102,14 @@ def settle(model: nn.Module, sites: Decisions) -> None:
         model: between steps.
         sites: modules, and what is decided for each.
     """
+    for module in model.modules():  # what a pass without backward has left together is of the formats before
+        if isinstance(module, FSDPModule):
+            module.reshard()
     groups = [(module, group) for module, group in _settled_groups(model) if hasattr(group, "_orig_dtype")]
     if not groups:
         return
     narrow = narrow_weights(sites, groups[0][1].device.type)
-    for module, group in groups:
+    for _, group in groups:
         dtypes = [
             narrow.get(param._module_info.module) if param._module_info.param_name == "weight" else None
             for param in group.fsdp_params
@@ -90,7 +118,6 @@ def settle(model: nn.Module, sites: Decisions) -> None:
         wanted = [dtype if dtype == one and dtype != param.orig_dtype else None
                   for param, dtype in zip(group.fsdp_params, dtypes, strict=True)]  # fmt: skip
         if wanted != [param.param_dtype for param in group.fsdp_params]:
-            module.reshard()
             for param, dtype in zip(group.fsdp_params, wanted, strict=True):
                 _gather_as(param, dtype)
 

@@ -1,5 +1,5 @@
-"""Hooks that some runs have: of rows of several domains, of a model in stages. torch's pipelining takes its time to be
-imported, so this is where it first is."""
+"""Hooks that some runs have: of rows of several domains, of ranks, of a model in stages. torch's pipelining takes its
+time to be imported, so this is where it first is."""
 
 from typing import cast
 
@@ -9,9 +9,32 @@ from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.batches.stream import Stream
 from tilewright.models.base.protocols import Model
+from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor
 from tilewright.training.hooks.base import AfterStep, StepHook
+from tilewright.training.hooks.sync_hook import GradSyncHook
+
+
+def rank_hooks(
+    section: ParallelSection,
+    model: Model,
+    executor: Executor,
+    world: World,
+    stream: Stream,
+    limit_bytes: int,
+    sync: GradientSync | None,
+) -> tuple[StepHook, ...]:
+    """What runs on several processes have: see `pipeline_hooks`; and what raises the wire format of gradients.
+
+    Args:
+        section, model, executor, world, stream, limit_bytes: see `pipeline_hooks`.
+        sync: how gradients are summed; None on one process.
+    """
+    found = pipeline_hooks(section, model, executor, world, stream, limit_bytes)
+    if sync is not None and section.grad_sync_error:
+        found += (GradSyncHook(sync, section.grad_sync_error, world.everyone.handle),)
+    return found
 
 
 def pipeline_hooks(

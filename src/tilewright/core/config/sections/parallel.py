@@ -17,6 +17,7 @@ DEFERRING: tuple[ScheduleName, ...] = ("interleaved_deferred", "interleaved_zero
 """Weight gradients are computed later than those of inputs."""
 WireName = Literal["fp32", "bf16", "fp8"]
 DispatchName = Literal["stream", "fp8"]
+GatherName = Literal["as_read", "fp8"]
 EXPERT_SHARDS = "efsdp"
 """The axis of the mesh over which experts are sharded that are spread over `ep` (`tilewright.parallel.mesh`)."""
 
@@ -27,9 +28,9 @@ class ParallelSection(Section):
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
         *("dp_replicate", "dp_shard", "tp", "sequence_parallel", "ep", "cpu_offload", "reduce_each", "dispatch"),
-        *("grad_sync", "grad_feedback"),
+        *("grad_sync", "grad_feedback", "grad_sync_error"),
     )
-    keeps_numbers = ("reshard_after_forward", "timeout_minutes")
+    keeps_numbers = ("reshard_after_forward", "param_gather", "timeout_minutes")
 
     pp: Count = Field(default=1, ge=1)
     """Processes in a row, each of which holds other layers of a copy (a pipeline); they read the same rows. The first
@@ -79,6 +80,11 @@ class ParallelSection(Section):
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""
+    param_gather: GatherName = "as_read"
+    """Sharded: what parameters are gathered as. `as_read`: in 16 bits where layers multiply in these, else as they are
+    stored. `fp8`: one byte per weight, the codes that matmuls in tiles of FP8 (`fp8_tile`, `fp8_hybrid`, power-of-two
+    scales) read anyway, so that no result changes; all other parameters `as_read`, and these too once their matmuls
+    leave 8 bits."""
     cpu_offload: bool = False
     """Sharded: keep each process's part of parameters, gradients and states in host memory, and update it there."""
     reduce_each: bool = False
@@ -91,6 +97,10 @@ class ParallelSection(Section):
     grad_feedback: bool = False
     """Add what `grad_sync` has lost of a gradient to the gradient of the next step. Takes 2 bytes per parameter of the
     whole model in each process, and twice that at the end of a step."""
+    grad_sync_error: float = Field(default=0.0, ge=0, lt=1)
+    """Send gradients in the next wider format (`fp8`, `bf16`, `fp32`) from then on, where the error of their sum was
+    more than this share of the sum in two measurements in a row. Every 50th step is measured, by sending what was lost
+    as FP32 too; all processes decide alike. 0: the format stays."""
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
     start of a run where it neither computes nor writes. torchrun can start all again."""
