@@ -1,46 +1,46 @@
 """Loss of training with gradients that two ranks send each other as BF16 and as FP8, with and without error feedback.
 
 A small transformer in FP32 (two layers of width 64, bytes, 115,000 parameters) on text of this repository, in pairs:
-equal weights, rows and rates, only the wire format differs. What two ranks send each other is computed by one process
-(`reduced_together`; a test compares its bits with those of processes); each has half of the rows.
+equal weights, rows and rates, only the wire format differs. All runs are trained at once, as one model with an axis of
+runs, [A, ...]: no run sees another. What two ranks send each other is computed by one process (`reduced_together`; a
+test compares its bits with those of processes); each has half of the rows.
 
 The measure was settled before the runs: two runs that differ in one bit end apart by some tenths of a percent, so
 that the loss of last weights says little. Compared are the weights' mean over the last quarter of the steps, on
 held-out rows of the same kind of text (every sixteenth block of 4 KiB), within each seed. Over the seeds their mean
 difference has a 95 % interval (Student's t): inside of +-0.25 % FP8 is "within", outside "beyond", else "undecided".
 
-python -m benchmarks.sync_loss --steps 2000 --seeds 12 --minutes 60
+python -m benchmarks.sync_loss --steps 2000 --seeds 12
+
+Legend: A runs  B rows  S positions  D width  H heads  F hidden width  V bytes.
 """
 
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.common import write_result
 from benchmarks.exchanges import reduced_together
 from tilewright.core.hardware import detect_machine
-from tilewright.models.build import init_weights
-from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.feedback import ErrorFeedback
 
 CLAIM = "FP8 gradients on the wire end within 0.25 % of the loss of BF16 ones"
-RANKS, ROWS, LENGTH, LIMIT, LR = 2, 4, 64, 0.0025, 3e-3
-WAYS = {"bf16": ("bf16", False), "fp8": ("fp8", False), "fp8, feedback": ("fp8", True)}
-HELD_OUT_ROWS, BLOCK, EVERY = 2048, 4096, 16
+RANKS, ROWS, LENGTH, LIMIT, LR = 2, 2, 64, 0.0025, 3e-3
+WIDTH, HEADS, HIDDEN, LAYERS, BYTES = 64, 4, 192, 2, 256
+WAYS: dict[str, tuple[Any, bool]] = {"bf16": ("bf16", False), "fp8": ("fp8", False), "fp8, feedback": ("fp8", True)}
+HELD_OUT_ROWS, BLOCK, EVERY = 1024, 4096, 16
+SHAPES = {"norm_1": (WIDTH,), "qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "norm_2": (WIDTH,),
+          "gate_up": (2 * HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}  # fmt: skip
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t of a two-sided 95 % interval, of 1 to 15 degrees of freedom."""
-CONFIG = DecoderConfig.of(
-    vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=192, tie_embeddings=True
-)
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -53,16 +53,45 @@ def text() -> tuple[Tensor, Tensor]:
     return blocks[~held].flatten(), blocks[held].flatten()
 
 
-def rows(ids: Tensor, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Bytes from anywhere in the text [count, LENGTH], and those that follow them."""
+def rows(ids: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Bytes from anywhere in the text, and the one that follows the last [count, LENGTH + 1]."""
     begins = torch.randint(0, len(ids) - LENGTH - 1, (count, 1), generator=generator)
-    found = ids[begins + torch.arange(LENGTH + 1)]
-    return {"input_ids": found[:, :-1].contiguous(), "labels": found[:, 1:].contiguous()}
+    return ids[begins + torch.arange(LENGTH + 1)]
 
 
-def mean_loss(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
-    """Of a batch, in nats."""
-    return model.loss(batch).loss_sum / batch["labels"].numel()
+def initial(seed: int) -> dict[str, Tensor]:
+    """The weights of a run."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embedding": (BYTES, WIDTH), "positions": (LENGTH, WIDTH), "norm": (WIDTH,)}
+    shapes |= {f"{layer}.{name}": shape for layer in range(LAYERS) for name, shape in SHAPES.items()}
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def losses(params: dict[str, Tensor], ids_ABS: Tensor) -> Tensor:
+    """Of each run on its rows, in nats [A]."""
+    runs, batch, length = len(ids_ABS), ids_ABS.shape[1], ids_ABS.shape[2] - 1
+
+    def norm(x_ATD: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x_ATD, (WIDTH,)) * params[name][:, None]
+
+    def linear(x_ATD: Tensor, name: str) -> Tensor:
+        return x_ATD @ params[name].transpose(1, 2)
+
+    flat_AT = ids_ABS[..., :-1].flatten(1)
+    x_ATD = params["embedding"].gather(1, flat_AT[..., None].expand(-1, -1, WIDTH))
+    x_ATD = x_ATD + params["positions"].repeat(1, batch, 1)
+    for layer in range(LAYERS):
+        qkv = linear(norm(x_ATD, f"{layer}.norm_1"), f"{layer}.qkv").view(runs * batch, length, 3, HEADS, -1)
+        out = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x_ATD = x_ATD + linear(out.transpose(1, 2).reshape(runs, batch * length, WIDTH), f"{layer}.out")
+        gate, up = linear(norm(x_ATD, f"{layer}.norm_2"), f"{layer}.gate_up").chunk(2, -1)
+        x_ATD = x_ATD + linear(F.silu(gate) * up, f"{layer}.down")
+    logits_ATV = linear(norm(x_ATD, "norm"), "embedding")
+    targets = ids_ABS[..., 1:].flatten()
+    return F.cross_entropy(logits_ATV.flatten(0, 1), targets, reduction="none").view(runs, -1).mean(1)
 
 
 def interval(found: Sequence[float]) -> tuple[float, float]:
@@ -90,76 +119,79 @@ def verdict(middle: float, half: float, limit: float = LIMIT) -> str:
 
 
 class Ranks:
-    """The exchange of two ranks' gradients, each a flat tensor in which a parameter begins with a tile."""
+    """The exchange of two ranks' gradients of the runs of one way: each run's parameter begins with a tile."""
 
-    def __init__(self, params: list[Tensor], wire: Any, fed: bool, kernels: Kernels) -> None:
-        self._params, self._wire, self._kernels = params, wire, kernels
-        self._begins, self._size = [], 0
-        for param in params:
-            self._begins.append(self._size)
-            self._size += -(-param.numel() // 128) * 128
+    def __init__(self, way: str, kernels: Kernels) -> None:
+        (self._wire, fed), self._kernels = WAYS[way], kernels
         self._feedback = [ErrorFeedback() for _ in range(RANKS)] if fed else None
 
-    def flat(self) -> Tensor:
-        """A rank's gradients, which are taken from the parameters."""
-        out = torch.zeros(self._size)
-        for begin, param in zip(self._begins, self._params, strict=True):
-            assert param.grad is not None, "each is used"
-            out[begin : begin + param.numel()] = param.grad.flatten()
-            param.grad = None
-        return out
-
-    def sum(self, flats: list[Tensor]) -> None:
-        """Give the parameters the sum of the ranks' gradients."""
-        first = reduced_together(flats, self._wire, self._kernels, self._feedback)
-        for begin, param in zip(self._begins, self._params, strict=True):
-            param.grad = first[begin : begin + param.numel()].view_as(param).clone()
+    def sum(self, grads: list[list[Tensor]]) -> list[Tensor]:
+        """The sum of the ranks' gradients, by parameter."""
+        flats = [torch.cat([_tiles(grad) for grad in of_rank], 1) for of_rank in grads]
+        total = reduced_together([flat.flatten() for flat in flats], self._wire, self._kernels, self._feedback)
         for feedback in self._feedback or ():
             feedback.commit()
+        parts = total.view_as(flats[0]).split([_tiles(grad).shape[1] for grad in grads[0]], 1)
+        pairs = zip(parts, grads[0], strict=True)
+        return [part[:, : grad[0].numel()].reshape(grad.shape) for part, grad in pairs]
 
 
-def held_out(model: Decoder, ids: Tensor) -> float:
-    """The loss on the same held-out rows each time."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [rows(ids, 64, generator) for _ in range(HELD_OUT_ROWS // 64)]
-    with torch.no_grad():
-        return statistics.mean(mean_loss(model, batch).item() for batch in batches)
+def _tiles(grad: Tensor) -> Tensor:
+    flat = grad.flatten(1)
+    return F.pad(flat, (0, -flat.shape[1] % 128))
 
 
-def train(way: str, seed: int, steps: int, ids: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Held-out losses after so many steps, of averaged weights and the last ones, and the mean of the last hundred."""
-    wire, fed = WAYS[way]
+@torch.no_grad()
+def held_out(params: dict[str, Tensor], ids: Tensor) -> list[float]:
+    """The loss of each run on the same held-out rows."""
+    generator, runs = torch.Generator().manual_seed(0), len(params["norm"])
+    batches = [rows(ids, 32, generator) for _ in range(HELD_OUT_ROWS // 32)]
+    found = [losses(params, batch.expand(runs, -1, -1)) for batch in batches]
+    return torch.stack(found).double().mean(0).tolist()
+
+
+def train(seeds: int, steps: int, ids: tuple[Tensor, Tensor]) -> dict[str, list[dict[str, float]]]:
+    """Of each way and seed: held-out losses of averaged and last weights, and the mean loss of the last steps."""
     kernels = Kernels(detect_machine("cpu"), compile=False)
-    model = Decoder(CONFIG, kernels)
-    init_weights(model, seed)
-    params = list(model.parameters())
-    ranks, optimizer = Ranks(params, wire, fed, kernels), torch.optim.AdamW(params, lr=LR, betas=(0.9, 0.95))
-    generator = torch.Generator().manual_seed(seed)
-    losses: list[float] = []
-    sums = [torch.zeros_like(param, dtype=torch.float64) for param in params]
-    averaged = steps // 4
+    first = [initial(seed) for seed in range(seeds)]
+    params = {name: torch.stack([one[name] for one in first] * len(WAYS)).requires_grad_() for name in first[0]}
+    optimizer = torch.optim.AdamW(list(params.values()), lr=LR, betas=(0.9, 0.95))
+    exchanges = [Ranks(way, kernels) for way in WAYS]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
+    sums = {name: torch.zeros_like(param, dtype=torch.float64) for name, param in params.items()}
+    told: list[Tensor] = []
     for step in range(steps):
-        flats, total = [], 0.0
+        grads, total = [], torch.zeros(len(WAYS) * seeds)
         for _ in range(RANKS):
-            loss = mean_loss(model, rows(ids[0], ROWS, generator)) / RANKS
-            loss.backward()
-            total += loss.item()
-            flats.append(ranks.flat())
-        ranks.sum(flats)
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        rate = LR * min(1.0, (step + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+            ids_ABS = torch.stack([rows(ids[0], ROWS, generator) for generator in generators] * len(WAYS))
+            loss_A = losses(params, ids_ABS) / RANKS
+            grads.append(torch.autograd.grad(loss_A.sum(), list(params.values())))
+            total += loss_A.detach()
+        for number, exchange in enumerate(exchanges):
+            mine = slice(number * seeds, (number + 1) * seeds)
+            summed = exchange.sum([[grad[mine] for grad in of_rank] for of_rank in grads])
+            for grad, value in zip(grads[0], summed, strict=True):
+                grad[mine] = value
+        norm_A = torch.stack([grad.flatten(1).square().sum(1) for grad in grads[0]]).sum(0).sqrt()
+        for param, grad in zip(params.values(), grads[0], strict=True):
+            param.grad = grad * (1.0 / norm_A).clamp(max=1.0).view(-1, *[1] * (grad.ndim - 1))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = LR * min(1.0, (step + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        if step >= steps - averaged:
-            torch._foreach_add_(sums, [param.detach().double() for param in params])
-    last = held_out(model, ids[1])
-    with torch.no_grad():
-        for param, total_of in zip(params, sums, strict=True):
-            param.copy_(total_of / averaged)
-    return {"averaged": held_out(model, ids[1]), "held_out": last, "last": statistics.mean(losses[-100:])}
+        told.append(total)
+        if step >= steps - steps // 4:
+            for name, param in params.items():
+                sums[name] += param.detach()
+        if step % 100 == 99:
+            print(step + 1, [round(float(loss), 4) for loss in torch.stack(told[-100:]).mean(0)], flush=True)
+    averaged = {name: (value / (steps // 4)).float() for name, value in sums.items()}
+    columns = {
+        "averaged": held_out(averaged, ids[1]),
+        "held_out": held_out(params, ids[1]),
+        "last": torch.stack(told[-100:]).mean(0).tolist(),
+    }
+    by_run = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return {way: by_run[number * seeds : (number + 1) * seeds] for number, way in enumerate(WAYS)}
 
 
 def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -176,29 +208,19 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train all ways from all seeds, and write the result after each seed."""
+    """Train all ways from all seeds, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seeds", type=int, default=12, help="16 at most")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no seed begins that would end later")
+    parser.add_argument("--seeds", type=int, default=8, help="2 to 16")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ids, began = text(), time.monotonic()
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for seed in range(args.seeds):
-        spent = time.monotonic() - began
-        if seed and spent * (seed + 1) / seed > 60 * args.minutes:
-            print(f"no time for seed {seed}")
-            break
-        for way, found in runs.items():
-            found.append(train(way, seed, args.steps, ids))
-            print(way, seed, found[-1], flush=True)
-        if seed:
-            against = compared(runs)
-            for way, measures in against.items():
-                for measure, one in measures.items():
-                    print(f"{way:14s} {measure:9s} {one['mean']:+.4%} +- {one['half']:.4%} {one['verdict']}")
-            write_result("sync_loss", CLAIM, {"seeds": seed + 1, "runs": runs, "against_bf16": against, "limit": LIMIT})
+    runs = train(args.seeds, args.steps, text())
+    against = compared(runs)
+    for way, measures in against.items():
+        for measure, one in measures.items():
+            print(f"{way:14s} {measure:9s} {one['mean']:+.4%} +- {one['half']:.4%} {one['verdict']}")
+    results = {"steps": args.steps, "runs": runs, "against_bf16": against, "limit": LIMIT}
+    write_result("sync_loss", CLAIM, results)
 
 
 if __name__ == "__main__":

@@ -152,9 +152,18 @@ def compared(rank, sizes, cases):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (2, 2)])
-def test_losses_and_weights_are_those_of_gathers_as_they_are(sizes):
-    cases = CASES if sizes == (1, 2) else {name: CASES[name] for name in ("wide", "several formats")}
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((1, 2), ("kept", "several formats")),
+        ((1, 3), ("llama",)),
+        pytest.param((1, 2), tuple(CASES), marks=pytest.mark.slow),
+        pytest.param((1, 3), tuple(CASES), marks=pytest.mark.slow),
+        pytest.param((2, 2), ("wide", "several formats", "experts"), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_are_those_of_gathers_as_they_are(sizes, names):
+    cases = {name: CASES[name] for name in names}
     for found in on_ranks(sizes[0] * sizes[1], compared, sizes, cases):
         for name, (alike, coded, plain) in found.items():
             assert alike, f"{name}: other losses or weights"
