@@ -106,6 +106,18 @@ def test_a_plan_knows_the_format_of_gradients(replicate, shards, data, tmp_path)
                 assert gathered == pytest.approx(planned["all_gather"], rel=0.01)
 
 
+@pytest.mark.dist
+def test_a_plan_knows_that_weights_travel_as_codes(data, tmp_path):
+    mode = {"precision__mode": "fp8_tile", "model__dim": 128, "train__micro_batch_size": 4, "parallel__dp_shard": 2}
+    cases = {gather: mode | {"parallel__param_gather": gather} for gather in ("as_read", "fp8")}
+    for results in on_ranks(2, exchanged, str(data), str(tmp_path), cases):
+        gathered = {}
+        for gather, (_, _, sent, planned) in results.items():
+            gathered[gather] = sum(size for (name, _), size in sent.items() if name == "all_gather")
+            assert gathered[gather] == pytest.approx(planned["all_gather"], rel=0.01), gather
+        assert gathered["fp8"] < 0.6 * gathered["as_read"], "embedding and head stay FP32"
+
+
 def test_bytes_of_formats_are_those_of_the_wire():
     for wire, share in WIRE_SHARE.items():
         assert row_bytes(1 << 20, wire) == share * row_bytes(1 << 20, "fp32")

@@ -19,7 +19,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.communicate import sharded
-from tilewright.parallel.communicate.coded import EXACT, Piece
+from tilewright.parallel.communicate.coded import EXACT, GatheredPart
 from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.shard import Sharding, reshard, shard
 from tilewright.precision.convert import convert, evaluating, set_mode
@@ -56,7 +56,7 @@ def gathered(x_MK, ranks, dtype):
     rows, columns = -(-len(x_MK) // ranks), x_MK.shape[1]
     padded = torch.zeros(rows * ranks, columns, dtype=dtype)
     padded[: len(x_MK)] = x_MK
-    piece, parts = Piece(rows * columns, dtype, (rows, columns)), padded.split(rows)
+    piece, parts = GatheredPart(rows * columns, dtype, (rows, columns)), padded.split(rows)
     amax = None
     if not piece.is_even:
         amax = torch.stack([piece.amax(part, rank, ranks) for rank, part in enumerate(parts)]).amax(0)
@@ -85,7 +85,7 @@ def test_codes_are_those_of_the_whole_matrix_at_any_cut(rows, columns, ranks, dt
 
 @pytest.mark.parametrize("rows", [128, 256, 129, 127, 1])
 def test_scales_are_agreed_on_only_where_a_tile_is_cut(rows):
-    piece = Piece(rows * 200, torch.float32, (rows, 200))
+    piece = GatheredPart(rows * 200, torch.float32, (rows, 200))
     assert piece.is_even == (rows % 128 == 0)
     assert piece.sent_bytes <= rows * 200 + 2 * (rows // 128 + 2)
 

@@ -34,7 +34,7 @@ EXACT = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Piece:
+class GatheredPart:
     """What each rank sends of one parameter.
 
     Args:
@@ -52,7 +52,7 @@ class Piece:
         """Of the values of a rank.
 
         Example:
-            >>> Piece(300, torch.float32).nbytes, Piece(300, torch.bfloat16, (3, 100)).sent_bytes
+            >>> GatheredPart(300, torch.float32).nbytes, GatheredPart(300, torch.bfloat16, (3, 100)).sent_bytes
             (1200, 302)
         """
         return self.numel * self.dtype.itemsize

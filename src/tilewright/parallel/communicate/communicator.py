@@ -101,7 +101,7 @@ class AsyncCommunicator:
         kernels: make FP8 codes; None: the machine's best.
         traffic: counts; None: a counter of its own.
         feedback: keeps what the wire format loses; None: it is lost.
-        errors: told what it loses, in steps that are measured; None: nobody is.
+        errors: told what it loses, in steps that are measured; None: it is not measured.
         transport: takes the place of the group's own.
         timeout: of the group that a thread exchanges on; None: torch's.
     """

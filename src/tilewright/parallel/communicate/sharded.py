@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.core.log import get_logger
-from tilewright.parallel.communicate.coded import EXACT, Piece, offsets
+from tilewright.parallel.communicate.coded import EXACT, GatheredPart, offsets
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.traffic import Operation, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
@@ -85,7 +85,7 @@ class CodedAllGather(CountedAllGather):
         super().__init__(communicator, name)
         self._group, self._coded = group, -1
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[GatheredPart]:
         pieces = [_piece(held) for held in self._group.fsdp_params]
         coded = sum(piece.shape is not None for piece in pieces)
         if 0 <= coded < self._coded:
@@ -112,7 +112,7 @@ class CodedAllGather(CountedAllGather):
         exchange = partial(self._exchange, output_tensor, input_tensor, group, pieces)
         return self._timed("all_gather", "fp8", output_tensor, exchange)
 
-    def _exchange(self, out: Tensor, own: Tensor, group: dist.ProcessGroup, pieces: Sequence[Piece]) -> None:
+    def _exchange(self, out: Tensor, own: Tensor, group: dist.ProcessGroup, pieces: Sequence[GatheredPart]) -> None:
         rank, ranks = group.rank(), group.size()
         parts = [(piece, _values(part, piece)) for piece, part in zip(pieces, _split(own, pieces), strict=True)]
         grids = self._shared_scales(parts, group)
@@ -138,7 +138,9 @@ class CodedAllGather(CountedAllGather):
                     piece.unpack(row[begin:end], other, values)
                     target.copy_(values.view(-1).view(torch.uint8))
 
-    def _shared_scales(self, parts: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup) -> list[Tensor | None]:
+    def _shared_scales(
+        self, parts: Sequence[tuple[GatheredPart, Tensor]], group: dist.ProcessGroup
+    ) -> list[Tensor | None]:
         """Largest magnitudes of tiles that lie on several ranks, of each piece that has any: one all-reduce."""
         rank, ranks = group.rank(), group.size()
         grids = [
@@ -156,22 +158,22 @@ class CodedAllGather(CountedAllGather):
         return grids
 
 
-def _piece(held: Any) -> Piece:
+def _piece(held: Any) -> GatheredPart:
     """What a rank sends of a parameter of FSDP2."""
     size, where = held.padded_sharded_param_size, held._module_info
     dtype = held.param_dtype or held.orig_dtype
     alone = where.param_name == "weight" and not where.shared_modules
     coded = alone and len(size) == 2 and dtype in EXACT and reads_codes(where.module)
-    return Piece(size.numel(), dtype, (size[0], size[1]) if coded else None)
+    return GatheredPart(size.numel(), dtype, (size[0], size[1]) if coded else None)
 
 
-def _split(flat: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+def _split(flat: Tensor, pieces: Sequence[GatheredPart]) -> Sequence[Tensor]:
     """The pieces of what one rank has; of bytes, where their dtypes differ."""
     whole = flat.dtype != torch.uint8
     return flat.split([piece.numel if whole else piece.nbytes for piece in pieces])
 
 
-def _values(part: Tensor, piece: Piece) -> Tensor:
+def _values(part: Tensor, piece: GatheredPart) -> Tensor:
     return part if part.dtype == piece.dtype else part.clone().view(piece.dtype)
 
 
