@@ -14,7 +14,6 @@ REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "memory.plan": {"memory.plan": "plan.toml"},
     "distill.teacher": {"distill.teacher": "runs/teacher"},
-    "data.format": {"data.format": "preferences", "data.source": "pairs.jsonl"},
     "train.compile": {
         "train.compile": "on",
         "parallel.schedule": "dualpipe_v",
@@ -33,6 +32,7 @@ def load(**settings):
 def test_stages_alone_are_accepted():
     assert load(**{"precision.mode": "fp8_tile"}).executor == "pipeline"
     assert load().executor == "pipeline"
+    assert load(**{"data.format": "preferences", "data.source": "pairs.jsonl"}).executor == "pipeline"
     assert load(**{"parallel.pp": "1"}).executor == "standard"
 
 
@@ -60,7 +60,6 @@ def test_it_is_refused_by_name(field):
     load(**{**REFUSED[field], field: "" if value == '""' else value})
 
 
-@pytest.mark.support("pairs", "stages", refused=True)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -73,7 +72,6 @@ def test_it_is_refused_by_name(field):
             {"model.kind": "hf", "model.path": "folder", "model.task": "image_classification"},
             "Image classifiers cannot",
         ),
-        ({"data.format": "preferences", "data.source": "pairs.jsonl"}, "Pairs of answers"),
         ({"parallel.pp": "0"}, "parallel.pp"),
         ({"parallel.virtual_stages": "1"}, "virtual_stages"),
         ({"parallel.split": "[2,2,2]"}, "not one of this model"),

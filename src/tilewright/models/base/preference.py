@@ -20,6 +20,10 @@ REFERENCE = "reference"
 it."""
 
 
+TOLD = ("accuracy", "margin")
+"""What the loss of pairs tells in addition."""
+
+
 def is_pairs(batch: Mapping[str, Tensor]) -> bool:
     """Whether a batch holds pairs: input_ids and the like are [B, 2, S], chosen first."""
     return REFERENCE in batch
@@ -28,6 +32,11 @@ def is_pairs(batch: Mapping[str, Tensor]) -> bool:
 def as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The answers of a batch of pairs as rows [2 B, S], pair after pair."""
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items() if tensor.dim() == 3}
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a model runs on: `as_rows` of pairs, any other batch as it is."""
+    return as_rows(batch) if is_pairs(batch) else batch
 
 
 def preference_loss(losses: Sequence[Tensor], batch: Mapping[str, Tensor]) -> LossOutput:

@@ -28,7 +28,7 @@ from tilewright.models.base.checkpointing import (
     silence_checkpoint_warning,
 )
 from tilewright.models.base.head import row_losses
-from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
+from tilewright.models.base.preference import is_pairs, preference_loss, rows_of
 from tilewright.models.base.protocols import LayerContext, LossOutput, Model
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.cache import DecoderCache
@@ -173,14 +173,9 @@ class Decoder(Model):
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
                 segments [B, S] where rows are packed. Or pairs of answers, see `base.preference`.
         """
-        rows = as_rows(batch) if is_pairs(batch) else batch
-        x_BSD, context = self.prologue(rows)
+        x_BSD, context = self.prologue(batch)
         x_BSD, loads = self._run_layers(x_BSD, context)
-        if rows is batch:
-            out = self.epilogue(x_BSD, context, batch)
-        else:
-            each = row_losses(self.kernels, self.lm_head, self.model.norm(x_BSD), rows["labels"])
-            out = preference_loss(each, batch)
+        out = self.epilogue(x_BSD, context, batch)
         return replace(out, aux=out.aux | self.aux_metrics(loads))
 
     # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
@@ -197,6 +192,7 @@ class Decoder(Model):
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
         """What all layers read too: cos and sin of the positions, documents."""
+        batch = rows_of(batch)
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
@@ -205,7 +201,7 @@ class Decoder(Model):
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """Embedded tokens [B, S, D], and `context`."""
-        return self._embedded(batch["input_ids"]), self.context(batch)
+        return self._embedded(rows_of(batch)["input_ids"]), self.context(batch)
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""
@@ -213,7 +209,10 @@ class Decoder(Model):
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """Final norm, head and loss."""
-        return batch_loss(self.kernels, self.lm_head, self.model.norm(x_BSD).flatten(0, 1), batch)
+        x_BSD = self.model.norm(x_BSD)
+        if is_pairs(batch):
+            return preference_loss(row_losses(self.kernels, self.lm_head, x_BSD, rows_of(batch)["labels"]), batch)
+        return batch_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch)
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What the prologue and the epilogue read."""

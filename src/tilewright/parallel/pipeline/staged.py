@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewright.models.base.preference import TOLD, is_pairs
 from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.decoder.layers import StreamSlices
 from tilewright.parallel.pipeline.split import Pipeline
@@ -91,7 +92,7 @@ class ModelStage(nn.Module):
                 micro_batch.counted.append(load_E)
         if not self.is_last:
             return x_BsD
-        length = micro_batch.batch["input_ids"].shape[1]
+        length = micro_batch.batch["input_ids"].shape[-1]
         return micro_batch.finish(x_BsD if slices is None else slices.leave(x_BsD, length), context)
 
 
@@ -159,9 +160,10 @@ class Staged:
         """Parameters that another rank holds too, and counts in what is summed over a row."""
         return frozenset([] if self.has_first else self.shared)
 
-    def stream_shape(self, ids_BS: Tensor) -> torch.Size:
-        """[B, s, D] of what travels between stages for a batch of these token ids."""
-        rows, length = ids_BS.shape
+    def stream_shape(self, ids: Tensor) -> torch.Size:
+        """[B, s, D] of what travels between stages for a batch of these token ids [B, S]; of pairs of answers
+        [B / 2, 2, S]."""
+        rows, length = ids.shape[:-1].numel(), ids.shape[-1]
         return torch.Size((rows, length if self.slices is None else self.slices.positions(length), self.width))
 
     def tie_weights(self) -> None:
@@ -175,15 +177,14 @@ class Staged:
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Loss of a batch, without gradients; see the class."""
-        counts: list[Tensor] = []
+        names = TOLD if is_pairs(batch) else ()
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
             out = self.epilogue(x_BSD, context, batch)
-            counts.append(out.count)
-            return out.loss_sum
+            return torch.stack([out.loss_sum, out.count, *(out.aux[name] for name in names)])
 
-        loss_sum = self.pass_row(batch, finish, ())
-        return LossOutput(loss_sum, counts[0] if counts else (batch["labels"] >= 0).sum(), {})
+        loss_sum, count, *told = self.pass_row(batch, finish, (2 + len(names),))
+        return LossOutput(loss_sum, count.long(), dict(zip(names, told, strict=True)))
 
     def new_cache(self, rows: int, length: int) -> None:
         """None: rows pass all ranks whole for each token."""

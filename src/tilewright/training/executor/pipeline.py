@@ -9,6 +9,7 @@ that is clipped is of the gradients of all stages.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from tilewright.data.batches.microbatches import (
     sums_of_rows,
     to_device,
 )
+from tilewright.models.base.preference import TOLD, is_pairs
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.plan import StepPlan
@@ -81,6 +83,8 @@ class PipelineExecutor(StandardExecutor):
             if result.loss_sum is not None:
                 loss_sum += result.loss_sum
             add_weighed(aux, result.aux or {}, count)
+        if microbatches and is_pairs(microbatches[0]):
+            self._tell_row(aux, TOLD)
         told = [(result.each, batch) for result, batch in zip(results, microbatches, strict=True)]
         judged = self._judged(loss_sum, num_targets, scale)
         self.clock.until_now("gradients")
@@ -97,6 +101,13 @@ class PipelineExecutor(StandardExecutor):
         sum_over(self._world.row.handle, [sums])
         return (sums[1:], counts) if sums[0] else None
 
+    def _tell_row(self, aux: dict[str, Tensor], names: Sequence[str]) -> None:
+        """What the last stage tells beside its loss, to all ranks in the row: the others have nothing of it."""
+        nothing = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
+        sums = torch.stack([aux.get(name, nothing) for name in names])
+        sum_over(self._world.row.handle, [sums])
+        aux |= dict(zip(names, sums, strict=True))
+
     def _sum_over_ranks(self, loss_sum: Tensor) -> None:
         super()._sum_over_ranks(loss_sum)
         sum_over(self._world.row.handle, [loss_sum])
@@ -107,7 +118,9 @@ class PipelineExecutor(StandardExecutor):
         if layers is None:
             return super()._told(attempt)
         sums = {_VIOLATION: attempt.aux.get(_VIOLATION, torch.zeros(())) * layers}
-        return mean_over(self._world.everyone.handle, sums, attempt.targets * layers, "cpu")
+        others = replace(attempt, aux={name: value for name, value in attempt.aux.items() if name != _VIOLATION})
+        of_layers = mean_over(self._world.everyone.handle, sums, attempt.targets * layers, "cpu")
+        return super()._told(others) | of_layers
 
     def _apply(self, lr: float, progress: StepProgress) -> None:
         with self.clock.measure("update"):

@@ -28,12 +28,6 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
         '--distill.teacher ""',
     ),
     (
-        lambda r: r.data.format == "preferences",
-        "data.format", "Pairs of answers (DPO)",
-        "one answer per row: the loss of a pair is of both, and of a reference that passes the stages before",
-        "--data.format chat",
-    ),
-    (
         lambda r: r.train.compile == "on" and r.model.kind == "hf" and r.parallel.schedule in DEFERRING,
         "train.compile", "Compiled layers of Hugging Face whose weight gradients wait",
         "tilewright's own decoder, layers in eager mode, or schedule 1f1b", "--train.compile auto",

@@ -1,0 +1,51 @@
+"""Preferences (DPO) in stages: losses, norms, margins and the weights are those of one process."""
+
+import pytest
+
+from tests.training.test_experts_run import PAIRS, Launches, check_same, write_pairs
+from tests.training.test_tensor_run import DENSE
+from tests.training.tiny import rows
+
+pytestmark = pytest.mark.dist
+SETTINGS = DENSE | PAIRS | {"model__num_layers": 4, "train__global_batch_size": 8, "train__micro_batch_size": 2}
+STAGES = {"parallel__pp": 2}
+ZBV = STAGES | {"parallel__schedule": "zbv", "model__tie_embeddings": "true"}
+TOLD = ("margin", "accuracy")
+
+
+def _check(launch, name, world, other, bound=2e-6):
+    for rank in range(world):
+        assert not isinstance(launch.found[name, world, rank], str), launch.found[name, world, rank]
+        assert launch.found[name, world, rank] == launch.found[name, world, 0], "all ranks have the same numbers"
+    check_same(launch.folder / name, launch.folder / other, bound=bound)
+    run, alone = (
+        [row for row in rows(launch.folder / one / "metrics.jsonl") if "loss" in row] for one in (name, other)
+    )
+    for ours, theirs in zip(run, alone, strict=True):
+        for key in TOLD:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), f"{name}, step {ours['step']}: {key}"
+    assert any(row["margin"] for row in alone)
+
+
+@pytest.fixture(scope="module")
+def launch(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs_in_stages")
+    write_pairs(folder / "pairs.jsonl")
+    return Launches(data, folder, SETTINGS | {"data__source": str(folder / "pairs.jsonl")})
+
+
+@pytest.mark.support("pairs", "stages")
+def test_it_is_the_run_of_one_process(launch):
+    launch(1, {"alone": {}, "tied_alone": {"model__tie_embeddings": "true"}})
+    launch(2, {"1f1b": STAGES, "zbv": ZBV})
+    _check(launch, "1f1b", 2, "alone")
+    _check(launch, "zbv", 2, "tied_alone")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_in_shards_and_cut(launch):
+    launch(1, {"alone": {}})
+    launch(4, {"shards": STAGES | {"parallel__dp_shard": 2}, "cut": STAGES | {"parallel__tp": 2}}, seconds=250)
+    _check(launch, "shards", 4, "alone")
+    _check(launch, "cut", 4, "alone")
