@@ -1,19 +1,26 @@
 """Real layers in a pipeline on log-normal documents: balance and ZBV against a fixed number of documents and 1F1B.
 
-Four ranks in a row hold a decoder in FP32, twice: with one stage per rank for 1F1B, with two for ZBV. Steps of the two
+Ranks in a row hold a decoder in FP32, twice: with one stage per rank for 1F1B, with two for ZBV. Steps of the two
 take turns on the same documents, and each updates its weights by its gradients, so that losses show whether both train
 the same. Documents of the balanced steps are placed by the cost model that is fitted to the passes of the steps before.
 
-Ranks share two cores here, so no wall clock shows what a rank with a core of its own would take. Passes are measured by
-the time that the processor spent in them, and the step is run again on paper, in the measured order, with a core for
-each rank and free messages (`replay.replayed`). The wall clock of steps is kept beside it.
+Two rows are run, one after the other: of two ranks and of four, each rank on one core and with one thread.
 
-    python -m benchmarks.pipeline_layers
+- Where each rank has a core to itself, the wall clock of a step is what a step takes, and decides.
+- Where ranks share cores, no wall clock shows what a rank with a core of its own would take. Passes are measured by
+  the time that the processor spent in them, and the step is run again on paper, in the measured order, with a core for
+  each rank and free messages (`replay.replayed`). The wall clock of steps is kept beside it.
+
+Beside the ratio is what bounds it: idle time of both by cause, the processor's time that the schedule costs in
+addition, and how much of the wall clock is beside the step on paper (messages). The cost model says the seconds of each
+micro-batch in each stage before the step, which are held against those measured.
+
+    python -m benchmarks.pipeline_layers --seconds 440
 """
 
 import argparse
 import itertools
-import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,6 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,20 +50,21 @@ from tilewright.parallel.pipeline.balance.balancer import Balanced
 from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, names_of
 from tilewright.parallel.pipeline.balance.fit import CostFit, StageSeconds
 from tilewright.parallel.pipeline.balance.passes import PassClock
-from tilewright.parallel.pipeline.balance.replay import Pass, busy_s, replayed, span_s
+from tilewright.parallel.pipeline.balance.replay import Pass, busy_s, idle_time, replayed, span_s
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World, join
 
 CLAIM = (
-    "real layers on four ranks, log-normal documents: a step takes at most 0.8 times that of 1F1B with a fixed number "
-    "of documents per micro-batch, losses are equal to 1e-6, the cost model is within 10 % after 20 steps"
+    "real layers, log-normal documents: a step takes at most 0.8 times that of 1F1B with a fixed number of documents "
+    "per micro-batch, losses are equal to 1e-6, the cost model is within 10 % after 20 steps"
 )
-RANKS, LAYERS, MICROBATCHES, PER_MICROBATCH = 4, 8, 12, 2
-VOCAB, WIDTH, LR = 512, 96, 0.05
+LAYERS, MICROBATCHES, PER_MICROBATCH = 8, 12, 2
+VOCAB, WIDTH, HEADS, LR = 512, 192, 4, 0.05
 SETTLED = 20
 """Steps after which the cost model is held against what is measured."""
+CASES = ("fixed", "balanced")
 
 
 def documents(step: int) -> list[np.ndarray]:
@@ -87,7 +96,7 @@ class Case:
     """
 
     def __init__(self, pipeline: Pipeline, world: World) -> None:
-        config = DecoderConfig.of(vocab_size=VOCAB, dim=WIDTH, num_layers=LAYERS, num_heads=2)
+        config = DecoderConfig.of(vocab_size=VOCAB, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS)
         model = Decoder(config, Kernels(detect_machine("cpu"), compile=False))
         init_weights(model, seed=0)
         self.pipeline, self.world, self.clock = pipeline, world, PassClock(torch.device("cpu"), time.thread_time)
@@ -120,9 +129,10 @@ def on_paper(step: dict[str, Any]) -> float:
     return span_s(replayed(step["passes"]))
 
 
-def idle(step: dict[str, Any]) -> float:
-    """Share of the ranks' time on paper."""
-    return 1 - busy_s(step["passes"]) / (RANKS * on_paper(step))
+def idle(step: dict[str, Any]) -> dict[str, float]:
+    """Share of the ranks' time on paper that is idle, and its parts by cause."""
+    found = idle_time([replayed(step["passes"])])
+    return {"share": found.share, **found.causes}
 
 
 def measured(passes: Sequence[Sequence[Pass]], case: Case, sizes: Sequence[tuple[int, int]]) -> list[StageSeconds]:
@@ -141,13 +151,20 @@ def measured(passes: Sequence[Sequence[Pass]], case: Case, sizes: Sequence[tuple
     ]
 
 
+def errors_of(fit: CostFit, found: Sequence[StageSeconds]) -> list[float]:
+    """Relative error of what the model says, of each micro-batch in each stage, before it has seen them."""
+    return [abs(fit.model.seconds(one.work) / fit.speeds[one.rank] / one.seconds - 1) for one in found]
+
+
 def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
     """All steps, both cases in turn, none that begins after so many seconds; on the first rank what they took."""
-    began = time.monotonic()
-    world = join(env.ranks(), MeshSizes(pp=RANKS), torch.device("cpu"))
-    plain, ours = Case(Pipeline(RANKS), world), Case(Pipeline(RANKS, "zbv", 2), world)
+    began, world_size = time.monotonic(), dist.get_world_size()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    world = join(env.ranks(), MeshSizes(pp=world_size), torch.device("cpu"))
+    plain, ours = Case(Pipeline(world_size), world), Case(Pipeline(world_size, "zbv", 2), world)
     prior = CostModel(("dense",), (12.0 * WIDTH * WIDTH, float(WIDTH), 0.0, float(VOCAB * WIDTH), 0.0))
-    fit, found = CostFit(prior, RANKS), []
+    fit, found = CostFit(prior, world_size), []
     row = replace(RowShape.of(ours.pipeline), most=2 * MICROBATCHES)
     for step in range(num_steps):
         if gather(dist.group.WORLD, time.monotonic() - began > seconds)[0]:
@@ -164,11 +181,64 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
         took = {
             name: case.run(batches) for name, (case, batches) in (work.items() if step % 2 else reversed(work.items()))
         }
-        if step:  # the first one allocates
-            fit.learn(measured(took["balanced"]["passes"], ours, sizes))
+        seen = measured(took["balanced"]["passes"], ours, sizes)
+        errors = errors_of(fit, seen) if step > 1 else []  # the first one allocates, and the prior has no seconds
+        if step:
+            fit.learn(seen)
             fit.load_state_dict(gather(dist.group.WORLD, fit.state_dict())[0])
-        found.append(took | {"error": fit.error, "model": fit.model.coefficients, "speeds": fit.speeds})
+        found.append(took | {"errors": errors, "model": fit.model.coefficients, "speeds": list(fit.speeds)})
     return found if rank == 0 else []
+
+
+def results_of(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is told of a row's steps; the first of them allocates."""
+    steps, alone = found[1:], ranks <= (psutil.cpu_count() or 1)
+    off = max(abs(one["balanced"]["loss"] / one["fixed"]["loss"] - 1) for one in found)
+    ratios = {
+        "on_paper": [on_paper(one["balanced"]) / on_paper(one["fixed"]) for one in steps],
+        "wall": [one["balanced"]["wall_s"] / one["fixed"]["wall_s"] for one in steps],
+    }
+    causes = {name: [idle(one[name]) for one in steps] for name in CASES}
+    later = [error for one in found[SETTLED:] for error in one["errors"]]
+    return {
+        "steps": len(found),
+        "core_for_each_rank": alone,
+        "decides": "wall" if alone else "on_paper",
+        "ratio": spread(ratios["wall" if alone else "on_paper"]),
+        "ratio_on_paper": spread(ratios["on_paper"]),
+        "ratio_wall": spread(ratios["wall"]),
+        "processor_ratio": spread(
+            [busy_s(one["balanced"]["passes"]) / busy_s(one["fixed"]["passes"]) for one in steps]
+        ),
+        "ratio_without_idle": spread([1 - idle(one["fixed"])["share"] for one in steps]),
+        "idle_on_paper": {name: spread([one["share"] for one in causes[name]]) for name in CASES},
+        "idle_by_cause": {
+            name: {cause: statistics.median(one[cause] for one in causes[name]) for cause in causes[name][0]}
+            for name in CASES
+        },
+        "beside_paper": {
+            name: statistics.median(1 - on_paper(one[name]) / one[name]["wall_s"] for one in steps) for name in CASES
+        },
+        "step_s": {
+            name: {
+                "on_paper": statistics.median(on_paper(one[name]) for one in steps),
+                "wall": statistics.median(one[name]["wall_s"] for one in steps),
+            }
+            for name in CASES
+        },
+        "loss_off": off,
+        "losses": [float(f"{one['fixed']['loss']:.7g}") for one in found],
+        "cost_model": {
+            "micro_batches_after_20_steps": len(later),
+            "median_error": statistics.median(later) if later else None,
+            "error_after_20_steps": spread([statistics.fmean(one["errors"]) for one in found[SETTLED:]])
+            if later
+            else None,
+            "errors": [round(statistics.fmean(one["errors"]), 4) if one["errors"] else None for one in found],
+            "seconds": dict(zip(names_of(["dense"]), found[-1]["model"], strict=True)),
+            "speeds": [round(one, 3) for one in found[-1]["speeds"]],
+        },
+    }
 
 
 def main() -> None:
@@ -176,37 +246,33 @@ def main() -> None:
     from tests.ranks import on_ranks
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=900.0, help="no step begins later")
+    parser.add_argument("--ranks", default="2,4", help="in a row; one row after the other")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=440.0, help="of all rows; no step begins later")
     options = parser.parse_args()
+    rows = [int(number) for number in options.ranks.split(",")]
+    results: dict[str, Any] = {}
     with Stolen() as stolen:
-        found = on_ranks(RANKS, run_rank, options.steps, options.seconds, seconds=options.seconds + 300)[0]
-    settled = found[1:]
-    off = max(abs(one["balanced"]["loss"] / one["fixed"]["loss"] - 1) for one in found)
-    later = [one["error"] for one in found[SETTLED:] if math.isfinite(one["error"])]
-    results: dict[str, Any] = {
-        "steps": len(found),
-        "ratio_on_paper": spread([on_paper(one["balanced"]) / on_paper(one["fixed"]) for one in settled]),
-        "ratio_wall": spread([one["balanced"]["wall_s"] / one["fixed"]["wall_s"] for one in settled]),
-        "processor_ratio": spread(
-            [busy_s(one["balanced"]["passes"]) / busy_s(one["fixed"]["passes"]) for one in settled]
-        ),
-        "idle_on_paper": {name: spread([idle(one[name]) for one in settled]) for name in ("fixed", "balanced")},
-        "step_on_paper_s": {
-            name: statistics.median(on_paper(one[name]) for one in settled) for name in ("fixed", "balanced")
-        },
-        "loss_off": off,
-        "losses": [float(f"{one['fixed']['loss']:.7g}") for one in found],
-        "cost_model": {
-            "error_after_20_steps": spread(later) if later else None,
-            "errors": [round(one["error"], 4) if math.isfinite(one["error"]) else None for one in found],
-            "seconds": dict(zip(names_of(["dense"]), found[-1]["model"], strict=True)),
-            "speeds": [round(one, 3) for one in found[-1]["speeds"]],
-        },
-        "stolen": round(stolen.share, 3),
-    }
-    write_result("pipeline_layers", CLAIM, results)
-    print({key: value for key, value in results.items() if key not in ("losses",)})
+        for ranks in rows:
+            each = options.seconds / len(rows)
+            results[f"{ranks} ranks"] = results_of(
+                ranks, on_ranks(ranks, run_rank, options.steps, each, seconds=each + 300)[0]
+            )
+    for name, found in results.items():
+        ratio, model = found["ratio"], found["cost_model"]
+        print(
+            f"{name}: {found['steps']} steps, ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, "
+            f"{found['decides']}; 0.8 wanted), losses off by {found['loss_off']:.1e}, "
+            f"cost model off by {model['median_error']} (median of {model['micro_batches_after_20_steps']})"
+        )
+        print(
+            f"  with as much work and no idle time: {found['ratio_without_idle']['median']:.3f}; "
+            f"processor time of passes {found['processor_ratio']['median']:.3f} times"
+        )
+        for case in CASES:
+            told = ", ".join(f"{cause} {share:.3f}" for cause, share in found["idle_by_cause"][case].items())
+            print(f"  {case}: {told}; beside paper {found['beside_paper'][case]:.3f}")
+    write_result("pipeline_layers", CLAIM, results | {"stolen": round(stolen.share, 3)})
 
 
 if __name__ == "__main__":

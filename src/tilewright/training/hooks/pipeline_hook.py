@@ -16,6 +16,7 @@ from torch import nn
 
 from tilewright.core.units import format_share
 from tilewright.data.batches.stream import Stream
+from tilewright.models.base.preference import rows_of
 from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
@@ -222,13 +223,14 @@ def _finite(value: float) -> float | None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
-    """What a micro-batch costs by; without `segments` each row is one document.
+    """What a micro-batch costs by; without `segments` each row is one document. Both answers of a pair are rows.
 
     Example:
         >>> ids = torch.zeros(1, 5, dtype=torch.int64)
         >>> size_of({"input_ids": ids, "segments": torch.tensor([[0, 0, 1, 1, 1]])})
         MicroBatchSize(tokens=5, pairs=13)
     """
+    batch = rows_of(batch)
     ids_BS = batch["input_ids"]
     if STARTS not in batch and "segments" not in batch:
         return MicroBatchSize(ids_BS.numel(), ids_BS.numel() * ids_BS.shape[-1])
