@@ -1,8 +1,9 @@
 """Real layers in a pipeline on log-normal documents: balance and ZBV against a fixed number of documents and 1F1B.
 
-Ranks in a row hold a decoder in FP32, twice: with one stage per rank for 1F1B, with two for ZBV. Steps of the two
-take turns on the same documents, and each updates its weights by its gradients, so that losses show whether both train
-the same. Documents of the balanced steps are placed by the cost model that is fitted to the passes of the steps before.
+Ranks in a row hold a decoder in FP32, once per case: with one stage per rank for 1F1B, with two for ZBV. Steps of the
+cases take turns on the same documents, and each updates its weights by its gradients, so that losses show whether all
+train the same. Documents of the balanced steps are placed by the cost model that is fitted to the passes of the steps
+before.
 
 Two rows are run, one after the other: of two ranks and of four, each rank on one core and with one thread.
 
@@ -23,8 +24,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from benchmarks.common import Stolen, spread, write_result
 from tilewright.core import env
+from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.hardware import detect_machine
 from tilewright.data.batches.rows import starts_of
 from tilewright.models.build import init_weights
@@ -64,7 +65,10 @@ LAYERS, MICROBATCHES, PER_MICROBATCH = 8, 12, 2
 VOCAB, WIDTH, HEADS, LR = 512, 192, 4, 0.05
 SETTLED = 20
 """Steps after which the cost model is held against what is measured."""
-CASES = ("fixed", "balanced")
+FIXED = "fixed"
+BALANCED: dict[str, tuple[ScheduleName, int]] = {"balanced, zbv": ("zbv", 2), "balanced, 1f1b": ("1f1b", 1)}
+"""Schedule and stages per rank."""
+CASES = (FIXED, *BALANCED)
 
 
 def documents(step: int) -> list[np.ndarray]:
@@ -162,29 +166,33 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     world = join(env.ranks(), MeshSizes(pp=world_size), torch.device("cpu"))
-    plain, ours = Case(Pipeline(world_size), world), Case(Pipeline(world_size, "zbv", 2), world)
+    cases = {FIXED: Case(Pipeline(world_size), world)}
+    cases |= {name: Case(Pipeline(world_size, *how), world) for name, how in BALANCED.items()}
     prior = CostModel(("dense",), (12.0 * WIDTH * WIDTH, float(WIDTH), 0.0, float(VOCAB * WIDTH), 0.0))
     fit, found = CostFit(prior, world_size), []
-    row = replace(RowShape.of(ours.pipeline), most=2 * MICROBATCHES)
     for step in range(num_steps):
         if gather(dist.group.WORLD, time.monotonic() - began > seconds)[0]:
             break
         texts = documents(step)
         lengths = np.array([len(one) - 1 for one in texts])
-        fixed = [texts[i : i + PER_MICROBATCH] for i in range(0, len(texts), PER_MICROBATCH)]
-        places = Balanced(fit.model, (("dense", LAYERS),), (1.0,), row)(lengths, Room(1, 10**6, MICROBATCHES.__eq__))[0]
-        sizes = [(int(lengths[place].sum()), int((lengths[place] ** 2).sum())) for place in places]
-        work = {
-            "fixed": (plain, [micro_batch(one) for one in fixed]),
-            "balanced": (ours, [micro_batch([texts[i] for i in place]) for place in places]),
-        }
+        places = {FIXED: [range(i, i + PER_MICROBATCH) for i in range(0, len(texts), PER_MICROBATCH)]}
+        for name in BALANCED:
+            row = RowShape.of(cases[name].pipeline)
+            balanced = Balanced(fit.model, (("dense", LAYERS),), (1.0,), row)
+            places[name] = balanced(lengths, Room(1, 10**6, MICROBATCHES.__eq__))[0]
+        turn = step % len(CASES)
         took = {
-            name: case.run(batches) for name, (case, batches) in (work.items() if step % 2 else reversed(work.items()))
+            name: cases[name].run([micro_batch([texts[i] for i in place]) for place in places[name]])
+            for name in (*CASES[turn:], *CASES[:turn])
         }
-        seen = measured(took["balanced"]["passes"], ours, sizes)
-        errors = errors_of(fit, seen) if step > 1 else []  # the first one allocates, and the prior has no seconds
+        seen = {}
+        for name in BALANCED:
+            sizes = [(int(lengths[place].sum()), int((lengths[place] ** 2).sum())) for place in places[name]]
+            seen[name] = measured(took[name]["passes"], cases[name], sizes)
+        # The first step allocates, and the prior has no seconds.
+        errors = {name: errors_of(fit, of_case) if step > 1 else [] for name, of_case in seen.items()}
         if step:
-            fit.learn(seen)
+            fit.learn([one for of_case in seen.values() for one in of_case])
             fit.load_state_dict(gather(dist.group.WORLD, fit.state_dict())[0])
         found.append(took | {"errors": errors, "model": fit.model.coefficients, "speeds": list(fit.speeds)})
     return found if rank == 0 else []
@@ -193,24 +201,21 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
 def results_of(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What is told of a row's steps; the first of them allocates."""
     steps, alone = found[1:], ranks <= (psutil.cpu_count() or 1)
-    off = max(abs(one["balanced"]["loss"] / one["fixed"]["loss"] - 1) for one in found)
-    ratios = {
-        "on_paper": [on_paper(one["balanced"]) / on_paper(one["fixed"]) for one in steps],
-        "wall": [one["balanced"]["wall_s"] / one["fixed"]["wall_s"] for one in steps],
-    }
+
+    def over_fixed(of: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+        return {name: spread([of(one[name]) / of(one[FIXED]) for one in steps]) for name in BALANCED}
+
     causes = {name: [idle(one[name]) for one in steps] for name in CASES}
-    later = [error for one in found[SETTLED:] for error in one["errors"]]
+    paper, wall = over_fixed(on_paper), over_fixed(lambda one: one["wall_s"])
     return {
         "steps": len(found),
         "core_for_each_rank": alone,
         "decides": "wall" if alone else "on_paper",
-        "ratio": spread(ratios["wall" if alone else "on_paper"]),
-        "ratio_on_paper": spread(ratios["on_paper"]),
-        "ratio_wall": spread(ratios["wall"]),
-        "processor_ratio": spread(
-            [busy_s(one["balanced"]["passes"]) / busy_s(one["fixed"]["passes"]) for one in steps]
-        ),
-        "ratio_without_idle": spread([1 - idle(one["fixed"])["share"] for one in steps]),
+        "ratio": wall if alone else paper,
+        "ratio_on_paper": paper,
+        "ratio_wall": wall,
+        "ratio_without_idle": spread([1 - one["share"] for one in causes[FIXED]]),
+        "processor_ratio": over_fixed(lambda one: busy_s(one["passes"])),
         "idle_on_paper": {name: spread([one["share"] for one in causes[name]]) for name in CASES},
         "idle_by_cause": {
             name: {cause: statistics.median(one[cause] for one in causes[name]) for cause in causes[name][0]}
@@ -226,18 +231,24 @@ def results_of(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
             for name in CASES
         },
-        "loss_off": off,
-        "losses": [float(f"{one['fixed']['loss']:.7g}") for one in found],
+        "loss_off": max(abs(one[name]["loss"] / one[FIXED]["loss"] - 1) for one in found for name in BALANCED),
+        "losses": [float(f"{one[FIXED]['loss']:.7g}") for one in found],
         "cost_model": {
-            "micro_batches_after_20_steps": len(later),
-            "median_error": statistics.median(later) if later else None,
-            "error_after_20_steps": spread([statistics.fmean(one["errors"]) for one in found[SETTLED:]])
-            if later
-            else None,
-            "errors": [round(statistics.fmean(one["errors"]), 4) if one["errors"] else None for one in found],
+            "cases": {name: errors_after([one["errors"][name] for one in found]) for name in BALANCED},
             "seconds": dict(zip(names_of(["dense"]), found[-1]["model"], strict=True)),
             "speeds": [round(one, 3) for one in found[-1]["speeds"]],
         },
+    }
+
+
+def errors_after(by_step: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """How far the cost model was off on micro-batches in stages."""
+    later = [error for of_step in by_step[SETTLED:] for error in of_step]
+    return {
+        "micro_batches_after_20_steps": len(later),
+        "median_error": statistics.median(later) if later else None,
+        "error_after_20_steps": spread([statistics.fmean(one) for one in by_step[SETTLED:]]) if later else None,
+        "errors": [round(statistics.fmean(one), 4) if one else None for one in by_step],
     }
 
 
@@ -259,19 +270,21 @@ def main() -> None:
                 ranks, on_ranks(ranks, run_rank, options.steps, each, seconds=each + 300)[0]
             )
     for name, found in results.items():
-        ratio, model = found["ratio"], found["cost_model"]
         print(
-            f"{name}: {found['steps']} steps, ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, "
-            f"{found['decides']}; 0.8 wanted), losses off by {found['loss_off']:.1e}, "
-            f"cost model off by {model['median_error']} (median of {model['micro_batches_after_20_steps']})"
+            f"{name}: {found['steps']} steps, {found['decides']} decides, 0.8 wanted; losses off by "
+            f"{found['loss_off']:.1e}; with no idle time and as much work "
+            f"{found['ratio_without_idle']['median']:.3f}"
         )
-        print(
-            f"  with as much work and no idle time: {found['ratio_without_idle']['median']:.3f}; "
-            f"processor time of passes {found['processor_ratio']['median']:.3f} times"
-        )
+        for case in BALANCED:
+            ratio, model = found["ratio"][case], found["cost_model"]["cases"][case]
+            print(
+                f"  {case}: ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}), processor time "
+                f"{found['processor_ratio'][case]['median']:.3f} times; cost model off by {model['median_error']} "
+                f"(median of {model['micro_batches_after_20_steps']} micro-batches in stages)"
+            )
         for case in CASES:
             told = ", ".join(f"{cause} {share:.3f}" for cause, share in found["idle_by_cause"][case].items())
-            print(f"  {case}: {told}; beside paper {found['beside_paper'][case]:.3f}")
+            print(f"  {case}: idle {told}; beside paper {found['beside_paper'][case]:.3f}")
     write_result("pipeline_layers", CLAIM, results | {"stolen": round(stolen.share, 3)})
 
 

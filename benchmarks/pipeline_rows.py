@@ -50,17 +50,17 @@ def _real_layers() -> Iterator[Row]:
         clock = "the wall clock, a core per rank"
         if found["decides"] == "on_paper":
             clock = "processor seconds of passes, run again on paper with a core per rank"
-        verdict = turns(found["ratio"]["samples"], lambda ratio: f"{ratio:.2f}", at_most=0.8)
-        metric = (
-            "step of real layers on log-normal documents, ZBV balanced over 1F1B with a fixed number per micro-batch"
-        )
-        metric += f", {name}; {clock}"
-        yield Row(f"pipeline_layers ratio, {name}", metric, "at most 0.8", verdict, result)
-        error = found["cost_model"]["error_after_20_steps"]
-        metric = f"error of the cost model on a micro-batch in a stage, mean of a step, after 20, {name}"
-        verdict = turns(error["samples"], lambda error: f"{100 * error:.1f} %", at_most=0.1)
-        yield Row(f"pipeline_layers error, {name}", metric, "at most 10 %", verdict, result)
-        metric = f"losses of both, greatest relative difference, {name}"
+        for case, ratio in found["ratio"].items():
+            verdict = turns(ratio["samples"], lambda ratio: f"{ratio:.2f}", at_most=0.8)
+            metric = "step of real layers on log-normal documents, over 1F1B with a fixed number of documents per "
+            metric += f"micro-batch, {name}: {case}; {clock}"
+            yield Row(f"pipeline_layers ratio, {name}, {case}", metric, "at most 0.8", verdict, result)
+        for case, model in found["cost_model"]["cases"].items():
+            metric = f"error of the cost model on a micro-batch in a stage, mean of a step, after 20, {name}: {case}"
+            errors = model["error_after_20_steps"]["samples"]
+            verdict = turns(errors, lambda error: f"{100 * error:.1f} %", at_most=0.1)
+            yield Row(f"pipeline_layers error, {name}, {case}", metric, "at most 10 %", verdict, result)
+        metric = f"losses of all, greatest relative difference, {name}"
         verdict = turns([found["loss_off"]], lambda off: f"{off:.1e}", at_most=1e-6)
         yield Row(f"pipeline_layers loss, {name}", metric, "at most 1e-6", verdict, result)
 

@@ -76,7 +76,10 @@ def test_kinds_of_runs(data, tmp_path):
     """Where the order of a sum decides what a number is rounded to, two steps on are others too."""
     launch = Launches(data, tmp_path, SETTINGS)
     launch(1, {f"{kind}_alone": of_kind for kind, (of_kind, _) in KINDS.items()}, seconds=250)
-    launch(4, {kind: of_kind | ZBV for kind, (of_kind, _) in KINDS.items()}, seconds=350)
+    bad = {"nan": ZBV | {"optim__lr": "1e30"}}
+    launch(4, {kind: of_kind | ZBV for kind, (of_kind, _) in KINDS.items()} | bad, seconds=350)
+    for rank in range(4):
+        assert "Non-finite gradient in 3 steps in a row" in launch.found["nan", 4, rank]
     for kind, (_, bound) in KINDS.items():
         for rank in range(4):
             assert not isinstance(launch.found[kind, 4, rank], str), launch.found[kind, 4, rank]
