@@ -46,6 +46,8 @@ def _cases(dtypes: Sequence[torch.dtype], specs: Sequence[FloatSpec], sizes: Seq
         for tile, power_of_two, noisy in itertools.product(tiles, flags, flags):
             run = partial(_quantize, cols, dtype, spec, tile, power_of_two, noisy)
             yield f"quantize {label} {tile} {power_of_two} {noisy}", run
+        for tile in (BLOCK_TILE, ROW_TILE, TENSORWISE):
+            yield f"quantize turned {label} {tile}", partial(_turned, cols, dtype, spec, tile)
         for rows in sizes:
             for power_of_two in flags:
                 yield f"both {label} {rows} {power_of_two}", partial(_both, rows, cols, dtype, spec, power_of_two)
@@ -60,6 +62,12 @@ def _quantize(cols: int, dtype: torch.dtype, spec: FloatSpec, tile: Tile, power_
 
     noise = torch.zeros(256, cols, dtype=torch.int32, device=DEVICE) if noisy else None
     return quantize.quantize(_matrix(256, cols, dtype), spec, tile, power_of_two, noise)
+
+
+def _turned(cols: int, dtype: torch.dtype, spec: FloatSpec, tile: Tile) -> object:
+    from tilewright.ops.backends.triton import quantize
+
+    return quantize.quantize(_matrix(cols, 256, dtype).T, spec, tile)
 
 
 def _both(rows: int, cols: int, dtype: torch.dtype, spec: FloatSpec, power_of_two: bool) -> object:

@@ -11,8 +11,9 @@ x is FP32, BF16 or FP16. The case's dtype is x's.
 rms_norm_quantize(x, weight_D, eps, form) -> (y, row, column)
 swiglu_quantize(gate, up, form) -> (y, row, column)
 A norm or activation and quantised copies of its result: y is what `rms_norm` and `swiglu` return, in x's dtype and
-shape [..., D]; row and column are `quantize_both` of y as [tokens, D]. The copies are of y as rounded to its dtype. The
-case's dtype is x's (gate's).
+shape [..., D]; row and column are `quantize_both` of y as [tokens, D]. The copies are of y as rounded to its dtype. On
+a GPU `exp` and the quotient of swiglu are approximate: y in 16 bits may be one unit off. The case's dtype is x's
+(gate's).
 """
 
 from collections.abc import Callable

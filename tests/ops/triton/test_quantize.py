@@ -139,6 +139,39 @@ def test_swiglu(case, spec, power_of_two):
     check_both(y[0], (row, column), spec, power_of_two, str(case))
 
 
+def approximate(sign):
+    """`exp` and `/` as a GPU may round them, at the bounds of the PTX manual (9.7.3: ex2.approx 2^-22, of an argument
+    that is one product in FP32; div.full 2 ulp), all in one direction."""
+    exp = interpreter.InterpreterBuilder.create_exp
+    divide = interpreter.InterpreterBuilder.create_fdiv
+
+    def off(handle, relative):
+        data = (handle.data.astype(np.float64) * (1 + sign * relative)).astype(np.float32)
+        return interpreter.TensorHandle(data, handle.dtype.scalar)
+
+    def create_exp(self, arg):
+        return off(exp(self, arg), 2.0**-22 + np.abs(np.clip(arg.data, -90, 90)).astype(np.float64) * 1.45 * 2.0**-24)
+
+    return {"create_exp": create_exp, "create_fdiv": lambda self, a, b: off(divide(self, a, b), -(2.0**-22))}
+
+
+def test_swiglu_of_every_gate_is_off_by_one_unit_at_most_on_a_gpu():
+    """In BF16, and seldom: where the exact result is near the middle of two numbers."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    gate = gate[gate.isfinite()].view(-1, 128)
+    exact = fused.swiglu_quantize(gate, torch.ones_like(gate), E4M3)[0]
+    assert torch.equal(exact, torch.nn.functional.silu(gate.float()).bfloat16())
+    for sign in (1, -1):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in approximate(sign).items():
+                patch.setattr(interpreter.InterpreterBuilder, name, value)
+            y, row, column = fused.swiglu_quantize(gate, torch.ones_like(gate), E4M3)
+        units = (y.view(torch.int16).int() - exact.view(torch.int16).int()).abs()
+        assert units.max() == 1, "the stand-in rounds otherwise somewhere, and no farther"
+        assert units.double().mean() < 0.005
+        check_both(y, (row, column), E4M3, True, f"copies are of y as it is, {sign}")
+
+
 def check_rounded(got, want, case):
     """Within half a unit of the last place of the dtype and some of FP32: computed in FP32, then rounded."""
     info = torch.finfo(case.dtype)
