@@ -91,3 +91,21 @@ def test_layers_of_several_kinds_are_those_of_some_rank(split, tmp_path):
     indices = sorted(index for kind in found.classes for index in kind.indices)
     assert indices == list(range(found.num_layers))
     assert found.num_layers in (split or [2, 2])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_stage_of_cut_matrices_takes_less(schedule, tmp_path):
+    """A process has half of each matrix of its stages, and of what is kept between attention and MLP."""
+    bytes_of = {}
+    for tp in (1, 2):
+        values = settings(tmp_path, tmp_path, model__num_layers=4, model__dim=64, model__num_heads=4,
+                          model__num_kv_heads=4, model__ffn_dim=256, parallel__pp=2, parallel__tp=tp,
+                          parallel__schedule=schedule)  # fmt: skip
+        values |= {"train.compile": "off", "data.seq_len": "256"}
+        site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2, tp=tp))
+        plan = decide(load_recipe(None, values, environ={}), site, "as_it_stands")
+        bytes_of[tp] = plan.shape.weights.stored, plan.peak_bytes - plan.shape.process_bytes
+        assert plan.shape.num_layers == 2
+    (weights, peak), (weights_cut, peak_cut) = bytes_of[1], bytes_of[2]
+    assert 0.5 <= weights_cut / weights < 0.52, "norms alone are whole"
+    assert peak_cut < 0.7 * peak

@@ -46,6 +46,17 @@ def test_with_shards_on_eight_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_schedule_with_shards_on_eight_ranks():
+    kinds = ("gqa_even", "mla_even", "moe_even", "tied_even")
+    cases = [
+        _cut(name, kinds[place % len(kinds)], 2, recompute=("full", "none")[place % 2], slices=place != 2)
+        for place, name in enumerate(SCHEDULES)
+    ]
+    _check(cases, on_ranks(8, _cases, cases, seconds=580))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_with_shards_on_eight_ranks(name):
