@@ -1,8 +1,9 @@
 """Bytes that ranks of a mesh hold, measured beside those of a search over meshes (`planner.simulate.mesh`).
 
-A small decoder over gloo, one thread per rank, two steps: shards, copies of shards, stages, experts on two ranks, cut
-matrices. A rank's ledger counts parameters, gradients and states when an update begins; the same owners of the search
-are beside them.
+A small decoder over gloo, one thread per rank, the third step (in the first one the loss is compiled, and what the
+compiler keeps, 22 MiB, counts as what that forward pass leaves): shards, copies of shards, stages, experts on two
+ranks, cut matrices. A rank's ledger counts parameters, gradients and states when an update begins, and what a forward
+pass leaves for backward, under stages of one micro-batch; the same owners of the search are beside them.
 
 python -m benchmarks.mesh_memory
 """
@@ -29,19 +30,23 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.machine.gpu_specs import find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
 from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.rank_memory import rank_memory
 from tilewright.planner.simulate.mesh.search import MeshSearch
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
 from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
 from tilewright.training.assemble import build, set_up
 
-CLAIM = "each rank of a mesh holds within 5 % of the parameters, gradients and states that a search over meshes counts"
-OWNERS = ("parameters", "gradients", "optimizer")
+CLAIM = (
+    "each rank of a mesh holds within 5 % of the parameters, gradients, states and activations that a search over "
+    "meshes counts"
+)
+OWNERS, ACTIVATIONS = ("parameters", "gradients", "optimizer"), "activations"
 LEAST = 2**16
 """Bytes: less of an owner is not compared."""
 DENSE = {
     "model.dim": "128", "model.num_layers": "8", "model.num_heads": "4", "model.tie_embeddings": "false",
-    "data.seq_len": "128", "data.vocab_size": "512", "data.holdout": "0.2",
+    "data.seq_len": "256", "data.vocab_size": "512", "data.holdout": "0.2",
     "train.global_batch_size": "16", "train.micro_batch_size": "2",
     "run.threads": "1", "run.device": "cpu", "memory.plan": "", "precision.mode": "bf16_mixed", "train.compile": "off",
     "optim.kind": "adamw", "optim.moments": "fp32",
@@ -58,6 +63,12 @@ CASES: dict[str, tuple[int, dict[str, str]]] = {
     "2 copies of 2 shards": (4, DENSE | {"parallel.dp_replicate": "2", "parallel.dp_shard": "2"}),
     "4 shards, 8-bit moments": (4, DENSE | {"parallel.dp_shard": "4", "optim.moments": "8bit"}),
     "2 stages of 2 shards": (4, DENSE | {"parallel.pp": "2", "parallel.dp_shard": "2"}),
+    "2 shards of matrices in 2 parts": (4, DENSE | {"parallel.tp": "2", "parallel.dp_shard": "2"}),
+    "2 shards, layers recomputed": (2, DENSE | {"parallel.dp_shard": "2", "train.activation_checkpoint": "full"}),
+    "matrices in 2 parts, outputs of matmuls kept": (
+        2,
+        DENSE | {"parallel.tp": "2", "parallel.dp_shard": "1", "train.activation_checkpoint": "selective"},
+    ),
 }
 
 
@@ -69,14 +80,15 @@ def hold(rank: int, settings: dict[str, str], folder: str) -> list[dict[str, Any
     with launched(MeshSizes.of(loaded.recipe.parallel), device="cpu", timeout_s=300) as joined:
         setup = set_up(loaded, world=joined)
         parts = build(setup, fresh=True)
-        for step in range(2):
+        for step in range(3):
             parts.modes.enter(step)
             parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
-        counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
+            counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)  # of this step alone
         parts.close()
         row = {"rank": joined.rank}
         row |= {"vocab": setup.prepared.vocab_size}
         row |= {owner: counted["phase_owners"]["update"][owner] for owner in OWNERS}
+        row |= {ACTIVATIONS: counted["phase_owners"]["forward"][ACTIVATIONS]}
         return gather(joined.everyone.handle, row)
 
 
@@ -95,8 +107,11 @@ def planned(settings: dict[str, str], world: int, vocab: int) -> list[dict[str, 
     )  # fmt: skip
     search = MeshSearch(rates, Space.of(model, world, world), 1e12, 1e12)
     found = []
-    for rank in search.simulated(MeshCosts(rates, setting)).memory:
-        found.append({owner: rank.phases["update"][owner] for owner in OWNERS})
+    costs = MeshCosts(rates, setting)
+    for rank, held in zip(search.simulated(costs).memory, costs.held, strict=True):
+        one = rank if sizes.pp == 1 else rank_memory(model, setting, held, 1e12)[0]  # of one micro-batch
+        kept = max(owners[ACTIVATIONS] for name, owners in one.phases.items() if name.startswith("backward"))
+        found.append({owner: rank.phases["update"][owner] for owner in OWNERS} | {ACTIVATIONS: kept})
     return found
 
 
@@ -131,7 +146,7 @@ def on_ranks(world: int, settings: dict[str, str], folder: str) -> list[dict[str
 def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> dict[str, Any]:
     """The worst rank by owner, and of the bytes that ranks hold all the time together."""
     each, off = len(ranks) // len(counted), {}
-    for owner in OWNERS:
+    for owner in (*OWNERS, ACTIVATIONS):
         pairs = [(row[owner], counted[row["rank"] // each][owner]) for row in ranks]
         off[owner] = max((plan / real - 1 for real, plan in pairs if real > LEAST), key=abs, default=0.0)
     totals = [

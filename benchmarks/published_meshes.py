@@ -36,13 +36,17 @@ H100 = replace(find_published("h100"), bandwidth=2.4e12, memory=95.0 * GIB)
 LLAMA = {
     "model.tie_embeddings": "false", "model.num_kv_heads": "8", "model.rope_theta": "5e5", "data.vocab_size": "128256",
     "data.seq_len": "8192", "precision.mode": "bf16_mixed", "optim.kind": "adamw", "optim.moments": "fp32",
+    "train.compile": "on",
 }  # fmt: skip
 L8B = LLAMA | {"model.dim": "4096", "model.num_layers": "32", "model.num_heads": "32", "model.ffn_dim": "14336"}
 L70B = LLAMA | {"model.dim": "8192", "model.num_layers": "80", "model.num_heads": "64", "model.ffn_dim": "28672"}
 L405B = LLAMA | {"model.dim": "16384", "model.num_layers": "126", "model.num_heads": "128", "model.ffn_dim": "53248"}
 FP8 = {"precision.mode": "fp8_tile"}
+WHOLE = {"parallel.reshard_after_forward": "false"}
+"""Parameters of stages stay put together, in torchtitan and with ZeRO-1."""
 PP8 = MeshSizes(pp=8, dp_shard=8, tp=8)
-UNSAID = "the number of micro-batches is not published"
+DEFAULT = "the number of micro-batches is not published: torchtitan's default then, which is the number of stages"
+ASYNC = "async TP there hides exchanges of cut matrices behind matmuls"
 TILES = "float8 there has a scale per tensor, here per tile"
 
 
@@ -85,11 +89,10 @@ def _llama(settings: dict[str, str], world: int, tokens: float, gib: float, lack
     return PublishedRun(settings, MeshSizes(dp_shard=world), 2, 1, tokens, gib, lacks=lacks)
 
 
-def _large(pipeline: Pipeline, count: int, tokens: float, gib: float) -> PublishedRun:
-    rows = 32 // count
-    return PublishedRun(
-        L405B | FP8, PP8, rows, count, tokens, gib, pipeline, "recompute", lacks=f"{UNSAID}: {count} here; {TILES}"
-    )
+def _large(pipeline: Pipeline, tokens: float, gib: float) -> PublishedRun:
+    count = pipeline.num_stages
+    lacks = f"{DEFAULT}; {ASYNC}; {TILES}"
+    return PublishedRun(L405B | FP8 | WHOLE, PP8, 32 // count, count, tokens, gib, pipeline, "recompute", lacks=lacks)
 
 
 CALIBRATED = "8B, 8 GPUs"
@@ -102,15 +105,14 @@ RUNS = {
     "70B, 256 GPUs, float8": PublishedRun(
         L70B | FP8, MeshSizes(dp_shard=32, tp=8), 16, 1, 829, 71.9, activations="recompute", lacks=TILES
     ),
-    "405B, 512 GPUs, 1F1B, 8 micro-batches": _large(Pipeline(8), 8, 100, 82.5),
-    "405B, 512 GPUs, interleaved x2, 8 micro-batches": _large(INTERLEAVED, 8, 128, 72.7),
-    "405B, 512 GPUs, 1F1B, 16 micro-batches": _large(Pipeline(8), 16, 100, 82.5),
-    "405B, 512 GPUs, interleaved x2, 16 micro-batches": _large(INTERLEAVED, 16, 128, 72.7),
+    "405B, 512 GPUs, 1F1B": _large(Pipeline(8), 100, 82.5),
+    "405B, 512 GPUs, interleaved x2": _large(INTERLEAVED, 128, 72.7),
     "DeepSeek-V3, 2048 GPUs": PublishedRun(
-        dict(FP8), MeshSizes(pp=16, dp_shard=128, ep=64), 1, 120, 1e12 / 180e3 / 3600,
-        pipeline=Pipeline(16, "dualpipe_v", 2), recipe="moe_671b", gpu=find_published("h100"),
+        FP8 | WHOLE | {"parallel.dispatch": "fp8"}, MeshSizes(pp=16, dp_shard=128, ep=64), 1, 120, 1e12 / 180e3 / 3600,
+        pipeline=Pipeline(16, "dualpipe_v", 2), activations="keep", recipe="moe_671b", gpu=find_published("h100"),
         links=("intra=nvlink4-h800",), source=DEEPSEEK,
-        lacks="exchanges of experts overlap there, and reach four nodes at most; a layer more for a second token",
+        lacks="exchanges of experts overlap there, and reach four nodes at most; norms and MLA's projections up are "
+        "computed again there; kernels of many experts at once; a layer more for a second token",
     ),
 }  # fmt: skip
 

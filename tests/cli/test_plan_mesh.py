@@ -100,6 +100,8 @@ def test_a_page_is_well_formed_and_has_what_the_terminal_says(capsys, tmp_path):
     out, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
     charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(charts) == (3 if "pp " in out else 2)
+    assert ("the update are not drawn: the whole step takes" in page) == ("pp " in out)
+    assert '<td class="no">recomputation' not in page, "words are to the left"
     for chart in charts:
         ElementTree.fromstring(chart)
     for text in ("Why the others lost", "given: ", "published, not measured", "GiB", "recomputation"):

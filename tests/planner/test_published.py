@@ -1,8 +1,11 @@
 """The table of published ceilings: complete, dense, and in order of what is known of these GPUs."""
 
+import difflib
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tests.planner.rates import make_machine
 from tilewright.core.errors import ConfigError
@@ -58,3 +61,31 @@ def test_a_name_that_is_not_in_the_table():
     assert problem.got
     assert "h200" in problem.need
     assert problem.try_
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+@st.composite
+def _typos(draw):
+    """A name of the table with one letter more, less or other, or in capitals with one more."""
+    name = draw(st.sampled_from(sorted(TABLE)))
+    at, letter = draw(st.integers(0, len(name) - 1)), draw(st.sampled_from(_LETTERS))
+    kind = draw(st.sampled_from(["more", "less", "other", "capitals"]))
+    return {
+        "more": name[:at] + letter + name[at:],
+        "less": name[:at] + name[at + 1 :],
+        "other": name[:at] + letter + name[at + 1 :],
+        "capitals": name.upper() + letter,
+    }[kind]
+
+
+@given(_typos())
+def test_a_name_that_is_nearly_one_of_the_table_has_it_to_try(wrong):
+    assume(wrong.lower() not in TABLE)
+    with pytest.raises(ConfigError, match="Unknown machine name") as caught:
+        find_published(wrong)
+    tried = caught.value.problems[0].try_.split(" or ")
+    assert all(find_published(one.removeprefix("--on ")) for one in tried)
+    distance = {one: difflib.SequenceMatcher(None, wrong.lower(), one).ratio() for one in TABLE}
+    assert distance[tried[0].removeprefix("--on ")] == max(distance.values())

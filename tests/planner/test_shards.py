@@ -22,7 +22,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.tensor.cuts import cut_dims
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.links import unmeasured
-from tilewright.planner.cost.shards import Gathered, Shards
+from tilewright.planner.cost.shards import PRICED, UNPRICED, Gathered, Shards
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.weights import part_shape
@@ -142,7 +142,9 @@ def test_a_plan_says_that_matrices_are_cut():
     shards = plan.setting.shards
     assert shards.words() == "4 ranks: 2 shards, matrices in 2 parts"
     assert plan.setting.num_micro * plan.recipe.train.micro_batch_size == 8, "rows of a step over the two shards"
-    assert any("parallel.tp" in note for note in shards.notes(True, False))
+    for words, measured in ((UNPRICED, False), (PRICED, True)):
+        assert words in shards.notes(True, measured)
+        assert words in plan_of(parallel={"dp_shard": 1, "tp": 2}).setting.shards.notes(True, measured)
     assert plan.peak_bytes < plan_of(parallel={"dp_shard": 2}).peak_bytes
 
 

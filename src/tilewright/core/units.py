@@ -158,11 +158,15 @@ def format_share(share: float) -> str:
     Example:
         >>> format_share(0.704), format_share(0.0004), format_share(0), format_share(0.99999), format_share(1)
         ('70.4 %', '< 0.1 %', '0 %', '> 99.9 %', '100 %')
+        >>> format_share(-0.0004), format_share(-0.02)
+        ('> -0.1 %', '-2.0 %')
     """
     if share in (0, 1):
         return f"{share * 100:.0f} %"
     if 0 < share < 0.001:
         return "< 0.1 %"
+    if -0.001 < share < 0:
+        return "> -0.1 %"
     return "> 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
 
 

@@ -30,10 +30,10 @@ from tilewright.planner.cost.phases import (
     phases,
     rollback_bytes,
 )
-from tilewright.planner.cost.rows import PlanRow, documents_notes
+from tilewright.planner.cost.rows import PlanRow, documents_notes, recomputed
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
-from tilewright.planner.cost.traffic import communication
+from tilewright.planner.cost.traffic import communication, cut_traffic
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
@@ -322,14 +322,15 @@ class Planner:
         on_disk = budget.links.disk is not None
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
-    def _around(self, table: _Table) -> tuple[Operation, ...]:
+    def _around(self, table: _Table, rows: Sequence[PlanRow] = ()) -> tuple[Operation, ...]:
         """What a step does around the layers; a layer-major one that clips by the exact norm runs it twice."""
         recipe, shape, setting, links = table.recipe, table.shape, table.setting, table.budget.links
         head = head_parts_s(shape, setting, self.rates) if shape.plain_head else {}
+        cut = cut_traffic(shape, recipe, setting.micro_batch_size, setting.num_micro, recomputed(rows))
         return (
             *layer_operations(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links),
             *computed(HEAD, head | teacher_s(shape, setting, recipe, self.rates, links)),
-            *communication(shape, setting.shards, setting.num_micro, links.ranks),
+            *communication(shape, setting.shards, setting.num_micro, links.ranks, cut),
         )
 
     def _decided(self, table: _Table, answer: Answer, better: str, late: Sequence[OutOfTime]) -> Plan:
@@ -355,8 +356,9 @@ class Planner:
         more = (*filter(None, [self.rates.load_note]), *told, *more)
         shared = setting.shards.notes(cpu, budget.links.ranks is not None)
         return Plan(
-            recipe, shape, self.machine, budget, setting, rows, by_phase, host, self._around(table), table.narrowed,
-            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more))  # fmt: skip
+            recipe, shape, self.machine, budget, setting, rows, by_phase, host, self._around(table, rows),
+            table.narrowed, (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *shared, *more),
+        )  # fmt: skip
 
 
 def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple[str, ...]:

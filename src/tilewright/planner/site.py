@@ -68,7 +68,7 @@ class Site:
         if self.links is not None:
             return self.links if disk else replace(self.links, disk=None)
         speed = disk_speed(self.offload_dir, self.machine, progress=self.progress) if disk else None
-        ranks = Shards.of(self.at_mesh(recipe)).ranks if self.one_machine else 1
+        ranks = Shards.of(self.at_mesh(recipe)).processes if self.one_machine else 1
         between = rank_speed(self.machine, ranks, progress=self.progress)
         return as_links(host_speed(self.machine, progress=self.progress), speed, between)
 

@@ -1,4 +1,5 @@
-"""report.html: one file that opens offline, made from the run folder alone.
+"""report.html: one file that opens offline, made from the run folder alone. Of a run whose step was simulated what was
+measured is put beside that in plan.json.
 
 No scripts, fonts or pictures from elsewhere: charts are inline SVG, the style sheet is inlined. Text from the
 run (samples, paths, messages) is escaped by the template engine.
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
+from tilewright.core.json_text import from_json, to_json
 from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.mixing_figure import mixing_figure
@@ -18,6 +20,8 @@ from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.energy_table import energy_view
 from tilewright.report.run_data.exports_table import Exports
+from tilewright.report.run_data.forecast_table import COLUMNS as FORECAST_COLUMNS
+from tilewright.report.run_data.forecast_table import forecast_view, measured
 from tilewright.report.run_data.measured import state
 from tilewright.report.run_data.traffic_table import traffic_view
 from tilewright.report.template import fill
@@ -59,9 +63,11 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
     """
     folder = Path(run_dir)
     try:
-        page = render(run or collect(folder), judgement)
+        run = run or collect(folder)
+        page = render(run, judgement)
         path = folder / "report.html"
         write_whole(path, page)
+        _write_beside(run)
     except OSError as error:
         raise DataError(
             "Report cannot be written",
@@ -71,6 +77,14 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
             where=str(folder),
         ) from error
     return path
+
+
+def _write_beside(run: RunData) -> None:
+    """What was measured beside what was simulated, in the plan's file."""
+    if run.plan is not None and isinstance(run.plan.get("simulated"), dict):
+        path = run.path / "plan.json"
+        plan = from_json(path.read_text(encoding="utf-8"))
+        write_whole(path, to_json(plan | {"measured": measured(run)}, indent=1))
 
 
 def render(run: RunData, judgement: Judgement | None = None) -> str:
@@ -90,6 +104,8 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
         pipeline=pipeline_view(run),
+        forecast=forecast_view(run),
+        forecast_columns=FORECAST_COLUMNS,
         energy=energy_view(run),
         traffic=traffic_view(run),
         ranks=rank_rows.rank_rows(run),

@@ -40,6 +40,7 @@ from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
 from tilewright.training.hooks.mixing_setup import mixing_hooks
 from tilewright.training.hooks.pipeline_setup import domain_hooks
 from tilewright.training.hooks.replan_setup import replanner_for
+from tilewright.training.planning.forecast import forecast_of
 from tilewright.training.planning.minutes import (
     LONG,
     Length,
@@ -321,11 +322,14 @@ def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Itera
 def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:
     """Everything about the run that is known before its first step; the first of several ranks writes it."""
 
+    expected = forecast_of(setup, parts)
+
     def write() -> None:
         write_run_toml(setup.loaded, folder.recipe)
         more = {"kernels": setup.kernels.explain(), "matmul_switches": switches()}
         folder.write_json("machine.json", setup.machine.to_json() | more)
-        folder.write_json("plan.json", setup.plan.to_json())
+        told = {} if expected is None else {"simulated": expected.to_json()}
+        folder.write_json("plan.json", setup.plan.to_json() | told)
         write_plan(setup.plan, folder.path)
         folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
         folder.write_json("precision.json", parts.modes.rows())

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,10 @@ class PipelineSteps:
             for stage, queue in itertools.zip_longest(model.stages, self.queues)
         ]
         self._schedules = Schedules(pipeline.schedule, stages)
+
+    def schedule_of(self, count: int) -> Any:
+        """The schedule of torch's that steps of so many micro-batches run."""
+        return self._schedules.of(count)
 
     def run(self, microbatches: Sequence[Mapping[str, Tensor]], factor: float) -> list[MicroBatchResult]:
         """Forward and backward over all of them: gradients of `factor` times the sum of their losses are added to the

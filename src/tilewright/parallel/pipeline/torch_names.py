@@ -204,6 +204,12 @@ class Schedules:
         schedule._internal_losses.clear()
         self._made[count] = schedule
 
+    def of(self, count: int) -> Any:
+        """The schedule of torch's that steps of so many micro-batches run."""
+        if count not in self._made:
+            self._made[count] = self._new(count)
+        return self._made[count]
+
     def _new(self, count: int) -> Any:
         stages = self._stages[0] if self._single else self._stages
         schedule = self._make(stages, n_microbatches=count, loss_fn=_as_it_is, scale_grads=False)

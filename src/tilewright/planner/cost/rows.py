@@ -1,5 +1,7 @@
 """What is done with layers that are treated alike, and what ranks hold."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.config.recipe import Recipe, Tier
@@ -30,6 +32,14 @@ class PlanRow:
     def __str__(self) -> str:
         """The layers as people write them."""
         return f"{self.name} {ranges(self.indices)}" if self.indices else self.name
+
+
+def recomputed(rows: Sequence[PlanRow]) -> Counter[str]:
+    """Layers of each class that are computed again, whole or in part, by its name."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[row.name] += len(row.indices) * (row.choice.activations != "keep")
+    return found
 
 
 def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:

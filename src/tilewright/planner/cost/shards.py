@@ -29,7 +29,6 @@ PRICED = (
     "communication takes the speed that as many processes of this machine had over gloo, measured once; taken for "
     "granted: none of it overlaps with computation"
 )
-UNPRICED_SUMS = "not in the seconds: sums of layers' outputs over the ranks of parallel.tp"
 UNPRICED_OFFLOAD = "not in the seconds: transfers of parallel.cpu_offload, and its update on the host"
 
 
@@ -96,8 +95,7 @@ class Shards:
             cpu: parts on the host are where they are anyway.
             measured: the speed between ranks is known.
         """
-        found = (PRICED if measured else UNPRICED,) if self.ranks > 1 else ()
-        found += (UNPRICED_SUMS,) if self.tp > 1 else ()
+        found = (PRICED if measured else UNPRICED,) if self.processes > 1 else ()
         return (*found, UNPRICED_OFFLOAD) if self.offload and not cpu else found
 
     @property
@@ -202,7 +200,9 @@ class Gathered:
         return float(weights.tensors.gathered(self.shards.count, wide=self.wide)) if self.shards.cut else 0.0
 
     def _beyond_part(self, weights: Weights) -> float:
-        return FP32 * float(weights.trained - weights.part(self.shards.count).trained)
+        """Of experts that are spread a rank has whole gradients of its own ones alone."""
+        trained = weights.part(self.shards.count).trained
+        return float(weights.tensors.whole_gradients(self.shards.count) - FP32 * trained)
 
 
 def layer_forward(found: LayerClass, shards: Shards) -> float:

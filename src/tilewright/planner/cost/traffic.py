@@ -8,20 +8,44 @@
 Bytes are of the whole tensor that a collective makes or takes, of gradients as `parallel.grad_sync` sends them, of
 parameters as `parallel.param_gather` does (scales, 1/16,384 of a byte per weight, are not counted). Nothing overlaps
 with computation: on a CPU both take the same cores. What is agreed on between steps is a few bytes, and not counted.
+
+Ranks with other parts of matrices (`parallel.tp`), by pass of a layer:
+
+    slices of the stream    attention and MLP gather what they read, and are added up in slices (`sequence_parallel`);
+                            backward the other way round. What reads codes alone gathers codes, one byte per element,
+                            and the other copy of them for gradients of weights
+    all of it on each       outputs of attention and MLP are added up forward, gradients of what they read backward
+    computed again          what is read is gathered again, and attention's output added up again; the last one is not
+                            needed (of shards, whose layers are computed again to their end, it is)
+    ends                    the embedding's rows are added up, and the gradient of what the head reads; in slices these
+                            are gathered once each way
+
+Three numbers per token of the loss, and gradients of norms, are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import WireName
+from tilewright.models.decoder.activation_bytes import role
 from tilewright.parallel.communicate.wire import TILE, row_bytes
+from tilewright.parallel.inside.tensor.cuts import cuts_vocabulary
 from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.shards import FP32, Shards
-from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.shape import LayerClass, ModelShape
 
 WIRE_SHARE: dict[WireName, float] = {name: row_bytes(TILE, name) / (FP32 * TILE) for name in get_args(WireName)}
 """Bytes of a gradient that is sent, in those of FP32."""
+
+_READERS = (
+    ("q_proj", "q_a_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj", "shared_experts.gate_proj", "shared_experts.up_proj"),
+)
+"""What attention is told of, and an MLP, by role."""
+_CODE = 1 + FP32 / TILE
+"""Bytes of a code with its scale."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +80,21 @@ class RankTraffic:
         reduced = sent * FP32 * part.trained if copies > 1 else 0.0
         if not shards.cut:
             return cls(reduce=reduced)
-        rest = (shape.embedding + shape.head).tensors
-        layers = float(sum(found.count * found.weights.tensors.travels(shards.count) for found in shape.classes))
+        rest = (shape.embedding + shape.head).tensors.cut(shards.count)
+        of_layers = ((found.count, found.weights.tensors.cut(shards.count)) for found in shape.classes)
+        layers = float(sum(count * tensors.travels(shards.count) for count, tensors in of_layers))
         passes = (2 if shards.reshard else 1) * layers + rest.travels(shards.count)
         times = num_micro if shards.reduce_each else 1
-        scattered = sent * shape.weights.tensors.gradients(shards.count)
+        scattered = sent * shape.weights.tensors.cut(shards.count).gradients(shards.count)
         return cls(num_micro * passes, times * scattered, reduced)
+
+    def plus(self, other: "RankTraffic") -> "RankTraffic":
+        """Both."""
+        return RankTraffic(self.gather + other.gather, self.scatter + other.scatter, self.reduce + other.reduce)
+
+    def times(self, number: float) -> "RankTraffic":
+        """So many times."""
+        return RankTraffic(number * self.gather, number * self.scatter, number * self.reduce)
 
     @property
     def total(self) -> float:
@@ -93,8 +126,101 @@ class RankTraffic:
             yield Operation("communication", "communication", "ranks", size / getattr(speed, group), size, group)
 
 
-def communication(shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None) -> tuple[Operation, ...]:
-    """Operations of a step between ranks: none for one process, and where no speed is known."""
-    if speed is None or shards.ranks == 1:
+def communication(
+    shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None, cut: RankTraffic
+) -> tuple[Operation, ...]:
+    """Operations of a step between ranks: none for one process, and where no speed is known.
+
+    Args:
+        shape: of the model.
+        shards: who shares it.
+        num_micro: micro-batches of a step.
+        speed: between the ranks.
+        cut: what ranks with other parts of matrices exchange (`cost.cut_traffic`).
+    """
+    if speed is None or shards.processes == 1:
         return ()
-    return tuple(RankTraffic.of(shape, shards, num_micro).operations(speed))
+    return tuple(RankTraffic.of(shape, shards, num_micro).plus(cut).operations(speed))
+
+
+@dataclass(frozen=True)
+class CutPasses:
+    """Bytes of whole tensors, of one micro-batch through one layer."""
+
+    forward: RankTraffic = RankTraffic()
+    again: RankTraffic = RankTraffic()
+    """Where the layer is computed again."""
+    backward: RankTraffic = RankTraffic()
+
+
+def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
+    """Of one layer.
+
+    Args:
+        found: the layer.
+        shape: of the model.
+        recipe: whether the stream is in slices.
+        rows: of a micro-batch.
+        tp: ranks that hold other parts.
+        shards: parts of what is left on a rank.
+    """
+    if tp == 1:
+        return CutPasses()
+    last = 0 if shards > 1 else 1  # sums that are not made again
+    tokens, sliced = rows * shape.seq_len, recipe.parallel.sequence_parallel
+    whole = float(tokens * shape.dim)
+    stream = whole * shape.matmul_bytes
+    readers = [[one for one in found.matmuls if role(one.fqn) in names] for names in _READERS]
+    if not sliced:
+        sums = sum(map(bool, readers))
+        routed = stream if found.routes else 0.0  # ranks send other tokens through experts, and gather what comes out
+        again = RankTraffic(routed, 0.0, max(sums - last, 0) * stream)
+        return CutPasses(RankTraffic(routed, 0.0, sums * stream), again, RankTraffic(routed, 0.0, sums * stream))
+    aligned = (shape.seq_len % (tp * TILE) == 0, tokens // tp % TILE == 0)
+    reads = codes = 0.0
+    parts = 0
+    for of_one, whole_tiles in zip(readers, aligned, strict=True):
+        if not of_one:
+            continue
+        parts += 1
+        coded = whole_tiles and all(one.gemms.fprop.scaled for one in of_one)
+        reads += _CODE * whole if coded else stream
+        codes += _CODE * whole if coded else 0.0
+    again = RankTraffic(reads, max(parts - last, 0) * stream)
+    return CutPasses(RankTraffic(reads, parts * stream), again, RankTraffic(parts * stream + codes, parts * stream))
+
+
+def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
+    """Of embedding and head.
+
+    Args:
+        shape, recipe, rows, tp, shards: see `cut_layer`.
+    """
+    if tp == 1:
+        return CutPasses()
+    stream = float(rows * shape.seq_len * shape.dim * shape.matmul_bytes)
+    gathered = stream if recipe.parallel.sequence_parallel else 0.0
+    summed = stream if cuts_vocabulary(shape.vocab_size, tp, shards) else 0.0
+    one = RankTraffic(gathered, 0.0, summed)
+    return CutPasses(one, RankTraffic(), one)
+
+
+def cut_traffic(
+    shape: ModelShape, recipe: Recipe, rows: int, num_micro: int, recomputed: Mapping[str, int]
+) -> RankTraffic:
+    """Of a step.
+
+    Args:
+        shape: of the model.
+        recipe: of the run, with its mesh.
+        rows: of a micro-batch.
+        num_micro: micro-batches of a step.
+        recomputed: layers of each class that are computed again, by its name.
+    """
+    tp, shards = recipe.parallel.tp, max(1, recipe.parallel.dp_shard)
+    ends = cut_ends(shape, recipe, rows, tp, shards)
+    total = ends.forward.plus(ends.backward)
+    for found in shape.classes:
+        one, again = cut_layer(found, shape, recipe, rows, tp, shards), recomputed.get(found.name, 0)
+        total = total.plus(one.forward.plus(one.backward).times(found.count)).plus(one.again.times(again))
+    return total.times(num_micro)

@@ -6,6 +6,7 @@ sold (80 GB) but what CUDA reports as the total to a program, as it is in PyTorc
 may give some hundredths of a GiB more or less. Used for `--on`.
 """
 
+import difflib
 from dataclasses import dataclass
 
 from tilewright.core.errors import ConfigError
@@ -132,11 +133,13 @@ def find_published(name: str) -> GpuSpec:
         23.64
     """
     if name.lower() not in TABLE:
+        near = difflib.get_close_matches(name.lower(), TABLE, n=2)
         raise ConfigError(
             "Unknown machine name",
             got=f"--on {name}",
             need=f"one of {', '.join(TABLE)}",
-            try_="tilewright plan without --on, which takes the machine at hand",
+            try_=" or ".join(f"--on {one}" for one in near)
+            or "tilewright plan without --on, which takes the machine at hand",
             where="--on",
         )
     return TABLE[name.lower()]

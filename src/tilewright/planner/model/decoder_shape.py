@@ -54,7 +54,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         for operation, kind in (("attention", kind), ("cross_entropy", ""))
     )
     masked = not compiled and keeps_mask(attention, machine.device, number)
-    narrow = skeleton.gathered_narrow(policy, kernels)
+    narrow = skeleton.gathered_narrow(policy, kernels) if recipe.parallel.pp == 1 else ()  # stages gather as stored
     coded = skeleton.gathered_coded(policy, recipe.parallel)
     embedding, layers, head = skeleton.weights(policy, narrow, recipe.parallel.ep, recipe.parallel.tp, coded)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)

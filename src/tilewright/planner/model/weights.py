@@ -153,6 +153,17 @@ class Tensors:
         """Bytes of their FP32 gradients in the same layout."""
         return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
 
+    def cut(self, shards: int) -> "Tensors":
+        """Those that are in several parts: experts that one rank alone has are not put together."""
+        return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
+
+    def whole_gradients(self, shards: int) -> int:
+        """Bytes of the FP32 gradients of what a rank computes with, as backward makes them."""
+        found = (
+            (prod(kind.shape), count // kind.on_rank(shards)[1], kind.trained) for kind, count in self.kinds.items()
+        )
+        return _WIDE * sum(number * count for number, count, trained in found if trained)
+
     def _padded(self, shards: int, size: Callable[[TensorKind], int]) -> int:
         total = 0
         for kind, count in self.kinds.items():

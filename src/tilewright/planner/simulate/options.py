@@ -90,8 +90,9 @@ def speeds_of(texts: Sequence[str], world: int) -> tuple[float, ...]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?=([0-9]*\.?[0-9]+)", text.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         ranks = range(first, last + 1)
-        if not match or float(match[3]) <= 0 or not ranks or last >= world or found.keys() & set(ranks):
-            twice = " once" if match and found.keys() & set(ranks) else ""
+        again = any(rank in ranks for rank in found)
+        if not match or float(match[3]) <= 0 or not ranks or last >= world or again:
+            twice = " once" if again else ""
             raise ConfigError(
                 "--slow names no rank and its speed",
                 got=text,

@@ -69,6 +69,17 @@ def _table(pipeline: Pipeline, count: int) -> list[str]:
     made = _only_passes(SCHEDULES[pipeline.schedule])(
         stages[0] if pipeline.schedule in ("1f1b", "gpipe") else stages, n_microbatches=count, loss_fn=lambda x, y: x
     )
+    return order_text(made, pipeline, count)
+
+
+def order_text(made: Any, pipeline: Pipeline, count: int) -> list[str]:
+    """Rows of a schedule of torch's, as `ScheduleTable.parse` reads them.
+
+    Args:
+        made: the schedule.
+        pipeline: that it is of.
+        count: its micro-batches.
+    """
     table = made.pipeline_order
     rows = [[_passes(action) for action in table[rank] if action is not None] for rank in range(pipeline.pp)]
     if pipeline.schedule == "1f1b":

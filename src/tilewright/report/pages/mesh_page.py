@@ -4,6 +4,7 @@ rank of the fastest one with stages works, and where the numbers are from.
 Made of the same charts and style sheet as the report of a run; opens offline.
 """
 
+import re
 from collections.abc import Sequence
 
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
@@ -16,6 +17,8 @@ from tilewright.report.svg.charts import bar_chart
 from tilewright.report.svg.gantt import TimedBar, gantt_chart
 from tilewright.report.template import fill
 
+_WORDS = frozenset(("mesh", "schedule", "recomputation", "binds", "why", "option"))
+_AROUND_NUMBERS = re.compile(r"(?<=\w) (?=\d)|(?<=\d) (?=%)")
 _PARTS = ("computation", "recomputation", "communication", "update", "idle")
 
 
@@ -30,14 +33,20 @@ def render_meshes(found: BestMeshes, verdict: str, changes: Sequence[Sequence[st
     """
     best = found.best[0]
     tables = [
-        PageTable("The fastest meshes", _searched(found), COLUMNS, [row_of(*one) for one in enumerate(found.best, 1)])
+        PageTable(
+            "The fastest meshes",
+            _searched(found),
+            COLUMNS,
+            [[_bound(cell) for cell in row_of(*one)] for one in enumerate(found.best, 1)],
+            _WORDS,
+        )
     ]
     if len(found.best) > 1:
         lost = [[str(place), why_lost(best, step)] for place, step in enumerate(found.best[1:], 2)]
-        tables.append(PageTable("Why the others lost", "Beside the first one.", ("", "why"), lost))
+        tables.append(PageTable("Why the others lost", "Beside the first one.", ("", "why"), lost, _WORDS))
     if changes:
         lead = "Settings of the recipe that change what is learned, each with the best mesh that it has then."
-        tables.append(PageTable("What would be faster", lead, ("option", "tokens/s", "more", "mesh"), changes))
+        tables.append(PageTable("What would be faster", lead, ("option", "tokens/s", "more", "mesh"), changes, _WORDS))
     return fill(
         "simulate.html",
         kind="plan --world",
@@ -49,6 +58,11 @@ def render_meshes(found: BestMeshes, verdict: str, changes: Sequence[Sequence[st
         figures=[_time(found), _bytes(found), *_gantt(found)],
         notes=notes,
     )
+
+
+def _bound(text: str) -> str:
+    """A cell whose numbers stay with what they count."""
+    return _AROUND_NUMBERS.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _searched(found: BestMeshes) -> str:
@@ -101,5 +115,13 @@ def _gantt(found: BestMeshes) -> list[Figure]:
     """Of the fastest setting with stages, one row of ranks."""
     for place, step in enumerate(found.best, 1):
         if step.simulated is not None:
-            return [step_gantt(f"{place}: {step.setting}", step.simulated)]
+            return [step_gantt(f"{place}: {step.setting}", step.simulated, _not_drawn(step))]
     return []
+
+
+def _not_drawn(step: MeshStep) -> str:
+    """What of a step its passes lack."""
+    drawn, whole = step.costs.simulated_count, step.setting.count
+    passes = f"The first {drawn} of {whole} micro-batches, after which all take as long" if drawn < whole else "Passes"
+    rest = "gathers, sums of gradients and the update are not drawn"
+    return f"{passes}; {rest}: the whole step takes {format_seconds(step.seconds)}."

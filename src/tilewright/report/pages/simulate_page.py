@@ -18,6 +18,7 @@ from tilewright.planner.simulate.describe import (
 )
 from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
+from tilewright.planner.simulate.mesh.setting import counted
 from tilewright.planner.simulate.step import CAUSES, SimulatedStep
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
@@ -46,6 +47,8 @@ class PageTable:
     lead: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    words: frozenset[str] = frozenset()
+    """Columns of words, beside the first one: to the left, and wrapped. Others are numbers."""
 
 
 def render_simulation(rungs: Sequence[Rung], failures: Failures | None = None) -> str:
@@ -83,7 +86,7 @@ def _cards(rung: Rung) -> list[SummaryCard]:
     step = rung.steps[0]
     exposed = median(one.exposed for one in rung.steps)
     return [
-        SummaryCard("Step", format_seconds(rung.seconds), f"{len(rung.steps)} steps, the median"),
+        SummaryCard("Step", format_seconds(rung.seconds), f"{counted(len(rung.steps), 'step')}, the median"),
         SummaryCard("Idle", format_share(median(rung.idle)), "of the ranks' time, the median"),
         SummaryCard("Exposed communication", format_share(exposed), "of the ranks' time, the median"),
         SummaryCard("Activations", f"{max(step.peaks):.1f}", "micro-batches, on the rank with most"),
@@ -96,12 +99,13 @@ def _causes(shown: Sequence[Rung]) -> PageTable:
     return PageTable("Idle time by cause", lead, ["", *CAUSES, "all"], [causes_row(rung) for rung in shown])
 
 
-def step_gantt(name: str, step: SimulatedStep) -> Figure:
+def step_gantt(name: str, step: SimulatedStep, left_out: str = "") -> Figure:
     """The time of each rank.
 
     Args:
         name: of the figure.
         step: that is drawn.
+        left_out: a sentence on what of a step is not in it.
     """
     order = [(row, rank) for row in range(step.costs.num_rows) for rank in range(step.table.num_ranks)]
     drawn = order[:_MOST_RANKS]
@@ -116,8 +120,9 @@ def step_gantt(name: str, step: SimulatedStep) -> Figure:
         end_s=step.seconds,
         path=path if len(path) <= _MOST_ON_PATH else (),
     )
-    left_out = "" if len(drawn) == len(order) else f" The first {len(drawn)} of {len(order)} ranks."
-    reading = f"Rows of the pipeline one after the other, each from its first rank to its last; empty: idle.{left_out}"
+    more = "" if len(drawn) == len(order) else f" The first {len(drawn)} of {len(order)} ranks."
+    more += f" {left_out}" if left_out else ""
+    reading = f"Rows of the pipeline one after the other, each from its first rank to its last; empty: idle.{more}"
     note = f"{format_seconds(step.seconds)}, {format_share(step.idle)} idle"
     return Figure(name, svg, reading, _LEGEND, note)
 

@@ -17,7 +17,8 @@ def rank_rows(run: RunData) -> list[tuple[str, ...]]:
 
 def rank_summary(run: RunData) -> str:
     """How many there are, and the share of all time that went into steps that count."""
-    ranks = [row for row in (run.ranks or {}).get("ranks", ()) if isinstance(row, dict)]
+    told = (run.ranks or {}).get("ranks")
+    ranks = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
     text, step = f"{len(ranks)} processes", (run.ranks or {}).get("step")
     last = max((row["step"] for row in run.steps), default=0)
     if isinstance(step, int) and step < last:  # the run went on with one process, or is between two tables

@@ -69,6 +69,10 @@ class PipelineExecutor(StandardExecutor):
             for queue in self._steps.queues:
                 self.memory_tracker.count_beside(queue.owned_bytes)
 
+    def schedule_of(self, count: int) -> Any:
+        """The schedule of torch's that steps of so many micro-batches run."""
+        return self._steps.schedule_of(count)
+
     def _check_alike(self, microbatches: Sequence[Batch]) -> None:
         StepPlan.of(microbatches).check(self._world)
 

@@ -1,6 +1,8 @@
 """Bytes of the ranks of a mesh against a plan of one device of the same recipe, and what stages add up to."""
 
+import itertools
 import math
+from math import prod
 
 import pytest
 
@@ -11,9 +13,11 @@ from tilewright.core.memory_plan import KIND_OF
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.phases import CHECKPOINT, EVALUATE
+from tilewright.planner.cost.shards import Gathered, Shards
+from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster
-from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.model import MeshModel, ShapeKey
 from tilewright.planner.simulate.mesh.search import MeshSearch
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
@@ -102,3 +106,30 @@ def test_stages_hold_the_model_once(model, schedule):
     ends_meet = schedule == "zbv"
     twice = 4 * 512 * 64 if recipe.model.tie_embeddings and not ends_meet else 0
     assert held == whole + twice, (held, whole, twice)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_whole_gradients_are_of_a_rank_s_own_experts(ep):
+    """Between micro-batches: of the model but for the experts of other ranks, less the part that gradients are in."""
+    recipe = changed(recipe_of("moe", "shards", "plain"), {"parallel.ep": ep, "train.activation_checkpoint": "full"})
+    shape = ShapeFinder(512, make_machine()).find(recipe)
+    whole = shape.weights
+    experts = sum(n * prod(kind.shape) for kind, n in whole.tensors.kinds.items() if kind.spread > 1)
+    gathered = Gathered(shape, Shards.of(recipe), num_micro=2)
+    own = 4 * (whole.trained - experts * (1 - 1 / ep))
+    assert gathered.accumulates
+    assert gathered.gradients == pytest.approx(own - 4 * whole.part(4).trained, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_codes_are_made_of_a_rank_s_own_experts(rows):
+    """And of as many tokens as before: with experts spread over ranks a pass takes no longer, and of many weights
+    much less."""
+    recipe = changed(recipe_of("moe", "shards", "fp8"), {"model.num_experts": 8, "model.num_experts_per_token": 2})
+    model = MeshModel(recipe, 512, make_machine(device="cuda"), RATES)
+    place = next(number for number, found in enumerate(model.whole.classes) if found.routes)
+    spread = [model.passes(place, rows, "keep", ShapeKey("fp32", ep, shards=4)) for ep in (1, 2, 4, 8)]
+    forward = [one.forward for one in spread]
+    assert forward == sorted(forward, reverse=True), forward
+    steps = [before - after for before, after in itertools.pairwise(forward)]
+    assert steps[0] == pytest.approx(2 * steps[1], rel=0.01), "half of the experts' weights, then a quarter"

@@ -36,6 +36,8 @@ class Cluster:
     """Of one GPU to other nodes, one direction."""
     notes: tuple[str, ...] = ()
     """Where the speeds are from."""
+    overlaps: bool = True
+    """Whether ranks compute while they gather and sum; processes of one CPU do both on the same cores."""
 
     @property
     def world(self) -> int:

@@ -5,6 +5,7 @@ heads, narrower layers, a part of the vocabulary, other tokens for experts. Expe
 each rank: routing is taken for even.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -25,11 +26,12 @@ from tilewright.planner.cost.shards import Shards
 from tilewright.planner.cost.teacher import head_parts_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.shape import Coding, LayerClass, ModelShape
 from tilewright.planner.model.weights import Tensors, Weights
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 
 NO_LINKS = Links(None, None)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ShapeKey(NamedTuple):
@@ -41,6 +43,8 @@ class ShapeKey(NamedTuple):
     tp: int = 1
     shards: int = 1
     """Ranks of `dp_shard`: 1, or the first number of those that leave the same shape (`MeshModel.key`)."""
+    staged: bool = False
+    """Whether shards are of stages, which are gathered as they are stored."""
 
 
 class PassSeconds(NamedTuple):
@@ -135,7 +139,7 @@ class MeshModel:
         """Of a rank of a mesh: shards decide whether there are any, and whether the vocabulary is cut too."""
         shards, tp = sizes.dp_shard, sizes.tp
         kind = (tp, shards > 1, tp > 1 and cuts_vocabulary(self._finder.vocab_size, tp, shards))
-        return ShapeKey(master, sizes.ep, tp, self._alike.setdefault(kind, shards))
+        return ShapeKey(master, sizes.ep, tp, self._alike.setdefault(kind, shards), shards > 1 and sizes.pp > 1)
 
     def _recipe_with(self, master: str) -> Recipe:
         """The recipe with another storage of weights, and one process."""
@@ -143,14 +147,15 @@ class MeshModel:
         alone |= {"parallel.tp": 1, "parallel.ep": 1}
         return changed(self.recipe, alone | {"optim.master_weights": master})
 
-    def _marked(self, master: str, tp: int, shards: int, spread: bool) -> ModelShape:
+    def _marked(self, master: str, tp: int, shards: int, spread: bool, staged: bool) -> ModelShape:
         """Experts that are spread each on a rank of its own, so that their tensors are known by that."""
         cut = {"parallel.tp": tp, "parallel.dp_shard": shards, "parallel.ep": self.experts if spread else 1}
+        cut |= {"parallel.pp": 2 if staged else 1}
         return self._finder.find(changed(self.recipe_with(master), cut)).known()
 
     def _shape(self, key: ShapeKey) -> ModelShape:
         """With experts spread over so many ranks."""
-        shape = self.marked(key.master, key.tp, key.shards, key.ep > 1)
+        shape = self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged)
         classes = tuple(replace(found, weights=_spread_over(found.weights, key.ep)) for found in shape.classes)
         return replace(shape, classes=classes)
 
@@ -193,11 +198,38 @@ class MeshModel:
 
     def _passes(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> PassSeconds:
         """Of one layer of the class at this place, without communication."""
-        found = _local(self.marked(key.master, key.tp, key.shards, key.ep > 1).classes[place], key)
+        found = self._local(self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged).classes[place], key)
         parts = self._parts(found, rows, kind, key)
         backward, wgrad = parts.backward(), parts.matmul_s("wgrad") + parts.weights_s()
         again = backward.pop("recompute")
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
+
+    def _local(self, found: LayerClass, key: ShapeKey) -> LayerClass:
+        """With a rank's experts alone where passes cast weights, make codes of them, and add to their gradients."""
+        if key.ep == 1:
+            return found
+        kinds = found.weights.tensors.kinds.items()
+        away = sum(n * (1 - 1 / key.ep) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
+        trained = found.weights.trained
+        weights = replace(found.weights, trained=max(0, trained - int(away)))
+        return replace(
+            found,
+            weights=weights,
+            cast=max(0, found.cast - int(away)),
+            called_experts=max(1, found.called_experts // key.ep) if found.called_experts else 0,
+            coding=self._coding(found, key.ep),
+        )
+
+    def _coding(self, found: LayerClass, ep: int) -> Coding:
+        """Of a rank's experts: as many tokens in all go through fewer of them."""
+        mine = []
+        for one in found.matmuls:
+            number = _EXPERT.search(one.fqn)
+            if number is None or not found.routes:
+                mine.append(one)
+            elif int(number[1]) < self.experts // ep:
+                mine.append(replace(one, share=ep * one.share))
+        return Coding.of(mine, self.whole.seq_len, self.machine, found.coding.step > 0)
 
     def _parts(self, found: LayerClass, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
         shape = self.shape(key)
@@ -250,22 +282,6 @@ def _spread_over(weights: Weights, ep: int) -> Weights:
     kinds = weights.tensors.kinds.items()
     found = (Tensors({kind._replace(spread=min(kind.spread, ep)): number}) for kind, number in kinds)
     return replace(weights, tensors=sum(found, Tensors()))
-
-
-def _local(found: LayerClass, key: ShapeKey) -> LayerClass:
-    """With a rank's experts alone where passes cast weights and add to their gradients."""
-    if key.ep == 1:
-        return found
-    kinds = found.weights.tensors.kinds.items()
-    away = sum(n * (1 - 1 / key.ep) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
-    trained = found.weights.trained
-    weights = replace(found.weights, trained=max(0, trained - int(away)))
-    return replace(
-        found,
-        weights=weights,
-        cast=max(0, found.cast - int(away)),
-        called_experts=max(1, found.called_experts // key.ep) if found.called_experts else 0,
-    )
 
 
 def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:

@@ -100,7 +100,8 @@ class MeshStep:
         found["communication"] = mean["traffic"] + self.costs.exposed.total
         found["update"] = self.costs.update_s
         shares = {name: seconds / self.seconds for name, seconds in found.items()}
-        return shares | {"idle": max(0.0, 1 - math.fsum(shares.values()))}
+        idle = max(0.0, 1 - math.fsum(shares.values())) if len(ranks) > 1 else 0.0  # what rounding leaves is none
+        return shares | {"idle": idle}
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 What is hidden and what is not:
 
-    tensor parallelism   each layer gathers and reduces its rows twice forward and twice backward; nothing hides it
+    tensor parallelism   what layers exchange by pass (`cost.traffic`), where they are computed again too; nothing hides
+                         it
     experts              rows of tokens travel there and back, forward and backward; nothing hides it
     shards               a layer's parameters are gathered while the layer before computes; of that, what takes longer
-                         than the computation is waited for. Under stages once per step, before the first micro-batch
+                         than the computation is waited for. Under stages: `stage_gathers`
     gradients            reduced while the layer below computes, where there are no stages; under stages after the last
                          pass, all at once (torch's runtime), and summed over copies likewise
     stages               messages travel while ranks compute (`events.simulate`)
@@ -20,7 +21,7 @@ from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import Activations
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.cost.traffic import WIRE_SHARE
+from tilewright.planner.cost.traffic import WIRE_SHARE, RankTraffic, cut_ends, cut_layer
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts
 from tilewright.planner.simulate.mesh.cluster import Cluster
@@ -72,20 +73,39 @@ class MeshRates:
     def _layer(self, place: int, one: "PassKey") -> PassSeconds:
         """Of a layer of the class at this place, with its traffic."""
         found = self.model.passes(place, one.rows, one.activations, one.shape)
-        there, again = self._traffic(place, one), 1.0 if one.activations == "recompute" else 0.0
+        there, again, back = self._traffic(place, one)
+        again = 0.0 if one.activations == "keep" else again
         return PassSeconds(
-            found.forward + there, found.recompute + again * there, found.dgrad + there, found.wgrad,
-            (2 + again) * there,
-        )  # fmt: skip
+            found.forward + there, found.recompute + again, found.dgrad + back, found.wgrad, there + again + back
+        )
 
-    def _traffic(self, place: int, one: "PassKey") -> float:
-        """Of a layer's pass in one direction: rows of tokens that ranks of a group exchange."""
+    def _traffic(self, place: int, one: "PassKey") -> tuple[float, float, float]:
+        """Of a layer forward, where it is computed again, and backward: rows of tokens that ranks of a group exchange.
+
+        Experts get them as `parallel.dispatch` has them; results and gradients travel in the stream's format."""
         shape, tp, ep = self.model.whole, one.shape.tp, one.shape.ep
-        rows = float(one.rows * shape.seq_len * shape.dim * shape.matmul_bytes)
-        seconds = 4 * self.cluster.ring_s(rows, tp, 1)
-        if shape.classes[place].routes and ep > 1:
-            seconds += 2 * self.cluster.exchange_s(self.model.chosen * rows / tp, ep, 1)
-        return seconds
+        found, recipe = shape.classes[place], self.model.recipe
+        passes = cut_layer(found, shape, recipe, one.rows, tp, one.shape.shards)
+        there, again, back = (self._cut_s(each, tp) for each in (passes.forward, passes.again, passes.backward))
+        if found.routes and ep > 1:
+            values = self.model.chosen * one.rows * shape.seq_len * shape.dim / tp
+            stream = self.cluster.exchange_s(values * shape.matmul_bytes, ep, 1)
+            fp8 = recipe.parallel.dispatch == "fp8"
+            sent = self.cluster.exchange_s(values * FP32 * WIRE_SHARE["fp8"], ep, 1) if fp8 else stream
+            there, again, back = there + sent + stream, again + sent + stream, back + 2 * stream
+        return there, again, back
+
+    def _cut_s(self, traffic: RankTraffic, tp: int) -> float:
+        """Of exchanges between ranks that hold other parts of matrices; a sum that all have is both of the others."""
+        whole = (traffic.gather, traffic.scatter, 2 * traffic.reduce)
+        return sum(self.cluster.ring_s(size, tp, 1) for size in whole)
+
+    def _head(self, one: "PassKey") -> PassSeconds:
+        """Of the head, with what ranks exchange at both ends of the model."""
+        found, tp = self.model.head(one.rows, one.shape), one.shape.tp
+        ends = cut_ends(self.model.whole, self.model.recipe, one.rows, tp, one.shape.shards)
+        there, back = self._cut_s(ends.forward, tp), self._cut_s(ends.backward, tp)
+        return found.plus(PassSeconds(there, 0.0, back, 0.0, there + back))
 
     def _stage(self, held: StageLayers, one: "PassKey") -> PassSeconds:
         """Of one micro-batch in some layers and ends."""
@@ -93,7 +113,7 @@ class MeshRates:
         for place, count in enumerate(held.counts):
             if count:
                 found = found.plus(self.layer(place, one).times(count))
-        return found.plus(self.model.head(one.rows, one.shape)) if held.last else found
+        return found.plus(self._head(one)) if held.last else found
 
     def _update_s(self, held: StageLayers, setting: "UpdateKey") -> float:
         """Of the optimizer."""
@@ -106,12 +126,13 @@ class MeshRates:
         reduce_each, wire = sums
         alone, shape, shards = sizes.pp == 1, self.model.shape(one.shape), sizes.dp_shard
         if self.model.shards(sizes).cut:
-            resharded = alone and self.model.recipe.parallel.reshard_after_forward
-            forwards = count if resharded else 1
+            resharded = self.model.recipe.parallel.reshard_after_forward
+            forwards = stage_gathers(count, resharded) if not alone else count if resharded else 1
             scatters = count if alone and reduce_each else 1
             for place, layers in enumerate(held.counts):
-                tensors, passes = shape.classes[place].weights.tensors, self.layer(place, one)
-                whole = self._over_shards(tensors.gathered(shards), sizes)
+                tensors = shape.classes[place].weights.tensors.cut(shards)
+                passes = self.layer(place, one) if self.cluster.overlaps else PassSeconds()  # that hide it
+                whole = self._over_shards(tensors.travels(shards), sizes)
                 back = self._summed_s(tensors.gradients(shards), sizes, wire)
                 gather += layers * forwards * max(0.0, whole - passes.forward)
                 if alone:
@@ -122,8 +143,9 @@ class MeshRates:
                     reduce += layers * back
             ends = shape.embedding if held.first else Weights()
             ends = ends + shape.head if held.last else ends
-            gather += self._over_shards(ends.tensors.gathered(shards), sizes)
-            reduce += self._summed_s(ends.tensors.gradients(shards), sizes, wire)
+            tensors = ends.tensors.cut(shards)
+            gather += (count if alone else 1) * self._over_shards(tensors.travels(shards), sizes)
+            reduce += self._summed_s(tensors.gradients(shards), sizes, wire)
         if sizes.dp_replicate > 1:
             part = self.model.part(held, one.shape, shards)
             ring = sizes.dp_replicate, sizes.tp * shards
@@ -272,6 +294,16 @@ class MeshCosts:
         network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))
         costs = StepCosts(self.pass_costs(table.num_microbatches), float(message), network)
         return SimulatedStep.of(table, costs)
+
+
+def stage_gathers(count: int, resharded: bool) -> int:
+    """Times that a stage's layers are put together in a step of so many micro-batches, in whatever order they pass it.
+
+    Without `reshard_after_forward` once. With it they are in parts after each forward pass, and stay whole after a
+    backward one (torch's runtime): a forward pass gathers except behind a backward pass, a backward pass only behind a
+    forward one.
+    """
+    return count + 1 if resharded else 1
 
 
 def in_all(step_s: float, costs: MeshCosts) -> float:

@@ -1,0 +1,28 @@
+"""The simulated step of a run on several ranks, before its first step."""
+
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.simulate.mesh.forecast import Forecast, forecast
+from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.simulate.torch_tables import order_text
+from tilewright.training.assemble import Components, RunContext
+from tilewright.training.executor.pipeline import PipelineExecutor
+
+
+def forecast_of(setup: RunContext, parts: Components) -> Forecast | None:
+    """Of a run that is assembled; None of one process, on all but the first rank, and where it is not known: see
+    `forecast`, and of whole documents, whose micro-batches differ from step to step. All ranks call it.
+
+    Args:
+        setup: of the run.
+        parts: of it; with stages the executor has the schedule.
+    """
+    world = setup.world
+    if world.size == 1 or setup.recipe.data.rows == "documents":
+        return None
+    table, executor = None, parts.executor
+    if isinstance(executor, PipelineExecutor):
+        pipeline = Pipeline.of(setup.recipe.parallel)
+        count = GlobalConfig.of(setup.site.at_mesh(setup.recipe)).num_micro
+        table = ScheduleTable.parse(order_text(executor.schedule_of(count), pipeline, count), pipeline.schedule)
+    return forecast(setup.recipe, setup.plan, setup.site, world.sizes, table) if world.is_first else None
