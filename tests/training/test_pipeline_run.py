@@ -76,11 +76,12 @@ def ran(data, tmp_path_factory):
     launch(2, piped | {"alone_first": INTERLEAVED | HALF})
     launch(1, {"piped_first": HALF})
     zbv = {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}
-    launch(4, {"copies": PIPED | {"parallel__dp_replicate": 2}, "tied_shards": PIPED | TIED | EXPORT | zbv})
+    launch(4, {"tied_shards": PIPED | TIED | EXPORT | zbv})
     return folder, found
 
 
 SHARDS = {
+    "copies": PIPED | {"parallel__dp_replicate": 2},
     "shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
     "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
 }
@@ -88,7 +89,7 @@ SHARDS = {
 
 @pytest.mark.slow
 def test_other_stages_in_shards(ran, data):
-    """Uneven ones, and a schedule with a gradient in two parts on more than two stages."""
+    """Uneven ones, a schedule with a gradient in two parts on more than two stages; and copies."""
     folder, found = ran
     found = found | {
         (name, 4, rank): value
@@ -108,7 +109,6 @@ def test_other_stages_in_shards(ran, data):
         ("1f1b", 2, "alone"),
         ("experts", 2, "experts_alone"),
         ("tied_shards", 4, "tied_alone"),
-        ("copies", 4, "alone"),
         ("fp8", 2, "fp8_alone"),
     ],
 )
