@@ -101,6 +101,16 @@ def test_bench_step(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_s"] > 0
     assert found["step_s"]["min"] <= found["step_s"]["median"] <= found["step_s"]["max"]
+    assert found["matmuls"]["share"] == pytest.approx(found["matmuls"]["reached"] / found["matmuls"]["alone"])
+    owners = {owner["name"]: owner["seconds"] for owner in found["owners"]}
+    assert {"optimizer", "head and loss", "attention", "matmuls forward", "matmuls backward"} <= owners.keys()
+    assert owners["rest (Python, waiting)"] < sum(owners.values())
+    assert found["planned_s"].keys() >= {"matmuls", "optimizer"}
+
+
+def test_bench_step_says_where_owners_are_not_known(capsys):
+    assert run(["bench", "step", "--steps", "1", *arguments(memory__executor="layer_major")]) == 0
+    assert "owners    not known of the executor layer_major" in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkpoint(here, capsys):

@@ -231,10 +231,11 @@ def tune_cpu_runtime() -> None:
     Huge pages: a training step allocates and frees every activation; with pages of 4 KiB the kernel clears and maps
     each of them again at every step. Spinning: by default an OpenMP thread spins for milliseconds at every barrier,
     so one other busy process on the machine slows a step several times over; short spinning costs nothing when
-    alone. Measured in docs/log.md.
+    alone. Measured in docs/log.md. The profiler says each of its starts on stderr, unless it is told not to.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def importing(folder: Path) -> dict[str, str]:

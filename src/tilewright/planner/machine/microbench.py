@@ -1,7 +1,7 @@
 """The measurements behind `planner.machine.ceilings`: a few operations at a few sizes, each timed for hundredths of a
 second.
 
-Legend: N tokens, D width, V vocabulary, B rows, H heads, S positions.
+Legend: N tokens, D width, K inputs, M outputs, V vocabulary, B rows, H heads, S positions.
 """
 
 import statistics
@@ -136,25 +136,30 @@ class RateProbe:
     def matmul(self, dtype: torch.dtype) -> dict[int, Timed]:
         """Forward, input gradient and weight gradient of a square linear, by width."""
 
-        def prepared(width: int, num_tokens: int) -> Callable[[], object]:
-            x_ND = self._random(num_tokens, width, dtype=dtype, grad=True)
-            weight_DD = self._random(width, width, dtype=dtype, grad=True)
-            upstream_ND = self._random(num_tokens, width, dtype=dtype)
-            return lambda: torch.autograd.grad(self.kernels.linear(x_ND, weight_DD), (x_ND, weight_DD), upstream_ND)
-
-        return self._by_width(prepared, _FEW)
+        return self._by_width(lambda width, rows: self.linear(rows, width, width, dtype), _FEW)
 
     def matmul_fp8(self) -> dict[int, Timed]:
         """The same three matmuls of operands in 8-bit tiles, which are made before."""
 
-        def prepared(width: int, num_tokens: int) -> Callable[[], object]:
-            x_ND, upstream_ND = (self._random(num_tokens, width, dtype=torch.bfloat16) for _ in range(2))
-            weight = self.kernels.quantize(self._random(width, width, dtype=torch.bfloat16), FP8_BLOCK)
-            (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, FP8_ROW) for t in (x_ND, upstream_ND))
-            pairs = ((x, weight), (dy, weight.transposed()), (dy_turned, x_turned))
-            return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
+        return self._by_width(lambda width, rows: self.tiled_linear(rows, width, width), _FEW_TILED)
 
-        return self._by_width(prepared, _FEW_TILED)
+    def linear(
+        self, rows: int, num_in: int, num_out: int, dtype: torch.dtype, *, frozen: bool = False
+    ) -> Callable[[], object]:
+        """The three matmuls of a linear layer, to be called; of a frozen one the two without a weight's gradient."""
+        x_NK = self._random(rows, num_in, dtype=dtype, grad=True)
+        weight_MK = self._random(num_out, num_in, dtype=dtype, grad=not frozen)
+        upstream_NM = self._random(rows, num_out, dtype=dtype)
+        wanted = (x_NK,) if frozen else (x_NK, weight_MK)
+        return lambda: torch.autograd.grad(self.kernels.linear(x_NK, weight_MK), wanted, upstream_NM)
+
+    def tiled_linear(self, rows: int, num_in: int, num_out: int, *, frozen: bool = False) -> Callable[[], object]:
+        """The same of operands in 8-bit tiles, which are made before."""
+        x_NK, upstream_NM = (self._random(rows, width, dtype=torch.bfloat16) for width in (num_in, num_out))
+        weight = self.kernels.quantize(self._random(num_out, num_in, dtype=torch.bfloat16), FP8_BLOCK)
+        (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, FP8_ROW) for t in (x_NK, upstream_NM))
+        pairs = [(x, weight), (dy, weight.transposed()), (dy_turned, x_turned)][: 2 if frozen else 3]
+        return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
 
     def _by_width(self, prepared: Callable[[int, int], Callable[[], object]], few: int) -> dict[int, Timed]:
         """What `prepared` gives for a width and a number of rows, timed with `few` rows and with many."""

@@ -3,21 +3,19 @@
 Quick readings for a user; the claims of the README have scripts of their own in `benchmarks/`.
 """
 
-import statistics
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
 from tilewright.cli.commands.machine.bench_comm import SIZES, bench_comm
+from tilewright.cli.commands.machine.bench_step import bench_step
 from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, show_table, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.log import say
-from tilewright.core.units import format_bytes, format_count, format_joules, format_seconds
-
-WARM_UP_STEPS = 3
+from tilewright.core.units import format_bytes, format_count
 
 
 @click.command(cls=RecipeCommand)
@@ -43,7 +41,8 @@ def bench(
     """Measure matmuls, a training step, or exchanges between processes on this machine.
 
     `matmul` measures the ceilings that `plan` uses, and renews them. `step` trains RECIPE for a few steps on its real
-    data and keeps nothing. `comm` starts a few processes, or runs under torchrun on GPUs and
+    data and keeps nothing; it says which operations own a step's seconds, and the share of its matmuls' rate that it
+    reaches. `comm` starts a few processes, or runs under torchrun on GPUs and
     several machines, and measures latency and bytes per second of each operation and wire format.
     """
     if what != "comm":
@@ -58,51 +57,7 @@ def bench(
     if what == "matmul":
         _matmul(settings.recipe, as_json)
         return
-    from tilewright.energy.meter import EnergyMeter
-    from tilewright.training.assemble import build, set_up
-    from tilewright.training.hooks.energy_hook import counters_of
-
-    setup = set_up(settings)
-    parts = build(setup, fresh=True)
-    results, waits = [], []
-    counters, reasons = counters_of(processors=True, gpu=setup.machine.device == "cuda")
-    try:
-        for number in range(WARM_UP_STEPS + steps):
-            if number == WARM_UP_STEPS:
-                meter = EnergyMeter(counters, thread=False)
-            result = parts.executor.step(parts.stream.next_step(), settings.recipe.optim.lr)
-            if number >= WARM_UP_STEPS:
-                results.append(result)
-                waits.append(parts.stream.wait_s)
-        use = meter.use()
-    finally:
-        parts.stream.close()
-    joules = use.total_j if counters and meter.reads else None
-    seconds = [result.seconds for result in results]
-    found = {
-        "recipe": settings.name,
-        "device": setup.machine.device_name,
-        "precision": settings.recipe.precision.mode,
-        "steps": steps,
-        "step_s": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
-        "wait_s": statistics.median(waits),
-        "tokens_per_s": statistics.median(r.num_tokens / (r.seconds + w) for r, w in zip(results, waits, strict=True)),
-        "joules_per_token": joules and joules / sum(result.num_tokens for result in results),
-        "not_counted": reasons,
-    }
-    if as_json:
-        print_json(found)
-        return
-    echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {steps} steps")
-    echo(f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)")
-    echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
-    echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
-    if joules is None:
-        echo(f"energy    unavailable: {'; '.join(reasons)}")
-    else:
-        per_token = format_joules(joules / sum(result.num_tokens for result in results))
-        how = "; ".join(reasons) or "all of it measured"
-        echo(f"energy    {format_joules(joules / steps)} a step, {per_token} a token ({how})")
+    bench_step(settings, steps, as_json=as_json)
 
 
 def _check_options(ctx: click.Context, what: str) -> None:

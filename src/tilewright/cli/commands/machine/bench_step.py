@@ -1,0 +1,152 @@
+"""`tilewright bench step`: seconds of a step, who owns them, and the share of its matmuls' rate that it reaches."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli.common import echo, print_json, show_table
+from tilewright.core.config.load import Loaded
+from tilewright.core.units import format_count, format_joules, format_seconds
+
+if TYPE_CHECKING:
+    from tilewright.planner.trace.step_owners import Owner
+    from tilewright.training.assemble import Components
+
+WARM_UP_STEPS = 3
+BUSY = 0.1
+"""Share of the processors' time that others take, from which on it is said."""
+MOST_TURNS = 7
+"""Steps after which the matmuls are timed alone."""
+
+
+def bench_step(settings: Loaded, steps: int, *, as_json: bool) -> None:
+    """Train for a few steps on the recipe's data, keep nothing, and show what they took.
+
+    Args:
+        settings: the recipe.
+        steps: that are timed. One more is profiled.
+        as_json: instead of text.
+    """
+    from tilewright.energy.meter import EnergyMeter
+    from tilewright.planner.advice.step_gemms import alone_s, total_flops
+    from tilewright.planner.machine.microbench import Load
+    from tilewright.training.assemble import build, set_up
+    from tilewright.training.hooks.energy_hook import counters_of
+
+    setup = set_up(settings)
+    parts = build(setup, fresh=True)
+    recipe, results, waits, alone = setup.recipe, [], [], []
+    counters, reasons = counters_of(processors=True, gpu=setup.machine.device == "cuda")
+    try:
+        for _ in range(WARM_UP_STEPS):
+            parts.executor.step(parts.stream.next_step(), recipe.optim.lr)
+        probe, gemms = _matmuls(parts)
+        meter, load = EnergyMeter(counters, thread=False), Load()
+        for number in range(steps):
+            meter.at("steps")
+            results.append(parts.executor.step(parts.stream.next_step(), recipe.optim.lr))
+            meter.at("between")
+            waits.append(parts.stream.wait_s)
+            if probe is not None and number < MOST_TURNS:
+                alone.append(alone_s(probe, gemms))
+        use, others = meter.use(), load.others()
+        told, why = _owners(parts)
+    finally:
+        parts.stream.close()
+    joules = use.joules["steps"] if counters and meter.reads else None
+    tokens = sum(result.num_tokens for result in results)
+    seconds = [result.seconds for result in results]
+    found = {
+        "recipe": settings.name,
+        "device": setup.machine.device_name,
+        "precision": recipe.precision.mode,
+        "steps": steps,
+        "step_s": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
+        "wait_s": statistics.median(waits),
+        "tokens_per_s": statistics.median(r.num_tokens / (r.seconds + w) for r, w in zip(results, waits, strict=True)),
+        "joules_per_token": joules and joules / tokens,
+        "not_counted": reasons,
+        "others": others,
+        "matmuls": _rates(total_flops(gemms), alone, seconds),
+        "owners": None if told is None else [{"name": o.name, "seconds": o.seconds, "calls": o.calls} for o in told],
+        "no_owners": why,
+        "planned_s": dict(setup.plan.seconds),
+    }
+    if as_json:
+        print_json(found)
+        return
+    echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {steps} steps")
+    echo(f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)")
+    echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
+    echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
+    if joules is None:
+        echo(f"energy    unavailable: {'; '.join(reasons)}")
+    else:
+        how = "; ".join(reasons) or "all of it measured"
+        echo(f"energy    {format_joules(joules / steps)} a step, {format_joules(joules / tokens)} a token ({how})")
+    if others > BUSY:
+        echo(f"note: others took {100 * others:.0f} % of the processors' time; matmuls by themselves leave that out")
+    _show_matmuls(found["matmuls"])
+    _show_owners(told, why, setup.plan.seconds)
+
+
+def _matmuls(parts: "Components") -> tuple[Any, Mapping[Any, int]]:
+    """A probe of the device, and the step's matmuls; None of a model whose shapes are not known."""
+    from tilewright.planner.advice.step_gemms import step_gemms
+    from tilewright.planner.machine.microbench import RateProbe
+
+    setup, shape = parts.setup, parts.setup.plan.shape
+    if shape.unknown:
+        return None, {}
+    batches = parts.stream.next_step()
+    tokens = [batch["input_ids"].numel() if "input_ids" in batch else len(batch["labels"]) for batch in batches]
+    probe = RateProbe(setup.kernels, parts.memory_tracker.device)
+    return probe, step_gemms(shape, tokens, setup.site.rates.matmul)
+
+
+def _rates(flops: int, alone: Sequence[float], seconds: Sequence[float]) -> dict[str, float] | None:
+    """FLOP/s of the matmuls by themselves and in the step, and the share that is reached."""
+    if not alone:
+        return None
+    by_itself, step = statistics.median(alone), statistics.median(seconds)
+    return {
+        "flops": flops,
+        "alone_s": by_itself,
+        "alone": flops / by_itself,
+        "reached": flops / step,
+        "share": by_itself / step,
+    }
+
+
+def _owners(parts: "Components") -> tuple[list["Owner"] | None, str]:
+    """Owners of one step's seconds, or why there are none."""
+    from tilewright.planner.trace.step_owners import owners, watched
+
+    if parts.setup.machine.device != "cpu":
+        return None, "known of steps on CPUs only"
+    if parts.setup.recipe.executor != "standard":
+        return None, f"not known of the executor {parts.setup.recipe.executor}, which updates weights on the way"
+    batches = parts.stream.next_step()
+    with watched() as profile:
+        parts.executor.step(batches, parts.setup.recipe.optim.lr)
+    return owners(profile.function_events or ()), ""
+
+
+def _show_matmuls(rates: Mapping[str, float] | None) -> None:
+    if rates is None:
+        return echo("matmuls   not known of this model")
+    reached, alone = (f"{format_count(rates[name])}FLOP/s" for name in ("reached", "alone"))
+    return echo(f"matmuls   {reached} of {alone} that they reach by themselves: {rates['share']:.2f} of the rate")
+
+
+def _show_owners(told: "list[Owner] | None", why: str, planned: Mapping[str, float]) -> None:
+    """The owners of a profiled step, and the plan's parts."""
+    if told is None:
+        echo(f"owners    {why}")
+    else:
+        whole = sum(one.seconds for one in told)
+        echo(f"\nOne more step, profiled: {format_seconds(whole)}")
+        rows = [(o.name, format_seconds(o.seconds), f"{100 * o.seconds / whole:.1f} %", f"{o.calls:,}") for o in told]
+        show_table(("owner", "own time", "share", "calls"), rows)
+    parts = sorted(planned.items(), key=lambda item: -item[1])
+    echo(f"planned: {', '.join(f'{name} {format_seconds(value)}' for name, value in parts if value)}")

@@ -1,0 +1,116 @@
+"""Who owns the seconds of a step on a CPU: torch's profiler watches one, and each operation's own time has an owner.
+
+    with watched() as profile:
+        executor.step(microbatches, lr)
+    found = owners(profile.function_events)
+
+An operation inside another one counts for itself: its time is not in that of the outer one. Of compiled layers all
+loops together have one owner; each matmul and attention that they call is known by itself.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.autograd.profiler import profile, record_function
+
+STEP = "tilewright step"
+"""Name of what is watched, in the profile."""
+FORWARD, BACKWARD = "matmuls forward", "matmuls backward"
+CLIP, REST = "clipping and checks", "rest (Python, waiting)"
+_MATMUL, _OTHER = "matmul", "element-wise, other calls"
+
+_INSIDE: Mapping[str, re.Pattern[str]] = {
+    "optimizer": re.compile(r"^Optimizer\.step#"),
+    "head and loss": re.compile(r"_ChunkedLoss|_TopKLoss|cross_entropy|nll_loss"),
+    "attention": re.compile(r"attention|^_Blocked", re.I),
+    "exchanges between ranks": re.compile(r"^c10d::|^gloo:|^nccl:|^_AllToAll|^_Moved|^FSDP::"),
+    "gradient sums": re.compile(r"AccumulateGrad"),
+}
+"""Owners of all that runs inside of such an operation, by its name; the first that is found, from the outside in."""
+_ITSELF: Mapping[str, re.Pattern[str]] = {
+    _MATMUL: re.compile(
+        r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|mkldnn_linear|_int_mm|_scaled_mm|_grouped_mm|\w*convolution\w*)$"
+        r"|^mkldnn|^tilewright::(\w*gemm|\w*matmul|scaled_mm|weight_gradient|int8_\w+|tile_fprop|tile_bprop)$"
+    ),
+    "formats (casts, codes, copies)": re.compile(r"^aten::(copy_|_to_copy|to|contiguous|clone)$|quantize|encode|Round"),
+    "compiled loops (norm, SwiGLU, residual)": re.compile(r"^## Call CompiledFxGraph"),
+}
+"""Owners of an operation's own time, by its name or that of the nearest one around it."""
+
+
+class ProfiledEvent(Protocol):
+    """What is read of `torch.autograd.profiler_util.FunctionEvent`. Times in microseconds."""
+
+    name: str
+    cpu_children: Sequence[Any]
+    time_range: Any
+    self_cpu_time_total: float
+    cpu_time_total: float
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What one owner took of a step."""
+
+    name: str
+    seconds: float
+    calls: int
+
+
+@contextmanager
+def watched() -> Iterator[profile]:
+    """A profile of what runs inside: one step, in this thread. Its `function_events` are for `owners`."""
+    with profile(use_kineto=False) as found, record_function(STEP):
+        yield found
+
+
+def owners(events: Iterable[ProfiledEvent]) -> list[Owner]:
+    """Owners of a step's seconds, the largest first; `REST` is what no operation took.
+
+    Args:
+        events: of a profile made by `watched`.
+
+    Raises:
+        ValueError: there is no step among them.
+    """
+    step = next((event for event in events if event.name == STEP), None)
+    if step is None:
+        raise ValueError(f"no event {STEP!r} in the profile")
+    passed = [event.time_range.end for event in step.cpu_children if _is_backward(event)]
+    sums: dict[str, list[float]] = {REST: [step.self_cpu_time_total, 1]}
+    for event in step.cpu_children:
+        after = bool(passed) and event.time_range.start >= max(passed)
+        for owner, seconds in _walk(event, None, _OTHER, _is_backward(event)):
+            one = sums.setdefault(CLIP if after and owner in _IN_UPDATE else owner, [0.0, 0])
+            one[0], one[1] = one[0] + seconds, one[1] + 1
+    found = [Owner(name, us / 1e6, int(calls)) for name, (us, calls) in sums.items()]
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+_IN_UPDATE = (_OTHER, "formats (casts, codes, copies)")
+"""Owners whose operations, behind the last backward pass and outside of the optimizer, are of norms, clipping and
+checks."""
+
+
+def _walk(event: ProfiledEvent, inside: str | None, around: str, backward: bool) -> Iterator[tuple[str, float]]:
+    """Owner and own microseconds of an operation and of all in it.
+
+    Args:
+        event: the operation.
+        inside: the owner of all that it is in, if one has been found.
+        around: whose an operation without an owner of its own is.
+        backward: whether a backward pass runs it.
+    """
+    inside = inside or next((owner for owner, name in _INSIDE.items() if name.search(event.name)), None)
+    around = next((owner for owner, name in _ITSELF.items() if name.search(event.name)), around)
+    kind = (BACKWARD if backward else FORWARD) if around == _MATMUL else around
+    yield inside or kind, event.self_cpu_time_total
+    for child in event.cpu_children:
+        yield from _walk(child, inside, around, backward or _is_backward(child))
+
+
+def _is_backward(event: ProfiledEvent) -> bool:
+    return event.name.startswith("autograd::engine::evaluate_function")
