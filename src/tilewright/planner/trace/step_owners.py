@@ -63,8 +63,9 @@ class Owner:
 @contextmanager
 def watched() -> Iterator[profile]:
     """A profile of what runs inside: one step, in this thread. Its `function_events` are for `owners`."""
-    with profile(use_kineto=False) as found, record_function(STEP):
-        yield found
+    watching = profile(use_kineto=False)
+    with watching, record_function(STEP):
+        yield watching
 
 
 def owners(events: Iterable[ProfiledEvent]) -> list[Owner]:
