@@ -9,6 +9,8 @@ import torch
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.models.distill import loss as distill
+from tilewright.models.distill.top_k import top_k_of
+from tilewright.ops.kernels import Kernels
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher
 from tilewright.training.components.teacher_rows import TeacherRows
@@ -171,3 +173,25 @@ def test_settings_of_the_cache(teacher, data, tmp_path):
     assert "data " in error.value.problems[0].need
     with pytest.raises(ConfigError, match="rows that come again"):
         tiny(data, tmp_path, **options | {"data__rows": "documents"})
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 100])
+def test_chunks_of_any_size_have_one_loss(rows):
+    """The loss of a model's head and its gradients, cut into chunks or in one piece."""
+    head, x_1ND = torch.nn.Linear(8, 40, bias=False), torch.randn(1, 9, 8)
+    ids, logs = top_k_of(torch.randn(9, 40).log_softmax(-1), TOP_K)
+    labels = torch.randint(40, (1, 9))
+    labels[0, 2] = -100
+    batch = {"labels": labels, distill.TOKENS: ids[None], distill.LOGS: logs[None]}
+    batch[distill.HOW] = distill.how(2.0, 0.5, "forward_kl")
+    found = []
+    for chunk in (rows, 1000):
+        kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=4 * 40 * chunk)
+        x = x_1ND.clone().requires_grad_()
+        head.zero_grad()
+        out = distill.batch_loss(kernels, head, x.flatten(0, 1), batch)
+        out.loss_sum.backward()
+        found.append((out.loss_sum.detach(), out.each, x.grad, head.weight.grad.clone()))
+    for one, whole in zip(*found, strict=True):
+        # bound: FP32 sums of 9 rows in another order
+        assert (one - whole).abs().max() <= 1e-5 * whole.abs().max()

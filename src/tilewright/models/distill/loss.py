@@ -11,6 +11,7 @@ K tokens that are kept  G = K + 1 groups.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +92,10 @@ def _from_tokens(
     """The same from the teacher's likeliest tokens; inputs and labels in chunks."""
     rows, how = len(labels[0]) if labels else 1, (temperature, weight, divergence)
     tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
+    # A single chunk is what may be alive: its gradient is kept until backward, and nothing is made twice.
+    once = _token_chunk if len(labels) == 1 else partial(checkpoint, _token_chunk, use_reentrant=False)
     parts = [
-        checkpoint(_token_chunk, x_CD, weight_VD, labels_C, ids_CK, theirs_CG, *how, use_reentrant=False)
+        once(x_CD, weight_VD, labels_C, ids_CK, theirs_CG, *how)
         for x_CD, labels_C, ids_CK, theirs_CG in zip(x, labels, tokens, logs, strict=True)
     ]
     each_N2 = torch.cat([each_C2 for _, each_C2 in parts])
