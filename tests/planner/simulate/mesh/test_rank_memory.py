@@ -133,3 +133,16 @@ def test_codes_are_made_of_a_rank_s_own_experts(rows):
     assert forward == sorted(forward, reverse=True), forward
     steps = [before - after for before, after in itertools.pairwise(forward)]
     assert steps[0] == pytest.approx(2 * steps[1], rel=0.01), "half of the experts' weights, then a quarter"
+
+
+def test_shards_of_stages_are_gathered_as_they_are_stored_and_casts_are_kept():
+    """A run gathers what layers read in 16 bits; of stages it gathers FP32, and layers cast it."""
+    recipe = recipe_of("untied", "shards", "bf16")
+    model = MeshModel(recipe, 512, make_machine(), RATES)
+    alone, staged = (model.shape(model.key("fp32", MeshSizes(pp=pp, dp_shard=4))) for pp in (1, 2))
+    layer, of_stage = alone.classes[0], staged.classes[0]
+    matrices = sum(one.num_weights for one in layer.matmuls)
+    kept = of_stage.kept(1) - layer.kept(1)
+    gathered = of_stage.weights.tensors.gathered(4) - layer.weights.tensors.gathered(4)
+    assert kept == pytest.approx(2 * matrices), "16-bit copies of the layer's matrices"
+    assert gathered == pytest.approx(2 * matrices), "two bytes more of each weight"
