@@ -138,7 +138,7 @@ def test_codes_are_made_of_a_rank_s_own_experts(rows):
 def test_shards_of_stages_are_gathered_as_they_are_stored_and_casts_are_kept():
     """A run gathers what layers read in 16 bits; of stages it gathers FP32, and layers cast it."""
     recipe = recipe_of("untied", "shards", "bf16")
-    model = MeshModel(recipe, 512, make_machine(), RATES)
+    model = MeshModel(recipe, 512, make_machine(device="cuda"), RATES)
     alone, staged = (model.shape(model.key("fp32", MeshSizes(pp=pp, dp_shard=4))) for pp in (1, 2))
     layer, of_stage = alone.classes[0], staged.classes[0]
     matrices = sum(one.num_weights for one in layer.matmuls)
