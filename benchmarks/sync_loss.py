@@ -10,7 +10,7 @@ that the loss of last weights says little. Compared are the weights' mean over t
 held-out rows of the same kind of text (every sixteenth block of 4 KiB), within each seed. Over the seeds their mean
 difference has a 95 % interval (Student's t): inside of +-0.25 % FP8 is "within", outside "beyond", else "undecided".
 
-python -m benchmarks.sync_loss --steps 2000 --seeds 12
+python -m benchmarks.sync_loss --steps 2000 --seeds 8
 
 Legend: A runs  B rows  S positions  D width  H heads  F hidden width  V bytes.
 """
@@ -135,6 +135,15 @@ class Ranks:
         pairs = zip(parts, grads[0], strict=True)
         return [part[:, : grad[0].numel()].reshape(grad.shape) for part, grad in pairs]
 
+    def lost(self) -> list[dict[str, Tensor]]:
+        """What the ranks owe."""
+        return [dict(feedback.tensors()) for feedback in self._feedback or ()]
+
+    def load(self, lost: list[dict[str, Tensor]]) -> None:
+        """Go on from `lost()`."""
+        for feedback, tensors in zip(self._feedback or (), lost, strict=True):
+            feedback.load(tensors)
+
 
 def _tiles(grad: Tensor) -> Tensor:
     flat = grad.flatten(1)
@@ -150,8 +159,16 @@ def held_out(params: dict[str, Tensor], ids: Tensor) -> list[float]:
     return torch.stack(found).double().mean(0).tolist()
 
 
-def train(seeds: int, steps: int, ids: tuple[Tensor, Tensor]) -> dict[str, list[dict[str, float]]]:
-    """Of each way and seed: held-out losses of averaged and last weights, and the mean loss of the last steps."""
+def train(
+    seeds: int, steps: int, ids: tuple[Tensor, Tensor], state: Path | None = None
+) -> dict[str, list[dict[str, float]]]:
+    """Of each way and seed: held-out losses of averaged and last weights, and the mean loss of the last steps.
+
+    Args:
+        seeds, steps: how many.
+        ids: to train on, and held out.
+        state: kept there every hundred steps, and gone on from.
+    """
     kernels = Kernels(detect_machine("cpu"), compile=False)
     first = [initial(seed) for seed in range(seeds)]
     params = {name: torch.stack([one[name] for one in first] * len(WAYS)).requires_grad_() for name in first[0]}
@@ -160,7 +177,17 @@ def train(seeds: int, steps: int, ids: tuple[Tensor, Tensor]) -> dict[str, list[
     generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
     sums = {name: torch.zeros_like(param, dtype=torch.float64) for name, param in params.items()}
     told: list[Tensor] = []
-    for step in range(steps):
+    if state is not None and state.exists():
+        kept = torch.load(state, weights_only=True)
+        for name, param in params.items():
+            param.data.copy_(kept["params"][name])
+        optimizer.load_state_dict(kept["optimizer"])
+        sums, told = kept["sums"], kept["told"]
+        for generator, one in zip(generators, kept["generators"], strict=True):
+            generator.set_state(one)
+        for exchange, lost in zip(exchanges, kept["lost"], strict=True):
+            exchange.load(lost)
+    for step in range(len(told), steps):
         grads, total = [], torch.zeros(len(WAYS) * seeds)
         for _ in range(RANKS):
             ids_ABS = torch.stack([rows(ids[0], ROWS, generator) for generator in generators] * len(WAYS))
@@ -184,6 +211,12 @@ def train(seeds: int, steps: int, ids: tuple[Tensor, Tensor]) -> dict[str, list[
                 sums[name] += param.detach()
         if step % 100 == 99:
             print(step + 1, [round(float(loss), 4) for loss in torch.stack(told[-100:]).mean(0)], flush=True)
+            if state is not None:
+                kept = {"params": params, "optimizer": optimizer.state_dict(), "sums": sums, "told": told}
+                kept |= {"generators": [generator.get_state() for generator in generators]}
+                kept |= {"lost": [exchange.lost() for exchange in exchanges]}
+                torch.save(kept, state.with_suffix(".new"))
+                state.with_suffix(".new").replace(state)
     averaged = {name: (value / (steps // 4)).float() for name, value in sums.items()}
     columns = {
         "averaged": held_out(averaged, ids[1]),
@@ -212,15 +245,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=8, help="2 to 16")
+    parser.add_argument("--state", type=Path, help="a file to go on from, if it is stopped")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = train(args.seeds, args.steps, text())
+    runs = train(args.seeds, args.steps, text(), args.state)
     against = compared(runs)
     for way, measures in against.items():
         for measure, one in measures.items():
             print(f"{way:14s} {measure:9s} {one['mean']:+.4%} +- {one['half']:.4%} {one['verdict']}")
     results = {"steps": args.steps, "runs": runs, "against_bf16": against, "limit": LIMIT}
-    write_result("sync_loss", CLAIM, results)
+    write_result("sync_loss", CLAIM, results, ["--steps", str(args.steps), "--seeds", str(args.seeds)])
 
 
 if __name__ == "__main__":
