@@ -73,6 +73,7 @@ _CONTROLLER = "tests/training/test_controller_run.py::test_settings_of_the_contr
 
 _ENERGY = "tests/training/test_energy_run.py"
 _STAGES = "tests/training/test_pipeline_run.py::test_it_is_the_run_of_one_process"
+_PLACES = "tests/training/test_expert_places.py::test_a_run_whose_experts_move_is_the_one_in_which_they_stay"
 _SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
 
 _MIXING, _MIXED = "tests/data/test_mixing_settings.py", "tests/training/test_mixing_run.py"
@@ -233,6 +234,8 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
     "parallel.dispatch": "tests/training/test_experts_run.py::test_rows_travel_in_fp8",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
+    "parallel.place_experts": _PLACES,
+    "parallel.expert_order": _PLACES,
     "parallel.grad_sync_error": "tests/training/test_sync_hook.py::test_the_format_is_raised_and_stays",
     "parallel.param_gather": "tests/parallel/communicate/test_coded.py::test_a_weight_takes_one_byte",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",

@@ -61,7 +61,7 @@ def parallelize(
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
     if world.sizes.ep > 1 or (world.sizes.tp > 1 and any(mixtures(model))):
-        hold_experts(model, world, section.dispatch)
+        hold_experts(model, world, section.dispatch, section.expert_order)
     if world.sizes.tp > 1:
         cut_tensors(model, world, sequence_parallel=section.sequence_parallel)
     mesh, wait = world.fsdp_mesh_beside(bool(expert_meshes(model))), world.wait_for_all

@@ -337,7 +337,7 @@ def build(
         fill_whole(recipe, model, device, values, world)
         counted, num_params = num_parameters(model), sum(param.numel() for param in model.parameters())
         in_stages = world.row.size > 1
-        numbers = rounding_numbers(recipe.optim, model) if in_stages else None
+        numbers = rounding_numbers(recipe.optim, model) if recipe.parallel.numbers_by_name else None
         sites = sites_of(model) if in_stages and recipe.precision.moves_matmuls else None
         model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
         sync = GradientSync.attached(world, recipe.parallel, setup.kernels, model)

@@ -93,6 +93,8 @@ class Decoder(Model):
         """Where ranks have other positions of the residual stream. Set by `parallel.inside.tensor`."""
         self._compiled = False
         self._load_LE: Tensor | None = None
+        self.last_load_LE: Tensor | None = None
+        """Rows of each expert, by layer, of the last step and all ranks."""
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
@@ -250,6 +252,7 @@ class Decoder(Model):
             load_LE = torch.zeros(len(routers), self.config.num_experts, device=routers[0].weight.device)
         if group is not None:
             dist.all_reduce(load_LE, group=group)
+        self.last_load_LE = load_LE
         biases = [router.rebalanced(load_E) for router, load_E in zip(routers, load_LE, strict=True)]
         self._load_LE = None  # from here on nothing can fail: all of it happens, or nothing
         for router, bias_E in zip(routers, biases, strict=True):

@@ -200,7 +200,8 @@ def restart_if_asked(hooks: Sequence[StepHook], steps: int, step: int, begin_s: 
     """
     for hook, restart in calls(hooks, "restart"):
         if settings := restart(steps - step, begin_s):
-            text = ", ".join(f"{name} = {value}" for name, value in settings.items())
+            shown = {name: str(value) if len(str(value)) < 80 else "(see settings)" for name, value in settings.items()}
+            text = ", ".join(f"{name} = {value}" for name, value in shown.items())
             recorder.event(
                 step, "restart", f"the run begins again from here with {text} ({hook.name})", settings=settings
             )

@@ -9,10 +9,12 @@ from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.batches.stream import Stream
 from tilewright.models.base.protocols import Model
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor
 from tilewright.training.hooks.base import AfterStep, StepHook
+from tilewright.training.hooks.expert_hook import ExpertHook
 from tilewright.training.hooks.sync_hook import GradSyncHook
 
 
@@ -25,13 +27,15 @@ def rank_hooks(
     limit_bytes: int,
     sync: GradientSync | None,
 ) -> tuple[StepHook, ...]:
-    """What runs on several processes have: see `pipeline_hooks`; and what raises the wire format of gradients.
+    """What runs on several processes have: see `pipeline_hooks`; what moves experts; what raises the wire format.
 
     Args:
         section, model, executor, world, stream, limit_bytes: see `pipeline_hooks`.
         sync: how gradients are summed; None on one process.
     """
     found = pipeline_hooks(section, model, executor, world, stream, limit_bytes)
+    if section.place_experts == "on" and world.experts.size > 1 and isinstance(model, Decoder):
+        found += (ExpertHook(model, world, section),)
     if sync is not None and section.grad_sync_error:
         found += (GradSyncHook(sync, section.grad_sync_error, world.everyone.handle),)
     return found

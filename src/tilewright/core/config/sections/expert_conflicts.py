@@ -49,6 +49,16 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"an ep that divides dp_shard{' x tp' if cut else ''}: processes with other experts are shards of the rest",
             f"--parallel.dp_shard {even}, or --parallel.ep 1",
         )
+    placed = "place_experts" if parallel.place_experts == "on" else "expert_order" if parallel.expert_order else ""
+    if placed and model.kind == "hf":
+        off = "off" if placed == "place_experts" else "[]"
+        yield Conflict(
+            (f"parallel.{placed}", "model.kind"),
+            "Experts of Hugging Face models stay where they are",
+            f"parallel.{placed} is given, model.kind = 'hf'",
+            "tilewright's own decoder, whose experts are modules of their own",
+            f"--parallel.{placed} {off}",
+        )
     if model.kind != "hf" and not model.path:
         yield from uneven_experts(model.num_experts, parallel.ep)
 

@@ -28,7 +28,7 @@ class ParallelSection(Section):
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
         *("dp_replicate", "dp_shard", "tp", "sequence_parallel", "ep", "cpu_offload", "reduce_each", "dispatch"),
-        *("grad_sync", "grad_feedback", "grad_sync_error"),
+        *("grad_sync", "grad_feedback", "grad_sync_error", "place_experts", "expert_order"),
     )
     keeps_numbers = ("reshard_after_forward", "param_gather", "timeout_minutes")
 
@@ -77,6 +77,14 @@ class ParallelSection(Section):
     """Spread experts: what rows of tokens travel to them as. `stream`: the format of the residual stream. `fp8`:
     rounded to E4M3 under a power-of-two scale per 128 values of a row, half the bytes of BF16; results and gradients
     travel as they are."""
+    place_experts: Literal["off", "on"] = "off"
+    """Spread experts: after a checkpoint on the way, move experts to processes such that all get about as many rows,
+    by the rows of the steps so far, where the steps that are left may save more than twice what it takes to begin again
+    so. Losses and weights are the same, but for the order of sums in the norm that clips."""
+    expert_order: tuple[Count, ...] = ()
+    """Spread experts: the numbers of each layer's experts in the order of the processes that hold them, layer after
+    layer, each process's in their own order. Empty: the first processes hold the first ones. Set by
+    `place_experts`."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""
@@ -104,6 +112,11 @@ class ParallelSection(Section):
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Processes that wait so long for another one name it and its phase, and all end: in any collective, and at the
     start of a run where it neither computes nor writes. torchrun can start all again."""
+
+    @property
+    def numbers_by_name(self) -> bool:
+        """Whether a parameter's draws depend on its name in the whole model, and not on what else is on its rank."""
+        return self.pp > 1 or self.place_experts == "on" or bool(self.expert_order)
 
     @property
     def stages_per_process(self) -> int:

@@ -21,6 +21,7 @@ See: DeepSeek-V3 report, section 3.3.3 (dispatch in FP8, combine in BF16).
 Legend: P rows of all tokens' experts  D model width  E experts  R ranks  B bytes of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,8 @@ class SentRows:
     gets: list[int]
     order: Tensor
     inverse: Tensor
+    placed: tuple[Tensor, Tensor] | None = None
+    """Where experts are not in the order of their numbers: the order of the rows by place, and back."""
 
 
 class ExpertExchange:
@@ -51,6 +54,7 @@ class ExpertExchange:
     Args:
         group: the ranks. The first holds the first experts. Its counter is told what is sent.
         num_experts: of a layer, on all of them.
+        order: the experts, those of the first rank first, each rank's in the order of their numbers; None: all are.
         dispatch: what rows travel as on their way there.
         kernels: make FP8 codes; None: the machine's best.
     """
@@ -60,24 +64,27 @@ class ExpertExchange:
         group: Group,
         num_experts: int,
         *,
+        order: Sequence[int] | None = None,
         dispatch: DispatchName = "stream",
         kernels: Kernels | None = None,
     ) -> None:
+        self._order = None if order is None or tuple(order) == tuple(range(num_experts)) else tuple(order)
         self.group, self.num_experts, self.dispatch = group, num_experts, dispatch
         self.kernels = kernels or (Kernels.default() if dispatch == "fp8" else None)
         self.sent_bytes = 0
         """Of rows, results and their gradients, that this rank has sent to others."""
 
     @property
-    def held(self) -> range:
+    def held(self) -> Sequence[int]:
         """The numbers of this rank's experts.
 
         Example:
-            >>> ExpertExchange(Group(1, 4), 8).held
-            range(2, 4)
+            >>> ExpertExchange(Group(1, 4), 8).held, ExpertExchange(Group(1, 2), 4, order=(0, 2, 1, 3)).held
+            (range(2, 4), (1, 3))
         """
         each = self.num_experts // self.group.size
-        return range(self.group.rank * each, (self.group.rank + 1) * each)
+        places = range(self.group.rank * each, (self.group.rank + 1) * each)
+        return places if self._order is None else self._order[places.start : places.stop]
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts) -> Tensor:
         """What the experts make of the rows, row by row.
@@ -102,6 +109,12 @@ class ExpertExchange:
             counts_E: int64 [E], how many there are for each expert.
         """
         ranks, each = self.group.size, len(self.held)
+        placed = None
+        if self._order is not None:
+            order_E = torch.tensor(self._order, device=counts_E.device)
+            by_place = order_E.argsort().repeat_interleave(counts_E).argsort(stable=True)
+            counts_E, placed = counts_E[order_E], (by_place, by_place.argsort())
+            rows_PD = permuted(rows_PD, *placed)
         got_RE = torch.empty_like(counts_E)
         dist.all_to_all_single(got_RE, counts_E, group=self.group.handle)
         numbers = torch.stack([counts_E, got_RE]).view(2, ranks, each)  # read on the host at once
@@ -111,7 +124,7 @@ class ExpertExchange:
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse)
+        return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed)
 
     def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
         """The second half: results [P, D] in the order of the rows that were sent.
@@ -120,7 +133,8 @@ class ExpertExchange:
             outs_PD: in the order of the rows that had come.
             way: of those.
         """
-        return _AllToAll.apply(permuted(outs_PD, way.inverse, way.order), way.gets, way.sends, self, "stream")
+        outs_PD = _AllToAll.apply(permuted(outs_PD, way.inverse, way.order), way.gets, way.sends, self, "stream")
+        return outs_PD if way.placed is None else permuted(outs_PD, *way.placed[::-1])
 
     def travel(self, rows_PD: Tensor, sends: list[int], gets: list[int], dispatch: DispatchName) -> Tensor:
         """Rows from all ranks, in their order. No autograd.

@@ -7,7 +7,7 @@ Router, shared experts and everything else stay as they are. Ranks of `ep` read 
 (`exchange`); ranks of `efsdp` hold shards of the same experts, copies (`dp_replicate`) the same ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
 from tilewright.parallel.inside.experts.exchange import ExpertExchange
+from tilewright.parallel.inside.experts.placement import orders_of
 from tilewright.parallel.inside.experts.stacked import spread_stack, stacked_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.stages import HeldLayers
@@ -38,16 +39,18 @@ class HeldExperts(HeldLayers):
         self.num_in_whole, self.sharded_over = num_in_whole, mesh
 
 
-def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "stream") -> None:
+def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "stream", order: Sequence[int] = ()) -> None:
     """Let go of the experts that other ranks hold, in place, and let each layer send rows to where their experts are.
 
     Args:
         model: converted, on meta, or with memory in tests.
         world: with `ep` ranks that hold other experts.
         dispatch: what rows travel to them as.
+        order: of the experts of each layer, one after another (`placement`); empty: that of their numbers.
 
     Raises:
-        ConfigError: it has no experts, or so many that they do not come out even; see `check_experts`.
+        ConfigError: it has no experts, or so many that they do not come out even (`check_experts`), or an order that
+            is none of all of them.
         HardwareError: this torch is too old for it.
     """
     EXPERTS.check()
@@ -57,8 +60,11 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
     check_experts(model.config.num_experts, world.sizes.ep)
     mesh = world.expert_fsdp_mesh
     assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
-    for layer in mixtures(model):
-        exchange = ExpertExchange(world.experts, layer.num_experts, dispatch=dispatch, kernels=layer.gate.kernels)
+    layers = list(mixtures(model))
+    orders = check_order(order, model.config.num_experts, len(layers), world.sizes.ep)
+    for layer, own in zip(layers, orders, strict=True):
+        kernels = layer.gate.kernels
+        exchange = ExpertExchange(world.experts, layer.num_experts, order=own, dispatch=dispatch, kernels=kernels)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
         layer.exchange = exchange if world.experts.size > 1 else None
@@ -103,6 +109,35 @@ def expert_meshes(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     """Parameters that are sharded over another mesh than the rest, with that mesh."""
     meshes = {module: getattr(module, "sharded_over", None) for module in model.modules()}
     return {param: mesh for module, mesh in meshes.items() if mesh is not None for param in module.parameters()}
+
+
+def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int) -> Sequence[Sequence[int] | None]:
+    """The order of each layer's experts; None: that of their numbers.
+
+    Raises:
+        ConfigError: it does not name each expert of each layer once, each process's in the order of their numbers.
+
+    Example:
+        >>> check_order((0, 2, 1, 3), 4, 1, 2), check_order((), 4, 2, 2)
+        (((0, 2, 1, 3),), (None, None))
+    """
+    if not order:
+        return (None,) * layers
+    found, each = orders_of(order, num_experts), num_experts // ep
+    sound = len(order) == layers * num_experts and all(
+        tuple(expert for start in range(0, num_experts, each) for expert in sorted(one[start : start + each])) == one
+        and set(one) == set(range(num_experts))
+        for one in found
+    )
+    if not sound:
+        raise ConfigError(
+            "Order of experts that is none of this model's",
+            got=f"{len(order)} numbers in parallel.expert_order",
+            need=f"0 to {num_experts - 1} once for each of {layers} layers, those of a process in their order",
+            try_="--parallel.expert_order [], which keeps the order of their numbers",
+            where="parallel.expert_order",
+        )
+    return found
 
 
 def check_experts(num_experts: int, ep: int) -> None:

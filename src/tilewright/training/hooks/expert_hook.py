@@ -1,0 +1,96 @@
+"""Experts that are spread over ranks move, at a checkpoint, to where the rows that they get are balanced
+(`parallel.place_experts`). Only where an expert lives changes: losses and weights are those of a run that moves none,
+but for the order of sums in the norm that clips.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tilewright.core.config.sections.parallel import ParallelSection
+from tilewright.core.units import format_share
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.inside.experts.placement import LEAST, ExpertMove, Orders, orders_of, worth
+from tilewright.parallel.launch import on_first
+from tilewright.parallel.world import World
+from tilewright.training.executor.base import StepResult
+from tilewright.training.hooks.base import Step, StepHook
+
+SETTLED = 20
+"""Steps whose rows are counted before experts move by them."""
+KEEPS = 0.99
+"""Share of the rows that are remembered from step to step."""
+
+
+class ExpertHook(StepHook):
+    """Counts the rows of each expert, and asks for a new start where another placement is worth it.
+
+    Args:
+        model: of the run, its experts spread.
+        world: of the run.
+        section: `[parallel]`, with the present placement.
+    """
+
+    name = "experts"
+    next_step = 1
+
+    def __init__(self, model: Decoder, world: World, section: ParallelSection) -> None:
+        self._model, self._world, self._section = model, world, section
+        self._loads_LE: list[list[float]] = []
+        self._steps, self._step_s = 0, 0.0
+        self._last: Step | None = None
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Add up the rows of the step, over all ranks."""
+        self._last, self.next_step = step, step.number + 1
+        load_LE = self._model.last_load_LE
+        if load_LE is None or result.skipped is not None:
+            return
+        before_LE = torch.tensor(self._loads_LE, dtype=torch.float64) if self._loads_LE else torch.zeros(1)
+        self._loads_LE = (KEEPS * before_LE + load_LE.to("cpu", torch.float64)).tolist()
+        self._steps, self._step_s = self._steps + 1, result.seconds
+
+    def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
+        """Another placement, where it is worth a new start."""
+        if self._steps < SETTLED:
+            return {}
+
+        def decide() -> ExpertMove | None:
+            ranks = self._world.experts.size
+            times = {"steps_left": steps_left, "step_s": self._step_s, "move_s": begin_s}
+            return worth(self._loads_LE, self._orders(), ranks, **times)  # type: ignore[arg-type]
+
+        move = on_first(self._world, decide)
+        if move is None:
+            return {}
+        self._tell(move)
+        return {"parallel.expert_order": tuple(expert for order in move.orders for expert in order)}
+
+    def _orders(self) -> Orders:
+        number = self._model.config.num_experts
+        usual = (tuple(range(number)),) * len(self._loads_LE)
+        return orders_of(self._section.expert_order, number) or usual
+
+    def _tell(self, move: ExpertMove) -> None:
+        assert self._last is not None, "steps were counted"
+        pairs = zip(move.orders, self._orders(), strict=True)
+        each = self._model.config.num_experts // self._world.experts.size
+        moved = sum(
+            place // each != before.index(expert) // each for now, before in pairs for place, expert in enumerate(now)
+        )
+        text = (
+            f"{moved} experts move to other processes: the fullest process has {move.after:.2f} times the mean rows, "
+            f"not {move.before:.2f} times (threshold {format_share(LEAST)} fewer), by the rows of {self._steps} steps"
+        )
+        self._last.recorder.event(
+            self._last.number, "experts", text, moved=moved, before=move.before, after=move.after, threshold=LEAST
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that were counted."""
+        return {"loads": self._loads_LE, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self._loads_LE, self._steps = state["loads"], state["steps"]
