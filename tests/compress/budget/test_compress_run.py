@@ -153,7 +153,7 @@ def test_a_budget_that_is_not_reached_names_the_best(run, tmp_path):
     with pytest.raises(FitError, match="Loss budget was not reached") as error:
         asked.run()
     assert error.value.exit_code == 3
-    assert "best ffn-32: +" in error.value.problems[0].got
+    assert "best ffn-32 after recovery: +" in error.value.problems[0].got
     record = json.loads((tmp_path / "compress.json").read_text())
     assert record["verdict"] == "over budget"
     assert "artefacts" not in record
