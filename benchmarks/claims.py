@@ -382,7 +382,7 @@ def _costs() -> Iterator[Row]:
 
 
 UNUSED = {
-    "sync_loss": "failing with feedback, and three seeds differ by more than the bound; the log has the numbers",
+    "sync_loss": "not shown: over eight pairs the interval is wider than the bound; the log has the numbers",
     "overlap": "layers and a link that wait as long as is said; the log has the numbers",
     "pipeline_ladder": "simulated, not measured; the log has the table, with the cases that fail",
     "pipeline_simulated": "simulated steps beside the clock: 27 runs of stages that wait; the log has the numbers",
