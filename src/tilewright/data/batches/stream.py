@@ -16,9 +16,9 @@ import numpy as np
 
 from tilewright.core.errors import CheckpointError
 from tilewright.data.batches.mix import BLOCK, Mixture, check_weights
-from tilewright.data.batches.move_log import FILE, Mark, MoveLog, unreadable
+from tilewright.data.batches.state.move_log import FILE, Mark, MoveLog, unreadable
 from tilewright.data.batches.steps import BuiltStep, DocumentSteps, Rows, RowSteps, StepCut, StepDocuments
-from tilewright.data.batches.stream_state import (
+from tilewright.data.batches.state.stream_state import (
     KeptLog,
     LoadedState,
     Position,

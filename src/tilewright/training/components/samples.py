@@ -2,7 +2,7 @@
 bytes and text.
 
 No log of samples is read: which rows a step takes is a function of the seed, the data, the weights of the mixture and
-the size of a step; of the last two the run folder has a log (`data.batches.move_log`).
+the size of a step; of the last two the run folder has a log (`data.batches.state.move_log`).
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from typing import Any
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.data.batches.move_log import FILE as LOG
-from tilewright.data.batches.move_log import MoveLog
+from tilewright.data.batches.state.move_log import FILE as LOG
+from tilewright.data.batches.state.move_log import MoveLog
 from tilewright.data.batches.steps import Rows
 from tilewright.data.batches.stream import Stream
-from tilewright.data.batches.stream_state import asked_skips
+from tilewright.data.batches.state.stream_state import asked_skips
 from tilewright.data.build.finished.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.parallel.pipeline.assignment import any_count

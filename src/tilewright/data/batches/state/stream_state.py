@@ -9,7 +9,7 @@ import xxhash
 
 from tilewright.core.errors import CheckpointError
 from tilewright.data.batches.mix import Mixture, MixtureStage
-from tilewright.data.batches.move_log import Mark, Row, unreadable
+from tilewright.data.batches.state.move_log import Mark, Row, unreadable
 
 
 class Position(NamedTuple):
