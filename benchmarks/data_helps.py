@@ -1,8 +1,8 @@
 """Does moving weights help? Held-out loss by domain under five policies of `[data.mixing]`, at equal tokens.
 
-A decoder of 4 layers of width 128 in FP32 on one thread, on the text that the installation carries, 2 million tokens per
-run, three seeds. Runs of one seed are a pair: equal first weights of the model, equal order inside each domain, equal
-rates; only the policy differs. `static` keeps each domain in proportion to its tokens, and is what the others are
+A decoder of 4 layers of width 128 in FP32 on one thread, on the text that the installation carries, 2 million tokens
+per run, three seeds. Runs of one seed are a pair: equal first weights of the model, equal order inside each domain,
+equal rates; only the policy differs. `static` keeps each domain in proportion to its tokens, and is what the others are
 compared with. Intervals are of Student's t over the seeds, so with three of them they are wide.
 
 A run takes minutes, so each is a process of its own and is kept in `results/data_helps_runs.jsonl` as it ends; a later
@@ -51,7 +51,9 @@ def settings(policy: str, seed: int, steps: int, folder: Path) -> dict[str, str]
 def train(policy: str, seed: int, steps: int) -> Run:
     """What one run ends with, trained by the command line."""
     with tempfile.TemporaryDirectory() as name:
-        options = [part for key, text in settings(policy, seed, steps, Path(name)).items() for part in (f"--{key}", text)]
+        options = [
+            part for key, text in settings(policy, seed, steps, Path(name)).items() for part in (f"--{key}", text)
+        ]
         command = [sys.executable, "-m", "tilewright", "train", "default", *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         folder = Path(name) / "run"
@@ -115,7 +117,9 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
             "worst_domain": [max(run["loss"], key=run["loss"].__getitem__) for run in mine],
             "moves": [run["moves"] for run in mine],
             "refusals": [run["refusals"] for run in mine],
-            "last_weights": {name: statistics.fmean(run["weights"][name] for run in mine) for name in mine[0]["weights"]},
+            "last_weights": {
+                name: statistics.fmean(run["weights"][name] for run in mine) for name in mine[0]["weights"]
+            },
             "epochs": {name: statistics.fmean(run["epochs"][name] for run in mine) for name in mine[0]["epochs"]},
         }
         pairs = [(run, base[run["seed"]]) for run in mine if run["seed"] in base]

@@ -13,7 +13,19 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
 from tilewright.training.session import train
 
-TIMED = ("time_s", "step_s", "wait_s", "wait_share", "tokens_per_s", "memory_bytes", "memory", "seconds", "stall_s")
+TIMED = (
+    "time_s",
+    "step_s",
+    "wait_s",
+    "wait_share",
+    "read_s",
+    "prepare_s",
+    "tokens_per_s",
+    "memory_bytes",
+    "memory",
+    "seconds",
+    "stall_s",
+)
 WORDS = (
     "a",
     "red",

@@ -108,6 +108,7 @@ def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None
             del record["parts"]["audit"]
     assert meta == expected_meta
     measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")
+    measured += ("read_s", "prepare_s", "fetched_bytes", "fetch_s")
     measured += ("memory_phases", "memory_tiers", "energy_j", "energy_j_per_step")
     written = [rows(folder / "metrics.jsonl") for folder in (run, reference)]
     timed = ("exchange_exposed_s", "exchange_hidden_s")

@@ -18,6 +18,8 @@ import xxhash
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
 from tilewright.data.build.finished.open_built import INSTALLED, built_at, built_tokens
+from tilewright.data.build.finished.remote.open_far import addresses_of, check_text, open_far
+from tilewright.data.build.finished.remote.prepared_shards import Streaming
 from tilewright.data.build.shipped.installed import build_entry, build_key, installed_build
 from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.chat.build import build_chat
@@ -36,6 +38,7 @@ from tilewright.data.sources.installed import installed_source
 from tilewright.data.sources.wanted import wanted, wanted_validation
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
+_STREAMING = Streaming()
 _CHAT_FORMAT = 6  # of entries of conversations
 _FORMAT = 5  # of the cache entries; a change makes old entries unused
 
@@ -63,13 +66,15 @@ def prepare(
     processes: int = 1,
     own_process: bool = False,
     setting: str = "data.source",
+    streaming: Streaming = _STREAMING,
 ) -> PreparedData | PreparedChat | PreparedImages:
     """Prepare the data of a run, or find it prepared.
 
     Args:
         source: "installed", a path to the user's data, or the folder of a built dataset (`data.build`), which brings
-            its own tokenizer and held-out part. Not read where `sources` are given.
-        sources: several paths, each a domain of the name that it is given.
+            its own tokenizer and held-out part; or its address, from where it is read in shards while a run goes on.
+            Not read where `sources` are given.
+        sources: several paths, or addresses of built datasets, each a domain of the name that it is given.
         format: what rows hold: text, conversations, or pairs of a preferred and another answer.
         chat_template: see `chat.load.template_source`. Of chat and preferences.
         model_folder: of the model whose template is used where none is chosen.
@@ -92,12 +97,15 @@ def prepare(
             hundred MiB, much of which a process does not get rid of) is not in the one that continues. It uses all
             cores.
         setting: which names `source`, for errors.
+        streaming: how shards of datasets at addresses (`scheme://...`) are read while a run goes on.
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.
         HardwareError: the process of its own was killed.
     """
-    arguments = {name: value for name, value in locals().items() if name not in ("own_process", "processes")}
+    arguments = {
+        name: value for name, value in locals().items() if name not in ("own_process", "processes", "streaming")
+    }
     seconds: dict[str, float] = {}
 
     def elsewhere() -> None:
@@ -106,12 +114,18 @@ def prepare(
     before = elsewhere if own_process else None
     root = Path(cache_dir).expanduser() if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     root = root / "data"
+    kind = {} if rows == "packed" else {"rows": rows}  # entries of packed rows have their names from before
+    if addresses := addresses_of(source, sources or {}, setting):
+        check_text(task, format)
+        far = open_far(addresses, root, streaming, tokenizer, domains, seconds)
+        rows_key = _key("rows", far.fingerprint, task=task, seq_len=seq_len, domains=domains, **kind)
+        build = _builder(seconds, build_rows, far.corpus, task, seq_len, domains, rows)
+        return _timed(far.prepared(cached(root, rows_key, build)), seconds)
     built_folder = None if sources else built_at(source)
     if task == "image_classification" and built_folder is not None:
         return open_built_images(built_folder, image_size)
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
-    kind = {} if rows == "packed" else {"rows": rows}  # entries of packed rows have their names from before
     if built_folder is not None:
         built = built_tokens(built_folder, format, tokenizer, domains)
         if task == "masked_lm":

@@ -224,7 +224,7 @@ class Run:
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
         more = self.setup.world.traffic.numbers() if self.setup.world.everyone.size > 1 else {}
-        more |= parts.stream.documents.numbers() if parts.stream.documents else {}
+        more |= parts.stream.numbers()
         for _, numbers in self._calls_numbers if step.due else ():
             more |= numbers(step, result)
         row = self.recorder.log.step(parts.counters, result, step.lr, step.wait_s, memory, more)

@@ -37,6 +37,7 @@ from tilewright.training.executor.kinds import check_executor, executor_of
 from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
+from tilewright.training.hooks.far_hook import far_hooks
 from tilewright.training.hooks.mixing_setup import mixing_hooks
 from tilewright.training.hooks.pipeline_setup import domain_hooks
 from tilewright.training.hooks.replan_setup import replanner_for
@@ -259,6 +260,7 @@ class TrainSession:
         self.world.begin("making the model")
         parts = build(setup, fresh=not resumed)
         parts.hooks += domain_hooks(setup.world, parts.stream, setup.device)
+        parts.hooks += far_hooks(setup.prepared, parts.stream, setup.world, setup.device)
         if setup.recipe.data.mixing.policy != "off":
             parts.hooks += mixing_hooks(setup, parts)
         parts.hooks += tuple(make(setup, parts) for make in self.hooks)

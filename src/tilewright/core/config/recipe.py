@@ -5,20 +5,19 @@ arguments, so Python users never need these classes. Unknown keys are errors. De
 never written back here. `core.config.load` builds a `Recipe` from files, environment and command line.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
-from tilewright.core.config.section import EVERY, Count, Section
+from tilewright.core.config.section import EVERY, Bytes, Count, Section
 from tilewright.core.config.sections.energy import EnergySection
 from tilewright.core.config.sections.mixing import MixingSection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
-from tilewright.core.units import parse_bytes
+from tilewright.core.config.sections.streaming import StreamingSection
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(le=2**63 - 1)]
 ActivationCheckpoint = Literal["none", "selective", "matmuls", "attention", "full"]
 CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
@@ -61,14 +60,15 @@ class DataSection(Section):
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
-    sub-folder a class."""
+    sub-folder a class; the folder that `tilewright data build` filled, or its address, `s3://bucket/folder`."""
     format: Literal["text", "chat", "preferences"] = "text"
     """What rows hold. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
     `output`, or `prompt` and `completion`. `preferences`: a prompt with a `chosen` and a `rejected` answer; learned by
     direct preference optimization."""
     sources: dict[str, str] = Field(default={})
-    """Several paths, each a domain of the name that it is given, in the place of `source`. `weights` mixes them."""
+    """Several paths, or addresses of built datasets, each a domain of the name that it is given, in the place of
+    `source`. `weights` mixes them."""
     chat_template: str = ""
     """chat: empty for the template of the model's folder (or the tokenizer's); a .jinja file, a folder, the name of one
     of several templates of the model; or `chatml`, for base models that bring none."""
@@ -77,6 +77,7 @@ class DataSection(Section):
     weights: dict[str, float] = Field(default={})
     """Mixture weights by domain. Empty: in proportion to tokens."""
     mixing: MixingSection = MixingSection()
+    streaming: StreamingSection = StreamingSection()
     max_bytes: Bytes = 24_000_000
     """Use at most this much text, shared over the domains. 0: no limit."""
     holdout: float = Field(default=0.02, ge=0, lt=0.5)

@@ -2,8 +2,12 @@
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tilewright.core.units import parse_bytes
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(le=2**63 - 1)]
+"""A size, also as text with a unit."""
 Count = Annotated[int, Field(le=2**31 - 1)]
 """A number of things. More than fits 31 bits is a slip, found before anything is multiplied or allocated."""
 

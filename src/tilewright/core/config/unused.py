@@ -8,6 +8,7 @@ from typing import get_args
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import INTERLEAVED
 from tilewright.core.config.sections.precision import ScaledFormat
+from tilewright.core.config.sections.streaming import StreamingSection
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = (
@@ -81,6 +82,12 @@ def _other_policy(policy: str, recipe: Recipe) -> bool:
     return recipe.data.mixing.policy != policy
 
 
+def _is_far(recipe: Recipe) -> bool:
+    """Whether data is read from addresses."""
+    sources = recipe.data.sources.values() or (recipe.data.source,)
+    return any("://" in source and not source.startswith("hf://") for source in sources)
+
+
 def _is_built(source: str) -> bool:
     """Whether a source is the folder of a built dataset; False for what is no path at all."""
     return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
@@ -108,6 +115,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         ("max_bytes", "holdout", "vocab_size", "text_field"),
     ),
     (lambda r: bool(r.data.sources), "data.sources are given", "data", ("source",)),
+    (_is_far, "data.source is an address", "data", ("max_bytes", "holdout", "vocab_size", "text_field")),
+    (lambda r: not _is_far(r), "data is read on this machine", "data.streaming", tuple(StreamingSection.model_fields)),
     *(
         (partial(_other_policy, policy), f'data.mixing.policy is not "{policy}"', "data.mixing", names)
         for policy, names in _OF_POLICY.items()

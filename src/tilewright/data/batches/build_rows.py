@@ -17,6 +17,9 @@ from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
 
+INDEX = "shards.json"
+"""In a corpus whose training tokens are shards at an address: their index. Each shard is packed by itself."""
+
 
 def build_rows(
     folder: Path,
@@ -43,14 +46,20 @@ def build_rows(
     table = pq.read_table(corpus / "documents.parquet", columns=["split", "domain", "length"])
     digest = xxhash.xxh3_128(f"{task}\0{seq_len}".encode())
     ranges: dict[str, dict[str, list[int]]] = {}
-    utilisation = 1.0
+    utilisation, shard_rows = 1.0, dict[str, list[int]]()
     for split in SPLITS:
         here = table.filter(pc.equal(table["split"], split))
         lengths = here["length"].to_numpy()
         domain_of = np.array(here["domain"].to_pylist())
         place = pack if rows == "packed" else alone
-        packing, ranges[split] = _pack_domains(place, lengths, domain_of, seq_len, only, task == "causal_lm")
-        digest.update((file_digest(corpus / f"{split}.npy") + json.dumps(ranges[split])).encode())
+        in_shards = split == "train" and (corpus / INDEX).exists()
+        groups = _groups_of_shards(corpus / INDEX) if in_shards else _groups_of_domains(domain_of)
+        groups = [(domain, at) for domain, at in groups if not only or domain in only]
+        packing, ranges[split], group_rows = _pack_groups(place, lengths, groups, seq_len, task == "causal_lm")
+        if in_shards:
+            shard_rows = group_rows
+        source = corpus / (INDEX if in_shards else f"{split}.npy")
+        digest.update((file_digest(source) + json.dumps(ranges[split])).encode())
         if (corpus / f"{split}.trained.npy").exists():
             digest.update(file_digest(corpus / f"{split}.trained.npy").encode())
         for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
@@ -77,6 +86,7 @@ def build_rows(
         "seq_len": seq_len,
         "rows_of": rows,
         "rows": ranges,
+        **({"shard_rows": shard_rows} if shard_rows else {}),
         "summary": summary,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))
@@ -94,28 +104,47 @@ def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
     ]
 
 
-def _pack_domains(
+Group = tuple[str, np.ndarray]
+"""A domain, and its documents that are packed together."""
+
+
+def _groups_of_domains(domain_of: np.ndarray) -> list[Group]:
+    return [(domain, np.flatnonzero(domain_of == domain)) for domain in sorted(set(domain_of.tolist()))]
+
+
+def _groups_of_shards(index: Path) -> list[Group]:
+    """The documents of each shard, which are behind each other."""
+    groups, start = [], 0
+    for shard in json.loads(index.read_bytes())["shards"]:
+        groups.append((shard["domain"], np.arange(start, start + shard["documents"])))
+        start += shard["documents"]
+    return groups
+
+
+def _pack_groups(
     place: Callable[[np.ndarray, np.ndarray, int], Packing],
     lengths: np.ndarray,
-    domain_of: np.ndarray,
+    groups: list[Group],
     seq_len: int,
-    only: tuple[str, ...],
     shifted: bool,
-) -> tuple[Packing, dict[str, list[int]]]:
-    """One packing of all domains, each in rows of its own, and the row range of each.
+) -> tuple[Packing, dict[str, list[int]], dict[str, list[int]]]:
+    """One packing of all groups, each in rows of its own; the row range of each domain, and the rows of its groups.
 
     A document of n stream positions gives n - 1 pairs of input and next token, or n tokens where nothing is shifted.
     """
     starts = np.cumsum(lengths) - lengths
-    packings, ranges, row = [], {}, 0
-    for domain in sorted(set(domain_of.tolist()) & set(only) if only else set(domain_of.tolist())):
-        here = domain_of == domain
+    packings, row = [], 0
+    ranges: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
+    for domain, here in groups:
         packings.append(place(starts[here], lengths[here] - shifted, seq_len))
-        ranges[domain] = [row, row + packings[-1].num_rows]
-        row += packings[-1].num_rows
+        stop = row + packings[-1].num_rows
+        ranges[domain] = [ranges.get(domain, [row])[0], stop]
+        counts.setdefault(domain, []).append(packings[-1].num_rows)
+        row = stop
     if not packings:
-        return pack(np.zeros(0, np.int64), np.zeros(0, np.int64), seq_len), ranges
-    counts = np.concatenate([np.diff(p.first_R) for p in packings])
-    first = np.append(0, np.cumsum(counts))
+        return pack(np.zeros(0, np.int64), np.zeros(0, np.int64), seq_len), ranges, counts
+    pieces = np.concatenate([np.diff(p.first_R) for p in packings])
+    first = np.append(0, np.cumsum(pieces))
     starts_P = np.concatenate([p.starts_P for p in packings])
-    return Packing(starts_P, np.concatenate([p.lengths_P for p in packings]), first), ranges
+    return Packing(starts_P, np.concatenate([p.lengths_P for p in packings]), first), ranges, counts

@@ -10,8 +10,9 @@ number of ranks and of stages before. Samples of earlier stages need these stage
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +55,20 @@ def check_weights(weights: Mapping[str, float], domains: Sequence[str]) -> dict[
             try_="data.weights = {}   (in proportion to tokens)",
         )
     return {domain: float(weights.get(domain, 0.0)) for domain in domains}
+
+
+def without(weights: Mapping[str, float], away: Collection[str], num_rows: Mapping[str, int]) -> dict[str, float]:
+    """The weights with nothing for some domains; where nothing is left, the others in proportion to their rows.
+
+    Example:
+        >>> rows = {"a": 5, "b": 5}
+        >>> without({"a": 1.0, "b": 2.0}, ["a"], rows), without({"a": 1.0, "b": 0.0}, ["a"], rows)
+        ({'a': 0.0, 'b': 2.0}, {'a': 0.0, 'b': 5.0})
+    """
+    left = {name: 0.0 if name in away else weight for name, weight in weights.items()}
+    if away and not sum(left.values()) > 0:
+        left = {name: 0.0 if name in away else float(num_rows[name]) for name in weights}
+    return left if sum(left.values()) > 0 else dict(weights)
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:
@@ -118,6 +133,30 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return out.astype(np.int64)
 
 
+class RowOrder(Protocol):
+    """Which row of a domain comes when."""
+
+    def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """The row of each domain (its place in the mixture) that comes as number `index` of an epoch: of all indices
+        each row once. int64 arrays of one length."""
+        ...
+
+
+class WholeDomains:
+    """All rows of a domain, shuffled again each epoch.
+
+    Args:
+        num_rows: of each domain, in their order.
+    """
+
+    def __init__(self, num_rows: Iterable[int]) -> None:
+        self._num_rows = np.array(list(num_rows), np.int64)
+
+    def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """See `RowOrder`."""
+        return permute(index, self._num_rows[domain], hash64(seed, 2, domain, epoch))
+
+
 @dataclass(frozen=True)
 class MixtureStage:
     """Samples that are mixed by one set of weights."""
@@ -137,10 +176,18 @@ class Mixture:
         seed: order of the rows.
         num_rows: of each domain, in their order.
         stages: that are known, one after the other; earlier ones may be left out.
+        order: of each domain's rows; None: all of a domain are shuffled together.
     """
 
-    def __init__(self, seed: int, num_rows: Mapping[str, int], stages: Iterable[MixtureStage] = ()):
+    def __init__(
+        self,
+        seed: int,
+        num_rows: Mapping[str, int],
+        stages: Iterable[MixtureStage] = (),
+        order: RowOrder | None = None,
+    ):
         self.seed = seed
+        self.order: RowOrder = order or WholeDomains(num_rows.values())
         self.domains = tuple(num_rows)
         self.stages: list[MixtureStage] = []
         self.num_rows = dict(num_rows)
@@ -261,7 +308,7 @@ class Mixture:
         index += np.array(self.stages[stage].before, np.int64)[domain]
         num_rows = self._num_rows[domain]
         epoch = index // num_rows
-        row = permute(index % num_rows, num_rows, hash64(self.seed, 2, domain, epoch))
+        row = self.order.rows(self.seed, domain, epoch, index % num_rows)
         picks = Picks(start + np.arange(BLOCK), domain, epoch, row)
         self._block = (block, picks)
         return picks

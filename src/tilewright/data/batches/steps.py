@@ -8,12 +8,12 @@ Legend: N documents of a step, or samples  R rows of a micro-batch  T tokens of 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tilewright.core.errors import ConfigError
-from tilewright.data.batches.mix import BLOCK, Mixture, Picks
+from tilewright.data.batches.mix import BLOCK, Mixture, Picks, RowOrder
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.parallel.pipeline.assignment import Assign, Assignment, Room, check_assignment, in_stream_order
 
@@ -40,6 +40,23 @@ class Rows(Protocol):
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
         """The source documents of a training row."""
+        ...
+
+
+@runtime_checkable
+class FarRows(Protocol):
+    """What it needs, in addition, of rows that are read from far away while a run goes on."""
+
+    row_order: RowOrder
+    """In which few places are read at a time."""
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that rows were waited for so far."""
+        ...
+
+    def follow(self, mixture: Mixture, sample: int) -> None:
+        """The next step begins with this sample of this mixture: read ahead from there."""
         ...
 
 
@@ -87,6 +104,10 @@ class BuiltStep:
     """Of each row or document of the micro-batches, in their order, the place of its domain in the mixture, int64; -1
     where a row only fills up."""
     documents: StepDocuments | None = None
+    read_s: float = 0.0
+    """Seconds in which rows were waited for."""
+    prepare_s: float = 0.0
+    """Seconds of the rest of its making."""
 
 
 class StepCut(Protocol):

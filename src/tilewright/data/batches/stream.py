@@ -5,19 +5,17 @@ sample, present weights and the samples of each domain before them. It does not 
 are in a log (`move_log`), which only questions about samples of earlier stages need. Batches are made ahead in one
 thread; `wait_s` is the time that the caller really waited."""
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tilewright.core.errors import CheckpointError
-from tilewright.data.batches.mix import BLOCK, Mixture, check_weights
+from tilewright.data.batches.mix import BLOCK, Mixture, check_weights, without
 from tilewright.data.batches.state.move_log import FILE, Mark, MoveLog, unreadable
-from tilewright.data.batches.steps import BuiltStep, DocumentSteps, Rows, RowSteps, StepCut, StepDocuments
 from tilewright.data.batches.state.stream_state import (
     KeptLog,
     LoadedState,
@@ -29,7 +27,17 @@ from tilewright.data.batches.state.stream_state import (
     stage_row,
     weights_key,
 )
+from tilewright.data.batches.steps import (
+    BuiltStep,
+    DocumentSteps,
+    FarRows,
+    Rows,
+    RowSteps,
+    StepCut,
+    StepDocuments,
+)
 from tilewright.data.batches.tensors import Batch
+from tilewright.data.batches.worker import Worker
 from tilewright.parallel.pipeline.assignment import Assign, Room, any_count
 
 
@@ -70,6 +78,9 @@ class Stream:
         """Seconds that the last `next_step` waited for its batches."""
         self.waited_s = 0.0
         """Seconds that all of them waited."""
+        self.read_s = self.prepare_s = 0.0
+        """Seconds that the thread which makes steps waited for rows from far away, and that it computed, for the step
+        that `next_step` gave last."""
         self.documents: StepDocuments | None = None
         """Of the step that `next_step` gave last, on all ranks; None where steps are of rows."""
         self.row_domains: np.ndarray = np.zeros(0, np.int64)
@@ -82,13 +93,17 @@ class Stream:
             self._cut = RowSteps(prepared, batch_size, micro_batch_size, rank, world)
         self._prepared, self._prefetch = prepared, prefetch
         self._next = self._step = 0
-        self._worker: _Worker | None = None
-        self._mixture = Mixture(seed, prepared.num_rows)
+        self._worker: Worker | None = None
+        self._far = prepared if isinstance(prepared, FarRows) else None
+        self._mixture = Mixture(seed, prepared.num_rows, order=self._far.row_order if self._far else None)
         self._log = MoveLog()
         self._told: tuple[Mixture, list[Position]] | None = None  # of a log that was read
         self._history: tuple[Mark, tuple[Mixture, list[Position]]] | None = None  # of the log as it was then
         self._size = Position(0, 0, batch_size)
+        self.away: tuple[str, ...] = ()
+        """Domains that are left out, whatever weights are asked for: their sources cannot be read."""
         self._asked = weights_key(mine := self._weights(weights))
+        self._wanted = dict(mine)  # sample weights, those of domains that are away too
         self._mixture.add_stage(0, mine)
         self._log.begin(opening_rows(self._mixture, self._size))
 
@@ -104,14 +119,21 @@ class Stream:
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
         if self._prefetch and self._worker is None:
-            self._worker = _Worker(self._build, self._next, self._prefetch)
+            self._worker = Worker(self._build, self._next, self._prefetch)
         started = time.perf_counter()
         built = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started
         self.waited_s += self.wait_s
         self._next, self.documents, self.row_domains = built.end, built.documents, built.domains
+        self.read_s, self.prepare_s = built.read_s, built.prepare_s
         self._step += 1
         return built.batches
+
+    def numbers(self) -> dict[str, float]:
+        """Of the metrics, of the step that `next_step` gave last: seconds of reading and of making it, and what it has
+        of documents."""
+        times = {"read_s": self.read_s, "prepare_s": self.prepare_s}
+        return times | (self.documents.numbers() if self.documents else {})
 
     @property
     def takes_documents(self) -> bool:
@@ -196,9 +218,27 @@ class Stream:
             why: for the log.
         """
         mine = self._weights(weights)
-        return None if dict(mine) == self._mixture.weights() else self._add_stage(mine, why)
+        return None if dict(mine) == self._wanted else self._add_stage(mine, why)
+
+    def leave_away(self, domains: Collection[str], why: str) -> int | None:
+        """Leave these domains out from the next block boundary on, and no others: the rest has the weights among itself
+        that were asked for. Returns the first sample, None where nothing changes.
+
+        Call it on every rank after the same step.
+
+        Args:
+            domains: that are away.
+            why: for the log.
+        """
+        away = tuple(name for name in self.domains if name in domains)
+        if away == self.away:
+            return None
+        self.away = away
+        return self._add_stage(self._wanted, why)
 
     def _add_stage(self, weights: Mapping[str, float], why: str) -> int:
+        self._wanted = dict(weights)
+        weights = without(weights, self.away, self._prepared.num_rows)
         start = -(-self._next // BLOCK) * BLOCK
         self.close()
         self._forget()
@@ -208,8 +248,8 @@ class Stream:
 
     def _forget(self) -> None:
         """Stages that are over are in the log alone."""
-        seed, rows, skips = self._mixture.seed, self._prepared.num_rows, self._mixture.skips
-        self._mixture = Mixture(seed, rows, self._mixture.since(self._next))
+        old, skips = self._mixture, self._mixture.skips
+        self._mixture = Mixture(old.seed, self._prepared.num_rows, old.since(self._next), old.order)
         self._mixture.skips = [one for one in skips if one[1] > self._next]
 
     def leave_out(self, first: int, stop: int, why: str) -> tuple[int, int] | None:
@@ -274,6 +314,7 @@ class Stream:
             "asked": self._asked,
             "log": list(self._log.mark),
             **({"skips": skips} if skips else {}),
+            **({"away": list(self.away), "wanted": list(self._wanted.values())} if self.away else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,10 +334,11 @@ class Stream:
                 try_="the same [data] settings and files as before, or checkpoint.resume = 'never' to start again",
                 where="data",
             )
-        found = LoadedState.of(state, self._prepared.num_rows, self._cut.size)
+        found = LoadedState.of(state, self._mixture, self._cut.size)
         self.close()
         self._mixture, self._next, self._step = found.mixture, found.next_sample, found.step
         self._asked, self._size = found.asked, found.size
+        self.away, self._wanted = found.away, found.wanted
         if found.rows is not None:
             self._log.begin(found.rows)
         else:
@@ -339,42 +381,9 @@ class Stream:
         self.close()
 
     def _build(self, start: int) -> BuiltStep:
-        return self._cut.build(self._mixture, start)
-
-
-class _Worker:
-    """A thread that builds steps ahead into a bounded queue, and hands on what goes wrong in it."""
-
-    def __init__(self, build: Callable[[int], BuiltStep], start: int, depth: int):
-        self._queue: queue.Queue[tuple[BuiltStep | None, BaseException | None]] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(build, start), name="tilewright-data", daemon=True)
-        self._thread.start()
-
-    def get(self) -> BuiltStep:
-        built: BuiltStep | None = None
-        if self._error is None:
-            built, self._error = self._queue.get()
-        if self._error is not None:
-            raise self._error
-        assert built is not None
-        return built
-
-    def close(self) -> None:
-        self._stop.set()
-        while self._thread.is_alive():
-            try:  # the thread may be before a full queue
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.01)
-
-    def _run(self, build: Callable[[int], BuiltStep], start: int) -> None:
-        while not self._stop.is_set():
-            try:
-                built = build(start)
-            except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
-                self._queue.put((None, error))
-                return
-            self._queue.put((built, None))
-            start = built.end
+        began, before = time.perf_counter(), self._far.read_s if self._far else 0.0
+        if self._far is not None:
+            self._far.follow(self._mixture, start)
+        built = self._cut.build(self._mixture, start)
+        read_s = (self._far.read_s if self._far else 0.0) - before
+        return replace(built, read_s=read_s, prepare_s=time.perf_counter() - began - read_s)

@@ -15,8 +15,7 @@ from pydantic import Field, ValidationError
 
 from tilewright.core.config import schema
 from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
-from tilewright.core.config.recipe import Bytes
-from tilewright.core.config.section import Count, Section
+from tilewright.core.config.section import Bytes, Count, Section
 from tilewright.core.config.toml import NONE, read_toml
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
@@ -202,6 +201,12 @@ class TokenizerSection(Section):
     """Size of the BPE tokenizer that is trained on the data. Not read where `path` is given."""
 
 
+class ShardsSection(Section):
+    bytes: Bytes = Field(default=8 << 20, ge=0)
+    """Size of the token shards that runs read from an address, at most: the folder `shards`, as large as the training
+    tokens. 0: none, and the dataset is read on this machine alone."""
+
+
 class DataBuild(Section):
     """A whole data.toml."""
 
@@ -217,6 +222,7 @@ class DataBuild(Section):
     split: SplitSection = SplitSection()
     chunk: ChunkSection = ChunkSection()
     tokenizer: TokenizerSection = TokenizerSection()
+    shards: ShardsSection = ShardsSection()
 
 
 def load_data_toml(path: Path) -> DataBuild:

@@ -11,10 +11,11 @@ from typing import Any
 import tokenizers
 
 from tilewright.data.build.context import BuildStage, Context
+from tilewright.data.build.finished.remote.index import write_shards
 from tilewright.data.build.stages import encode, lines, media
 from tilewright.data.build.stages.copies import exact, images, near, sketches
 from tilewright.data.build.stages.copies.unique import unique_records
-from tilewright.data.build.stages.dataset import Finished, assemble
+from tilewright.data.build.stages.dataset import TOKENS, Finished, assemble
 from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.stages.repair import repair_shard
 from tilewright.data.build.stages.rules import apply_rules
@@ -184,6 +185,8 @@ def _tokenizer_key(c: Context) -> list[str]:
     return [f"{file.name}:{file_digest(file)}" for file in files]
 
 
+SHARDS = "shards"
+"""Name of the stage, and of the folder of a dataset."""
 STAGES = (
     BuildStage(
         *("read", "reading files", 4, _shards),
@@ -327,6 +330,11 @@ STAGES = (
             c.listing.facts(),
         ],
         _dataset,
+    ),
+    BuildStage(
+        *(SHARDS, "publishing shards", 1, lambda c: int(c.build.shards.bytes > 0)),
+        lambda c, i: [c.one("dataset"), c.build.shards.bytes],
+        lambda c, i, folder: write_shards(c.folder("dataset") / TOKENS, folder, c.build.shards.bytes),
     ),
 )
 """In the order in which they run; a stage reads only what stands before it."""

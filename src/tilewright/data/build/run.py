@@ -17,14 +17,15 @@ from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors.base import UnitExecutor
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
-from tilewright.data.build.plan import STAGES
+from tilewright.data.build.finished.remote.index import INDEX
+from tilewright.data.build.plan import SHARDS, STAGES
 from tilewright.data.build.stages.encode import encoder_of
 from tilewright.data.build.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 
-PARTS = ("tokens", "records", "rejects", "media")
-"""Folders of a dataset; `media` only where tensors are asked for."""
+PARTS = ("tokens", "records", "rejects", "media", SHARDS)
+"""Folders of a dataset; `media` only where tensors are asked for, shards only where they are."""
 _README = """---
 configs:
 - config_name: records
@@ -111,6 +112,7 @@ def _lock(file: IO[str], out: Path) -> None:
 def _publish(context: Context) -> dict[str, Any]:
     """Give the dataset's files their names below `out`; nothing is done where they have them."""
     out, source = context.out, context.folder("dataset")
+    folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
     stages = {}
     for stage in STAGES:
         receipts = [context.units.receipt(stage.name, i) for i in range(stage.count(context))]
@@ -119,12 +121,13 @@ def _publish(context: Context) -> dict[str, Any]:
         "format": FORMAT,
         "fingerprint": context.one("dataset"),
         "files": (context.units.receipt("dataset", 0) or {})["files"],
+        "shards": ((context.units.receipt(SHARDS, 0) or {}).get("files") or {}).get(INDEX),
         "summary": json.loads((source / "tokens" / "summary.json").read_bytes())
         | {"encoder": encoder_of(context.folder("encoder"))},
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
     }
-    path, parts = out / DATASET, [part for part in PARTS if (source / part).is_dir()]
+    path, parts = out / DATASET, [part for part in PARTS if folders[part].is_dir()]
     if path.exists() and json.loads(path.read_bytes()) == content and all((out / part).is_dir() for part in parts):
         return content
     path.unlink(missing_ok=True)
@@ -132,7 +135,7 @@ def _publish(context: Context) -> dict[str, Any]:
         if (out / part).exists():
             shutil.rmtree(out / part)
         if part in parts:
-            shutil.copytree(source / part, out / part, copy_function=link_or_copy)
+            shutil.copytree(folders[part], out / part, copy_function=link_or_copy)
     splits = sorted(
         {file.name.partition("-")[0] for file in (out / "records").iterdir()}, key=["train", "holdout", "media"].index
     )

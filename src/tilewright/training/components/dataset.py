@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
+from tilewright.data.build.finished.remote.prepared_shards import Streaming
 from tilewright.data.chat.build import first_shape
 from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.corpus.account import account_line
@@ -55,7 +56,13 @@ def prepare_data(recipe: Recipe) -> Prepared:
         image_size=data.image_size,
         cache_dir=data.cache_dir,
         own_process=True,
+        streaming=streaming_of(recipe),
     )
+
+
+def streaming_of(recipe: Recipe) -> Streaming:
+    """How shards at addresses are read."""
+    return Streaming(**recipe.data.streaming.model_dump())
 
 
 def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]:

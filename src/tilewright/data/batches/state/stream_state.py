@@ -92,7 +92,7 @@ def read_rows(rows: Sequence[Row], of: Mixture, path: Path) -> tuple[Mixture, li
             raise unreadable(path, f"row {number} of kind {row['kind']!r}: {type(error).__name__} {error}") from error
     if not stages or not sizes:
         raise unreadable(path, f"{len(rows)} rows, none of a {'size' if stages else 'stage'}")
-    whole = Mixture(of.seed, num_rows, stages)
+    whole = Mixture(of.seed, num_rows, stages, of.order)
     whole.skips = mixture.skips
     return whole, sizes
 
@@ -109,14 +109,18 @@ class LoadedState:
     mark: Mark
     rows: list[Row] | None
     """Of the log; None: it is not in the state."""
+    wanted: dict[str, float]
+    """Sample weights, those of domains that are away too."""
+    away: tuple[str, ...] = ()
+    """Domains that are left out."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], num_rows: Mapping[str, int], size: int) -> "LoadedState":
+    def of(cls, state: Mapping[str, Any], like: Mixture, size: int) -> "LoadedState":
         """Read a state.
 
         Args:
             state: as it was saved.
-            num_rows: of each domain.
+            like: a mixture of the same domains.
             size: of the steps where the state does not say it.
 
         Raises:
@@ -126,34 +130,37 @@ class LoadedState:
         if missing:
             raise incomplete(f"no {', '.join(sorted(missing))}")
         try:
-            return cls._new(state, num_rows) if "log" in state else cls._old(state, num_rows, size)
+            return cls._new(state, like) if "log" in state else cls._old(state, like, size)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise incomplete(f"{type(error).__name__}: {error}") from error
 
     @classmethod
-    def _new(cls, state: Mapping[str, Any], num_rows: Mapping[str, int]) -> "LoadedState":
+    def _new(cls, state: Mapping[str, Any], like: Mixture) -> "LoadedState":
+        num_rows = like.num_rows
         stages = [MixtureStage(start, tuple(weights), tuple(before)) for start, weights, before in state["stages"]]
         if not stages or any(len(one.weights) != len(num_rows) or len(one.before) != len(num_rows) for one in stages):
             raise ValueError(f"stages of another number of domains than {len(num_rows)}")
-        mixture = Mixture(state["seed"], num_rows, stages)
+        mixture = Mixture(state["seed"], num_rows, stages, like.order)
         for first, stop in state.get("skips", ()):
             mixture.skip(first, stop)
         number, digest = state["log"]
         at = Position(*(_whole(one) for one in state["size"]))
         following, step = _whole(state["next_sample"]), _whole(state["step"])
         mixture.since(following)
-        return cls(mixture, following, step, at, str(state["asked"]), (_whole(number), str(digest)), None)
+        wanted = dict(zip(num_rows, map(float, state.get("wanted", stages[-1].weights)), strict=True))
+        mark, away = (_whole(number), str(digest)), tuple(str(name) for name in state.get("away", ()))
+        return cls(mixture, following, step, at, str(state["asked"]), mark, None, wanted, away)
 
     @classmethod
-    def _old(cls, state: Mapping[str, Any], num_rows: Mapping[str, int], size: int) -> "LoadedState":
-        mixture, rows = Mixture(state["seed"], num_rows), []
+    def _old(cls, state: Mapping[str, Any], like: Mixture, size: int) -> "LoadedState":
+        mixture, rows = Mixture(state["seed"], like.num_rows, order=like.order), []
         for start, weights in state["stages"]:
             rows.append(stage_row(mixture, mixture.add_stage(start, weights), 0, ""))
         sizes = [Position(*one) for one in state.get("sizes", [(0, 0, size)])]
         rows += [size_row(one) for one in sizes]
         step = state.get("step", state["next_sample"] // size)
         asked = weights_key(mixture.weights())
-        return cls(mixture, state["next_sample"], step, sizes[-1], asked, (0, ""), rows)
+        return cls(mixture, state["next_sample"], step, sizes[-1], asked, (0, ""), rows, mixture.weights())
 
 
 def _whole(value: Any) -> int:

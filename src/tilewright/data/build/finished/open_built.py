@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -111,9 +111,7 @@ def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, 
         DataError: the dataset is damaged, or is not what the run wants.
     """
     content = read_dataset(folder)
-    if format != "text":
-        need, try_ = "rows of text", "data.source = the files themselves"
-        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+    check_format(format)
     for name, (size, digest) in content["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or file_digest(path) != digest:
@@ -125,23 +123,56 @@ def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, 
                 try_="the same `tilewright data build` again, which makes only what is missing",
             )
     tokens = folder / "tokens"
+    trained_on = content["settings"]["tokenizer"]["path"] or "a trained one"
+    check_tokenizer(tokenizer, tokens, f"{trained_on} for {folder}")
+    if not content["summary"]["tokens"]:
+        need, try_ = "records with a text", 'model.task = "image_classification" for its images'
+        raise DataError("Built dataset holds no text", where=str(folder), got="0 tokens", need=need, try_=try_)
+    check_domains(domains, list(content["summary"]["domains"]))
+    return BuiltTokens(tokens, content["fingerprint"])
+
+
+def check_format(format: str) -> None:
+    """Raise where rows are to hold something else than text.
+
+    Raises:
+        DataError: so it is.
+    """
+    if format != "text":
+        need, try_ = "rows of text", "data.source = the files themselves"
+        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+
+
+def check_tokenizer(tokenizer: str, tokens: Path, of: str) -> None:
+    """Raise where a dataset was encoded with another tokenizer than a run has.
+
+    Args:
+        tokenizer: of loaded weights, or the one that is asked for; "" where none is.
+        tokens: folder of the dataset's tokenizer.
+        of: the dataset's tokenizer, for the error.
+
+    Raises:
+        DataError: so it is.
+    """
     if tokenizer and not _same_tokenizer(Path(tokenizer).expanduser(), tokens / "tokenizer"):
         raise DataError(
             "Built dataset was encoded with another tokenizer",
             where="data.tokenizer",
-            got=f"{tokenizer} for the run, {content['settings']['tokenizer']['path'] or 'a trained one'} for {folder}",
+            got=f"{tokenizer} for the run, {of}",
             need="one and the same: ids of another tokenizer mean other words",
             try_=f'path = "{tokenizer}" in [tokenizer] of data.toml, and `tilewright data build` again',
         )
-    if not content["summary"]["tokens"]:
-        need, try_ = "records with a text", 'model.task = "image_classification" for its images'
-        raise DataError("Built dataset holds no text", where=str(folder), got="0 tokens", need=need, try_=try_)
-    unknown = sorted(set(domains) - set(content["summary"]["domains"]))
-    if unknown:
-        known = ", ".join(content["summary"]["domains"])
-        need, try_ = f"some of: {known}", "data.domains = []   (all of them)"
+
+
+def check_domains(wanted: Sequence[str], known: Sequence[str]) -> None:
+    """Raise where a domain is wanted that a dataset has not.
+
+    Raises:
+        DataError: with those that it has.
+    """
+    if unknown := sorted(set(wanted) - set(known)):
+        need, try_ = f"some of: {', '.join(known)}", "data.domains = []   (all of them)"
         raise DataError("Unknown data domain", where="data.domains", got=", ".join(unknown), need=need, try_=try_)
-    return BuiltTokens(tokens, content["fingerprint"])
 
 
 def _same_tokenizer(wanted: Path, built: Path) -> bool:

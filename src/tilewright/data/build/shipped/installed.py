@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewright.data.build.config import DataBuild, load_data_toml
 from tilewright.data.build.executors.local import LocalExecutor
 from tilewright.data.build.finished.open_built import DATASET
-from tilewright.data.build.plan import STAGES
+from tilewright.data.build.plan import SHARDS, STAGES
 from tilewright.data.build.run import PARTS, build_dataset
 from tilewright.data.build.units import link_or_copy
 from tilewright.data.common.progress import ProgressBar
@@ -41,7 +41,8 @@ def build_key(build: DataBuild) -> str:
     """What the content of a build depends on besides the files: its settings, and the version of each stage."""
     settings = build.model_dump(mode="json")
     settings["tokenizer"].pop("path")  # its content counts, not where it is
-    return repr((settings, [(stage.name, stage.version) for stage in STAGES]))
+    settings.pop(SHARDS)  # there are none
+    return repr((settings, [(stage.name, stage.version) for stage in STAGES if stage.name != SHARDS]))
 
 
 def build_entry(

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tilewright.core.config.recipe import Bytes
-from tilewright.core.config.section import Section
+from tilewright.core.config.section import Bytes, Section
 from tilewright.core.errors import Problem
 
 CORPUS = "corpus"
