@@ -76,6 +76,7 @@ _STAGES = "tests/training/test_pipeline_run.py::test_it_is_the_run_of_one_proces
 _PLACES = "tests/training/test_expert_places.py::test_a_run_whose_experts_move_is_the_one_in_which_they_stay"
 _SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
 
+_FAR = "tests/data/remote"
 _MIXING, _MIXED = "tests/data/test_mixing_settings.py", "tests/training/test_mixing_run.py"
 PROOFS: dict[str, Probe | str] = {
     "run.name": Probe("other", "path"),
@@ -247,6 +248,11 @@ PROOFS: dict[str, Probe | str] = {
         for name in MixingSection.model_fields
         if name not in ("policy", "interval", "eval_batches")
     },
+    "data.streaming.window": f"{_FAR}/test_far_data.py::test_rows_of_a_window_come_together",
+    "data.streaming.cache_bytes": f"{_FAR}/test_far_data.py::test_a_cache_smaller_than_a_window_names_the_bytes",
+    "data.streaming.retries": f"{_FAR}/test_trouble.py::test_reads_that_fail_are_tried_again_with_back_off",
+    "data.streaming.backoff_s": f"{_FAR}/test_trouble.py::test_reads_that_fail_are_tried_again_with_back_off",
+    "data.streaming.return_s": f"{_FAR}/test_trouble.py::test_the_others_go_on_without_a_source_that_is_away",
     "energy.measure": f"{_ENERGY}::test_it_can_be_left_out_and_changes_no_number",
     "energy.idle_seconds": f"{_ENERGY}::test_the_idle_machine_is_measured_before_the_run",
     "energy.assume_watts": f"{_ENERGY}::test_an_estimate_is_called_one",

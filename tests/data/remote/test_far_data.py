@@ -102,7 +102,7 @@ def test_samples_do_not_depend_on_the_address_nor_the_ranks(dataset, tmp_path, w
     assert together == found["file"]
 
 
-def test_rows_of_a_window_come_together_and_in_another_order_each_epoch(dataset, tmp_path):
+def test_rows_of_a_window_come_together(dataset, tmp_path):
     prepared = far(f"file://{dataset}", tmp_path, window=2)
     name, rows = prepared.domains[0], prepared.num_rows[prepared.domains[0]]
     with stream(prepared, weights={name: 1.0}) as batches:
@@ -211,7 +211,7 @@ def test_a_bad_address_is_an_error_of_four_parts(name, tmp_path):
     assert problem.where
 
 
-def test_a_cache_smaller_than_a_window_names_the_bytes_that_are_needed(dataset, tmp_path):
+def test_a_cache_smaller_than_a_window_names_the_bytes(dataset, tmp_path):
     with pytest.raises(DataError, match="smaller than one window") as caught:
         far(f"file://{dataset}", tmp_path, window=4, cache_bytes=3000)
     need = int(caught.value.problems[0].need.split()[0].replace(",", ""))

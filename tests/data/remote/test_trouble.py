@@ -70,7 +70,7 @@ def test_a_shard_that_stays_damaged_is_set_aside_and_its_rows_are_blank_and_coun
     assert list(prepared.reader.set_aside) == [0]
 
 
-def test_the_others_go_on_without_a_source_that_is_away_and_it_returns(dataset, tmp_path):
+def test_the_others_go_on_without_a_source_that_is_away(dataset, tmp_path):
     first, one = serve(f"{tmp_path.name}-one", dataset)
     second, _ = serve(f"{tmp_path.name}-two", dataset)
     from tilewright.data.build.finished.remote.prepared_shards import Streaming
