@@ -125,11 +125,14 @@ def test_a_finished_unit_never_runs_again(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("change", "again"),
     [
-        ({"rules": {"min_words": 21}}, {"rules", "dataset"}),  # drops the same records, for another number
-        ({"duplicates": {"threshold": 0.95}}, {"near", "unique", "split", "tokenizer", "encoder", "encode", "dataset"}),
-        ({"split": {"holdout": 0.2}}, {"split", "tokenizer", "encoder", "encode", "dataset"}),
-        ({"tokenizer": {"vocab_size": 500}}, {"tokenizer", "encoder", "encode", "dataset"}),
-        ({"chunk": {"tokens": 64}}, {"encode", "dataset"}),
+        ({"rules": {"min_words": 21}}, {"rules", "dataset", "shards"}),  # drops the same records, for another number
+        (
+            {"duplicates": {"threshold": 0.95}},
+            {"near", "unique", "split", "tokenizer", "encoder", "encode", "dataset", "shards"},
+        ),
+        ({"split": {"holdout": 0.2}}, {"split", "tokenizer", "encoder", "encode", "dataset", "shards"}),
+        ({"tokenizer": {"vocab_size": 500}}, {"tokenizer", "encoder", "encode", "dataset", "shards"}),
+        ({"chunk": {"tokens": 64}}, {"encode", "dataset", "shards"}),
     ],
     ids=lambda value: str(value),
 )

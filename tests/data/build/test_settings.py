@@ -74,6 +74,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "chunk.overlap_loss": ("train", {"chunk": {"tokens": 64}}),
     "tokenizer.path": ("tokenizer.json", {}),
     "tokenizer.vocab_size": (500, {}),
+    "shards.bytes": (2000, {}),
 }
 LIMITS = {item.path for item in schema.fields(DataBuild) if item.path.startswith("limits.")} - {"limits.line_bytes"}
 """Of readers, whose tests prove each; here `test_limits_reach_the_readers` shows that they get there."""
