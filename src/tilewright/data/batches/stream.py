@@ -37,7 +37,7 @@ from tilewright.data.batches.steps import (
     StepDocuments,
 )
 from tilewright.data.batches.tensors import Batch
-from tilewright.data.batches.worker import Worker
+from tilewright.data.batches.worker import StepWorker
 from tilewright.parallel.pipeline.assignment import Assign, Room, any_count
 
 
@@ -93,7 +93,7 @@ class Stream:
             self._cut = RowSteps(prepared, batch_size, micro_batch_size, rank, world)
         self._prepared, self._prefetch = prepared, prefetch
         self._next = self._step = 0
-        self._worker: Worker | None = None
+        self._worker: StepWorker | None = None
         self._far = prepared if isinstance(prepared, FarRows) else None
         self._mixture = Mixture(seed, prepared.num_rows, order=self._far.row_order if self._far else None)
         self._log = MoveLog()
@@ -119,7 +119,7 @@ class Stream:
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
         if self._prefetch and self._worker is None:
-            self._worker = Worker(self._build, self._next, self._prefetch)
+            self._worker = StepWorker(self._build, self._next, self._prefetch)
         started = time.perf_counter()
         built = self._worker.get() if self._worker else self._build(self._next)
         self.wait_s = time.perf_counter() - started

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tilewright.data.batches.steps import BuiltStep
 
 
-class Worker:
+class StepWorker:
     """See the module.
 
     Args:

@@ -18,7 +18,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.build_rows import INDEX as INDEX_HERE
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
-from tilewright.data.build.finished.remote.index import INDEX, Shard, ShardIndex, by_domain
+from tilewright.data.build.finished.remote.index import INDEX, ShardIndex, TokenShard, by_domain
 from tilewright.data.build.units import fingerprint_of
 from tilewright.data.common.progress import ProgressBar
 
@@ -37,7 +37,7 @@ class RemoteDataset:
     index: ShardIndex
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[TokenShard, ...]:
         """With the dataset's own name as their domain where it has one."""
         return tuple(replace(one, domain=self.name or one.domain) for one in self.index.shards)
 

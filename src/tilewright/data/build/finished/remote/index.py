@@ -26,7 +26,7 @@ _DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A file of tokens."""
 
     file: str
@@ -47,7 +47,7 @@ class ShardIndex:
     dtype: str
     marked: bool
     """A byte per token says whether it is a target."""
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
     @classmethod
     def of(cls, content: bytes, where: str) -> "ShardIndex":
@@ -60,7 +60,7 @@ class ShardIndex:
             found = json.loads(content)
             if found["format"] != FORMAT or found["dtype"] not in _DTYPES:
                 raise ValueError(f"format {found['format']}, tokens of {found['dtype']}")
-            return cls(found["dtype"], bool(found["marked"]), tuple(Shard(**shard) for shard in found["shards"]))
+            return cls(found["dtype"], bool(found["marked"]), tuple(TokenShard(**shard) for shard in found["shards"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 "Index of token shards cannot be read",
@@ -111,7 +111,7 @@ def write_shards(tokens: Path, folder: Path, shard_bytes: int) -> Mapping[str, A
         (folder / name).write_bytes(content)
         digest = xxhash.xxh3_128_hexdigest(content)
         count = len(group), int(lengths[group].sum())
-        shards.append(Shard(name, len(content), digest, domains[group[0]], *count))
+        shards.append(TokenShard(name, len(content), digest, domains[group[0]], *count))
     index = ShardIndex(str(stream.dtype), marks is not None, tuple(shards))
     (folder / INDEX).write_text(index.to_json(), encoding="utf-8")
     return {"shards": len(shards)}

@@ -22,7 +22,7 @@ from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
 from tilewright.data.batches.mix import BLOCK, Mixture
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
-from tilewright.data.build.finished.remote.index import Shard
+from tilewright.data.build.finished.remote.index import TokenShard
 from tilewright.data.build.finished.remote.shard_cache import ShardCache
 from tilewright.data.build.finished.remote.windows import WindowedOrder
 
@@ -71,7 +71,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[TokenShard],
         remotes: Mapping[str, Remote],
         cache: ShardCache,
         order: WindowedOrder,
