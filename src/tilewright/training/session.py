@@ -28,6 +28,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.components.far_hook import far_hooks
 from tilewright.training.components.lifecycle import switches
 from tilewright.training.components.model import pinned
 from tilewright.training.components.reference import attach_reference
@@ -37,7 +38,6 @@ from tilewright.training.executor.kinds import check_executor, executor_of
 from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
-from tilewright.training.hooks.far_hook import far_hooks
 from tilewright.training.hooks.mixing_setup import mixing_hooks
 from tilewright.training.hooks.pipeline_setup import domain_hooks
 from tilewright.training.hooks.replan_setup import replanner_for
