@@ -19,7 +19,7 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
-from tilewright.parallel.inside.experts.hold import expert_meshes, hold_experts, mixtures
+from tilewright.parallel.inside.experts.hold import expert_meshes, has_experts, hold_experts
 from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
@@ -60,7 +60,7 @@ def parallelize(
             fill_buffers(model, values)
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
-    if world.sizes.ep > 1 or (world.sizes.tp > 1 and any(mixtures(model))):
+    if world.sizes.ep > 1 or (world.sizes.tp > 1 and has_experts(model)):
         hold_experts(model, world, section.dispatch, section.expert_order)
     if world.sizes.tp > 1:
         cut_tensors(model, world, sequence_parallel=section.sequence_parallel)

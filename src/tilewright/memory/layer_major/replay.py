@@ -99,7 +99,7 @@ class Replay:
             router.choices = choices
         try:
             if foreign:
-                with _TopK(choices):
+                with TopKChoices(choices):
                     yield
             else:
                 yield
@@ -117,10 +117,10 @@ class Replay:
         return self._routers[layer]
 
 
-class _TopK(TorchFunctionMode):
+class TopKChoices(TorchFunctionMode):
     """Takes the indices of `topk` from `choices`; the values are then those at these indices."""
 
-    def __init__(self, choices: RouterChoices) -> None:
+    def __init__(self, choices: Callable[[Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()
         self._choices = choices
 

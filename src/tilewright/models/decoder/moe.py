@@ -104,16 +104,18 @@ class SameChoices:
 
     def __call__(self, *args: Any) -> Any:
         """function(*args)."""
-        before, self._router.choices = self._router.choices, self._choose
+        before = self._router.choices
+
+        def choice(choose: Callable[[], Tensor]) -> Tensor:
+            if self._experts_NK is None:
+                self._experts_NK = choose() if before is None else before(choose)
+            return self._experts_NK
+
+        self._router.choices = choice
         try:
             return self._function(*args)
         finally:
             self._router.choices = before
-
-    def _choose(self, choose: Callable[[], Tensor]) -> Tensor:
-        if self._experts_NK is None:
-            self._experts_NK = choose()
-        return self._experts_NK
 
 
 class MoE(nn.Module):

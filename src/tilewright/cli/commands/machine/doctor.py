@@ -105,7 +105,7 @@ def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -
         print_json({"mesh": mesh, "steps": STEPS, "gaps": [asdict(gap) for gap in gaps], "beyond": len(bad)})
     else:
         shown = [gap for gap in gaps if is_verbose() or gap in bad][:_SHOWN]
-        shown += [next(gap for gap in gaps if gap.kind == kind) for kind in ("loss", "gradient", "weight")]
+        shown += [next(gap for gap in gaps if gap.kind == kind) for kind in dict.fromkeys(gap.kind for gap in gaps)]
         rows = [[gap.kind, gap.name, f"{gap.error:.2g}", f"{gap.tolerance:.2g}"] for gap in dict.fromkeys(shown)]
         show_table(["what", "worst", "relative difference", "tolerance"], rows)
     if bad:

@@ -73,7 +73,7 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
 def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> None:
     """The same of a Hugging Face model, whose experts are stacked."""
     found = list(stacked_experts(model))
-    mesh, ep, shards = world.expert_fsdp_mesh, world.sizes.ep, world.sizes.dp_shard
+    mesh, ep, shards = world.expert_fsdp_mesh, world.sizes.ep, world.sizes.dp_shard * world.sizes.tp
     if not found:
         raise ConfigError(
             "Model whose experts cannot be spread",
@@ -82,18 +82,23 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
             try_="--parallel.ep 1: shards (FSDP2) take any model",
             where="parallel.ep",
         )
-    assert mesh is not None, "ep > 1 has a second mesh"
+    assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
     assert world.expert_mesh is not None, "that is it"
     for name, module in found:
         number = module.num_experts
         assert isinstance(number, int), "that is how it was found"
+        if ep == 1:  # whole ones, on ranks that send other tokens of the same rows through them
+            module.sharded_over = mesh  # type: ignore[assignment]
+            continue
         check_experts(number, ep)
         if number % shards:
+            cut = f" x tp = {world.sizes.tp}" if world.sizes.tp > 1 else ""
+            even = [size for size in range(1, world.sizes.dp_shard + 1) if number % (size * world.sizes.tp) == 0]
             raise ConfigError(
                 "Stacked experts that do not come out even over the shards",
-                got=f"{number} experts in {name}, parallel.dp_shard = {shards}",
-                need="a dp_shard that divides the number of experts: each shard has whole ones",
-                try_=f"--parallel.dp_shard {max(size for size in range(1, shards + 1) if number % size == 0)}",
+                got=f"{number} experts in {name}, parallel.dp_shard = {world.sizes.dp_shard}{cut}",
+                need="a dp_shard (x tp) that divides the number of experts: each shard has whole ones",
+                try_=f"--parallel.dp_shard {max(even)}" if even else "--parallel.ep 1",
                 where="parallel.dp_shard",
             )
         exchange = ExpertExchange(world.experts, number, dispatch=dispatch)
@@ -103,6 +108,11 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
 def mixtures(model: nn.Module) -> Iterator[MoE]:
     """The layers of experts."""
     return (module for module in model.modules() if isinstance(module, MoE))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has experts that can be spread, its own or stacked ones."""
+    return any(mixtures(model)) or any(stacked_experts(model))
 
 
 def expert_meshes(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:

@@ -5,6 +5,7 @@
 | `spread` | nothing: each rank has the input | the sum over ranks, of each of which the gradient is a part |
 | `joined` | the sum over ranks | nothing: each rank has the gradient of the sum |
 | `gathered` | the columns of all ranks | this rank's columns |
+| `own_columns` | this rank's columns of what all have | the columns of all ranks |
 | `own_rows` | this rank's rows of what all have | the rows of all ranks |
 | `all_rows` | the rows of all ranks | this rank's rows of a gradient that all have |
 
@@ -73,6 +74,11 @@ class TensorRanks:
         """x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
         columns = x.shape[-1]
         return moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """This rank's columns of x [..., M * ranks], which is the same on all ranks, as its gradient will be."""
+        columns = x.shape[-1] // self.size
+        return moved(x, lambda x: x.narrow(-1, self.rank * columns, columns), self._columns)
 
     def own_rows(self, x_ND: Tensor) -> Tensor:
         """This rank's rows [n, ...] of x [N, ...], which is the same on all ranks, as its gradient will be."""

@@ -85,7 +85,7 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
         raise ConfigError(
             "Model whose matrices cannot be cut over processes yet",
             got=f"{type(model).__name__}, parallel.tp = {tp}",
-            need="tilewright's own decoder",
+            need="tilewright's own decoder, or a Hugging Face model that transformers has a plan for",
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
@@ -93,6 +93,14 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     heads = config.num_heads, config.num_kv_heads if config.attention == "gqa" else 0
     for found in uneven_widths(*heads, config.ffn_dim, tp, config.shared_width):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
+    check_stored(model, tp)
+    for name, module in cut_modules(model):
+        if name.rpartition(".")[2] in OUTPUTS:
+            uneven_rows(name, module.weight.shape[0], tp, dp_shard)
+
+
+def check_stored(model: nn.Module, tp: int) -> None:
+    """Raise ConfigError where weights are stored in 16 bits."""
     low = [name for name, param in model.named_parameters() if param.dtype != torch.float32]
     if low:
         raise ConfigError(
@@ -102,12 +110,15 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
             try_="--precision.mode bf16_mixed --optim.master_weights fp32, or --parallel.tp 1",
             where="parallel.tp",
         )
-    for name, module in cut_modules(model):
-        if name.rpartition(".")[2] in OUTPUTS and (rows := module.weight.shape[0]) % (tp * dp_shard):
-            raise ConfigError(
-                "Matrix that does not come out even over both axes",
-                got=f"{rows} rows of {name}, parallel.tp = {tp}, parallel.dp_shard = {dp_shard}",
-                need=f"rows that divide by tp x dp_shard = {tp * dp_shard}: shards are parts of what tp leaves",
-                try_=f"--parallel.dp_shard 1 and --parallel.tp {tp}, or --parallel.tp 1",
-                where="parallel.tp",
-            )
+
+
+def uneven_rows(name: str, rows: int, tp: int, dp_shard: int) -> None:
+    """Raise ConfigError where what is cut over both axes does not come out even."""
+    if rows % (tp * dp_shard):
+        raise ConfigError(
+            "Matrix that does not come out even over both axes",
+            got=f"{rows} rows of {name}, parallel.tp = {tp}, parallel.dp_shard = {dp_shard}",
+            need=f"rows that divide by tp x dp_shard = {tp * dp_shard}: shards are parts of what tp leaves",
+            try_=f"--parallel.dp_shard 1 and --parallel.tp {tp}, or --parallel.tp 1",
+            where="parallel.tp",
+        )

@@ -9,23 +9,21 @@ tell each other is in hooks too, at the ends of attention and MLP; a layer that 
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.tiled import WithCopies
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.decoder.moe import MoE, RunTokens
-from tilewright.ops.base.parts import computed_part
+from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
+from tilewright.parallel.inside.tensor.foreign import cut_foreign
+from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts
 from tilewright.parallel.inside.tensor.rows import SequenceSlices
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.world import World
@@ -36,27 +34,31 @@ TILE = ROW_TILE.cols
 
 
 def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) -> None:
-    """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
+    """Cut the matrices of a model over the ranks of `tp`, in place, and let its layers run on their parts.
 
     Args:
         model: converted, on meta, or with memory in tests: its parameters are new objects. Of a pipeline this rank's
             stages, whose other layers and ends are not there.
         world: with `tp` ranks that hold other parts.
-        sequence_parallel: each rank has some positions of the residual stream (`rows`); False: all of it.
+        sequence_parallel: each rank has some positions of the residual stream (`rows`); False: all of it. Of a
+            Hugging Face model each has all.
 
     Raises:
-        ConfigError: see `cuts.check_cuts`.
+        ConfigError: see `cuts.check_cuts`, and of a Hugging Face model `foreign.cut_foreign`.
     """
     sizes, ranks = world.sizes, TensorRanks.of(world)
+    if isinstance(model, HFModel):
+        cut_foreign(model, world)
+        return
     check_cuts(model, sizes.tp, sizes.dp_shard)
     assert world.mesh is not None, "tp > 1 has a mesh"
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():
         whole = module.weight
         if whole not in made:
-            made[whole] = _part(whole, world.mesh["tp"], dim)
+            made[whole] = part_along(whole, world.mesh["tp"], dim)
         module.register_parameter("weight", made[whole])
-        _run_on_part(module)
+        run_on_parts(module)
     slices = model.slices = SequenceSlices(ranks) if sequence_parallel else None
     for _, module in cut_modules(model):
         if isinstance(module, LatentAttention):
@@ -84,41 +86,6 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
             f"Embedding and head are whole on each process of parallel.tp: {model.config.vocab_size} rows do not come "
             f"out even over tp x dp_shard = {sizes.tp * sizes.dp_shard}."
         )
-
-
-@contextmanager
-def on_part(module: nn.Module) -> Iterator[None]:
-    """Inside, the module's weight is the part that this rank holds, a plain tensor; its gradient is the parameter's."""
-    _enter(module, ())
-    try:
-        yield
-    finally:
-        _leave(module)
-
-
-@torch.no_grad()
-def _part(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    local = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
-    part = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    param = nn.Parameter(part, whole.requires_grad)
-    param.__dict__.update(whole.__dict__)
-    return param
-
-
-def _run_on_part(module: nn.Module) -> None:
-    module.register_forward_pre_hook(_enter)
-    module.register_forward_hook(_leave, always_call=True)
-
-
-def _enter(module: nn.Module, _: Any) -> None:
-    """Found before the parameter by whoever reads `module.weight`; what asks for parameters does not see it."""
-    weight = module._parameters["weight"]
-    module.__dict__["weight"] = computed_part(weight) if isinstance(weight, DTensor) else weight
-
-
-def _leave(module: nn.Module, *_: Any) -> None:
-    module.__dict__.pop("weight", None)
 
 
 def _each_some_tokens(

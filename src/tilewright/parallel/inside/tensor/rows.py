@@ -195,12 +195,24 @@ def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from part.parameters()
 
 
+def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Parameter]]:
+    """Parameters that all ranks have, and each a part of the gradient of: those that read slices, or the heads that are
+    here (`foreign`). With the ranks; None where there are none."""
+    if getattr(model, "slices", None) is not None:
+        return model.slices.ranks, list(sliced_parameters(model))
+    marked = [module for module in model.modules() if "partial_over" in module.__dict__]
+    return (marked[0].__dict__["partial_over"] if marked else None), [p for m in marked for p in m.parameters()]
+
+
 @torch.no_grad()
 def sum_of_slices(model: nn.Module) -> None:
-    """Add up the gradients of `sliced_parameters` over the ranks. Once per step, when they are summed over rows."""
-    grads = [local(param.grad) for param in sliced_parameters(model) if param.grad is not None]
+    """Add up the gradients of `partial_parameters` over the ranks. Once per step, when they are summed over rows."""
+    ranks, params = partial_parameters(model)
+    grads = [local(param.grad) for param in params if param.grad is not None]
+    if ranks is None:
+        return
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         same = [grad for grad in grads if grad.dtype == dtype]
-        summed = model.slices.ranks.total(torch.cat([grad.flatten() for grad in same]))
+        summed = ranks.total(torch.cat([grad.flatten() for grad in same]))
         for grad, part in zip(same, summed.split([grad.numel() for grad in same]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -1,0 +1,281 @@
+"""A Hugging Face model of which a rank holds a part of each matrix, by the plan that transformers has for it.
+
+    cut_foreign(model, world)    # on meta: parameters are DTensors over `tp`, under their names in the whole model
+
+A plan (`tp_plan`) names a style for each module that is cut. What a style means is done here with hooks and the
+exchanges of `collectives`, so layers of any format compute on plain tensors and `forward` is never replaced: formats
+move, evaluation is in FP32, and layers are recomputed as in a model that is whole. Experts that are stacked are not cut
+but get some of the tokens of each rank, as in tilewright's own decoder; their styles in the plan are not used.
+
+See: transformers, `distributed.tensor_parallel`, whose styles put DTensors through the layers and replace `forward`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewright.core.errors import ConfigError
+from tilewright.models.hf.model import HFModel
+from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
+from tilewright.parallel.inside.tensor.collectives import TensorRanks
+from tilewright.parallel.inside.tensor.cuts import check_stored, cuts_vocabulary, uneven_rows
+from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts
+from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
+from tilewright.parallel.world import World
+
+QUERIES, KEYS = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
+"""Layers whose outputs are heads, as transformers' plans name them."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the styles are put into practice with."""
+
+    model: HFModel
+    ranks: TensorRanks
+    mesh: DeviceMesh
+    shards: int
+    """Ranks along `dp_shard`, which cut the rows of what is left."""
+    modules: frozenset[nn.Module]
+    """Those that the plan names."""
+    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Parts by whole parameter: tied ones stay tied."""
+
+    def keep(self, module: nn.Module, dims: Mapping[str, int], *, hidden: tuple[str, ...] = ()) -> None:
+        """Keep this rank's part of a module's parameters, and let it compute on them.
+
+        Args:
+            module: of the parameters.
+            dims: along which each is cut, by name.
+            hidden: parameters that the module computes without.
+        """
+        for name, dim in dims.items():
+            whole = module._parameters.get(name)
+            if whole is None:
+                continue
+            if whole not in self.made:
+                self.made[whole] = part_along(whole, self.mesh, dim)
+            module.register_parameter(name, self.made[whole])
+        run_on_parts(module, hidden)
+
+
+def cut_foreign(model: HFModel, world: World) -> None:
+    """Cut the matrices of a Hugging Face model over the ranks of `tp`, in place.
+
+    Args:
+        model: converted, on meta, or with memory in tests: its parameters are new objects.
+        world: with `tp` ranks that hold other parts.
+
+    Raises:
+        ConfigError: it has no plan, or one with a style that is not known here; heads or widths do not come out even;
+            weights are stored in 16 bits.
+    """
+    assert world.mesh is not None, "tp > 1 has a mesh"
+    styles = list(planned(model))
+    modules = frozenset(module for _, module, _ in styles)
+    cut = _Cut(model, TensorRanks.of(world), world.mesh["tp"], world.sizes.dp_shard, modules)
+    if not styles:
+        raise ConfigError(
+            "Model that transformers has no plan of tensor parallelism for",
+            got=f"{type(model.net).__name__}, parallel.tp = {world.sizes.tp}",
+            need="a model with a `tp_plan`, as those of the Llama, Qwen and DeepSeek kind, or tilewright's own decoder",
+            try_="--parallel.tp 1: shards (FSDP2) take any model",
+            where="parallel.tp",
+        )
+    check_stored(model, world.sizes.tp)
+    for name, module, style in styles:  # before anything is cut
+        _check(name, module, style, cut)
+    for _, module, style in styles:
+        STYLES[style](module, cut)
+    for _, module in stacked_experts(model.net):
+        _each_some_tokens(module, cut.ranks)
+    model.notes.append(
+        "Matrices of a Hugging Face model are cut without slices of the sequence: norms run on all positions."
+    )
+
+
+def planned(model: HFModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules that the plan names, with their names in the network and their styles; without stacked experts."""
+    plan: Mapping[str, str] = getattr(model.net, "tp_plan", None) or {}
+    experts = [f"{name}." for name, _ in stacked_experts(model.net)]
+    for name, module in model.net.named_modules():
+        if any(f"{name}.".startswith(inside) for inside in experts):
+            continue
+        if (style := plan.get(_by_kind(name))) is not None:
+            yield name, module, style
+        for own in module._parameters:
+            full = f"{name}.{own}"
+            if (style := plan.get(_by_kind(full))) is not None and style != "replicate":
+                yield full, module, f"{style} of a parameter"
+
+
+def _by_kind(name: str) -> str:
+    """A name with `*` for the numbers of layers, as plans have it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+# ---- what styles mean ----
+
+
+def _outputs(module: nn.Module, cut: _Cut) -> None:
+    """Outputs are cut: each rank has some of them, of an input that all have."""
+    cut.keep(module, {"weight": 0, "bias": 0})
+    _before(module, cut.ranks.spread)
+
+
+def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
+    """The same, and all ranks get all outputs."""
+    if module is not cut.model.net.get_output_embeddings():
+        _outputs(module, cut)
+        _behind(module, cut.ranks.gathered)
+    elif _cuts_rows(module, cut):
+        cut.keep(module, {"weight": 0})
+        HeadPart.of(module, cut.ranks, on_part)  # type: ignore[arg-type]
+
+
+def _inputs(module: nn.Module, cut: _Cut) -> None:
+    """Inputs are cut, and what ranks make of theirs is added up; the bias once."""
+    cut.keep(module, {"weight": 1}, hidden=("bias",))
+
+    def joined(out: Tensor) -> Tensor:
+        out, bias = cut.ranks.joined(out), module._parameters.get("bias")
+        return out if bias is None else out + bias.to(out.dtype)
+
+    _behind(module, joined)
+
+
+def _inputs_split(module: nn.Module, cut: _Cut) -> None:
+    """The same of an input that all ranks have whole."""
+    _inputs(module, cut)
+    _before(module, cut.ranks.own_columns)
+
+
+def _rows(module: nn.Module, cut: _Cut) -> None:
+    """Rows of an embedding."""
+    if _cuts_rows(module, cut):
+        cut.keep(module, {"weight": 0})
+        cut_embedding(module, cut.ranks)  # type: ignore[arg-type]
+
+
+def _partial(module: nn.Module, cut: _Cut) -> None:
+    """Each rank's heads alone give its parameters a gradient: summed once per step, see `rows.sum_of_slices`."""
+    module.__dict__["partial_over"] = cut.ranks
+
+
+def _latent(module: nn.Module, cut: _Cut) -> None:
+    """The last columns are a key that all heads share."""
+    shared = cut.model.config.get_text_config().qk_rope_head_dim
+
+    def behind(out: Tensor) -> Tensor:
+        latent, key = out.split([out.shape[-1] - shared, shared], -1)
+        return torch.cat([latent, cut.ranks.spread(key)], -1)  # type: ignore[list-item]
+
+    _behind(module, behind)
+
+
+STYLES: dict[str, Callable[[nn.Module, _Cut], None]] = {
+    "colwise": _outputs,
+    "colwise_gather_output": _outputs_joined,
+    "colwise_rep": _outputs_joined,
+    "rowwise": _inputs,
+    "rowwise_rep": _inputs_split,
+    "rowwise_split_input": _inputs_split,
+    "embedding_rowwise": _rows,
+    "replicated_with_grad_allreduce": _partial,
+    "mla_kv_a_proj": _latent,
+    "all_reduce": lambda module, cut: _behind(module, cut.ranks.joined),
+    "replicate": lambda module, cut: None,
+}
+"""By transformers' names."""
+_ROWS, _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
+
+
+def _check(name: str, module: nn.Module, style: str, cut: _Cut) -> None:
+    """Raise ConfigError where a style is not known, or a module does not come out even."""
+    linear, tp = style in (*_ROWS, *_COLUMNS), cut.ranks.size
+    if style not in STYLES or (linear and not isinstance(module, nn.Linear)):
+        what = style if style not in STYLES else f"{style} of {type(module).__name__}"
+        raise ConfigError(
+            "Style of tensor parallelism that is not known",
+            got=f"{what} for {name} in the plan of {type(cut.model.net).__name__}",
+            need=f"of linear layers, embeddings and norms: {', '.join(STYLES)}",
+            try_="--parallel.tp 1: shards (FSDP2) take any model",
+            where="parallel.tp",
+        )
+    if not linear or module is cut.model.net.get_output_embeddings():  # a head that does not come out even stays whole
+        return
+    assert isinstance(module, nn.Linear), "as was looked at"
+    last, config = name.rpartition(".")[2], cut.model.config.get_text_config()
+    queries = getattr(config, "num_attention_heads", 0)
+    heads = queries if last in QUERIES else (getattr(config, "num_key_value_heads", 0) or queries) * (last in KEYS)
+    if heads % tp:
+        raise ConfigError(
+            "Heads that cannot be cut over the processes evenly",
+            got=f"{heads} heads of {name}, parallel.tp = {tp}",
+            need=f"a tp that divides {heads}",
+            try_=f"--parallel.tp {max(size for size in range(1, tp) if heads % size == 0)}",
+            where="parallel.tp",
+        )
+    if style in _ROWS:
+        uneven_rows(name, module.out_features, tp, cut.shards)
+    elif module.in_features % tp:
+        uneven_rows(name, module.in_features, tp, 1)
+
+
+def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
+    """Whether an embedding or head is cut: it comes out even, no row is a padding token's, whose gradient torch leaves
+    out by its number, the head has no bias, and both ends are in the plan where they are tied."""
+    head, table = cut.model.net.get_output_embeddings(), cut.model.net.get_input_embeddings()
+    weight: Any = module.weight
+    padded = any(getattr(part, "padding_idx", None) is not None for part in (module, table))
+    plain = isinstance(head, nn.Linear) and head.bias is None and not padded
+    tied = plain and head.weight is table.weight
+    both = not tied or {head, table} <= cut.modules
+    if plain and both and cuts_vocabulary(len(weight), cut.ranks.size, cut.shards):
+        return True
+    note = (
+        f"Embedding and head are whole on each process of parallel.tp: {len(weight)} rows do not come out even over tp "
+        f"x dp_shard = {cut.ranks.size * cut.shards}, or the plan of transformers and the model say no."
+    )
+    if note not in cut.model.notes:
+        cut.model.notes.append(note)
+    return False
+
+
+# ---- hooks ----
+
+
+def _before(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+
+
+def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    module.register_forward_hook(lambda _, __, out: change(out))
+
+
+def _each_some_tokens(module: nn.Module, ranks: TensorRanks) -> None:
+    """Stacked experts are not cut: each rank sends some of the tokens through them, and all get what comes out."""
+    calls: list[tuple[int, tuple[Tensor, ...]]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x_ND, experts_NK, weights_NK = (*args, *(kwargs[name] for name in TAKES[len(args) :]))
+        rows = ranks.rows_of(len(x_ND))
+        own = ranks.own_rows(x_ND), ranks.own_rows(weights_NK)
+        calls.append((len(x_ND), own))
+        return (own[0], experts_NK[rows.start : rows.stop], own[1]), {}
+
+    def behind(_: nn.Module, __: Any, ___: Any, out: Tensor | None) -> Tensor | None:
+        num_rows, own = calls.pop()
+        if out is None:  # the module has raised
+            return None
+        if not len(out):  # all ranks exchange the gradient of what they were given
+            out = out + sum(part.sum().to(out.dtype) for part in own)
+        return ranks.all_rows(out, num_rows)
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # rows are sent to experts afterwards
+    module.register_forward_hook(behind, with_kwargs=True, always_call=True)
