@@ -390,8 +390,8 @@ def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]
         of_ranks = gather(world.waiting_group, {} if elsewhere else found)
         seen = gather(world.waiting_group, {} if choices is None else choices.shares())
         if world.is_first:
-            numbers = {key: value for of_rank in of_ranks for key, value in of_rank.items()} | routing_of(seen)
-            np.savez(out, **numbers, **({} if choices is None else choices.seen))
+            numbers: dict[str, Any] = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
+            np.savez(out, **numbers | routing_of(seen) | ({} if choices is None else choices.seen))
     return world.rank
 
 
