@@ -391,8 +391,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]
         seen = gather(world.waiting_group, {} if choices is None else choices.shares())
         if world.is_first:
             numbers: dict[str, Any] = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
-            numbers.update(routing_of(seen))
-            numbers.update({} if choices is None else choices.seen)
+            numbers.update(routing_of(seen) | ({} if choices is None else choices.seen))
             np.savez(out, **numbers)
     return world.rank
 
