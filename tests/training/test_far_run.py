@@ -31,7 +31,7 @@ def test_metrics_tell_waiting_reading_and_preparing_apart(dataset, tmp_path):
     train(far(tmp_path, tmp_path / "runs", address, data__prefetch=0, train__steps=8))
     steps = [row for row in rows(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss" in row]
     assert all(row["read_s"] + row["prepare_s"] <= row["wait_s"] for row in steps), "nothing is made ahead"
-    assert any(row["read_s"] >= 0.02 for row in steps)
+    assert steps[0]["read_s"] > 0, "later shards may be there before they are wanted"
     assert all(row["prepare_s"] > 0 for row in steps)
     told = [row["fetched_bytes"] for row in steps if "fetched_bytes" in row]
     assert 0 < told[-1] <= server.num_bytes
