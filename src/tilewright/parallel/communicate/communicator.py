@@ -291,7 +291,10 @@ class AsyncCommunicator:
             work()
             ended.record()
         result.record_stream(stream)
-        wait = lambda: torch.cuda.current_stream(result.device).wait_event(ended)  # noqa: E731
+
+        def wait(_read: Callable[[], Any] = work) -> None:  # what the work reads is kept until somebody has waited
+            torch.cuda.current_stream(result.device).wait_event(ended)
+
         return Handle(result, wait, ended.query, time.perf_counter, _nothing)
 
     def reduce_packed(self, transport: Transport, tensor: Tensor, name: str = "") -> None:
