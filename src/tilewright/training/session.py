@@ -19,6 +19,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import Pulse, say
 from tilewright.data.batches.state.move_log import FILE as MIXTURE
+from tilewright.data.build.finished.remote.prepared_shards import PreparedShards
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first
@@ -28,7 +29,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
-from tilewright.training.components.far_hook import far_hooks
+from tilewright.training.components.far_hook import FarHook
 from tilewright.training.components.lifecycle import switches
 from tilewright.training.components.model import pinned
 from tilewright.training.components.reference import attach_reference
@@ -260,7 +261,8 @@ class TrainSession:
         self.world.begin("making the model")
         parts = build(setup, fresh=not resumed)
         parts.hooks += domain_hooks(setup.world, parts.stream, setup.device)
-        parts.hooks += far_hooks(setup.prepared, parts.stream, setup.world, setup.device)
+        if isinstance(setup.prepared, PreparedShards):
+            parts.hooks += (FarHook(setup.prepared, parts.stream, setup.world, setup.device),)
         if setup.recipe.data.mixing.policy != "off":
             parts.hooks += mixing_hooks(setup, parts)
         parts.hooks += tuple(make(setup, parts) for make in self.hooks)
@@ -324,7 +326,7 @@ def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Itera
 def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:
     """Everything about the run that is known before its first step; the first of several ranks writes it."""
 
-    expected = forecast_of(setup, parts)
+    expected = forecast_of(setup, parts) if setup.world.size > 1 else None
 
     def write() -> None:
         write_run_toml(setup.loaded, folder.recipe)

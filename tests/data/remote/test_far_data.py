@@ -119,6 +119,14 @@ def test_rows_of_a_window_come_together(dataset, tmp_path):
             assert max(max(one) for one in spans[number : number + 2]) < min(min(one) for one in spans[number + 2 :])
 
 
+def size_of(path):
+    """Bytes of a file, which the cache may have removed by now."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def test_each_shard_is_fetched_once_per_epoch_in_the_order_of_its_first_sample(dataset, tmp_path):
     size = sum(path.stat().st_size for path in (dataset / "shards").glob("*.bin"))
     near = far(f"file://{dataset}", tmp_path / "near")
@@ -134,7 +142,7 @@ def test_each_shard_is_fetched_once_per_epoch_in_the_order_of_its_first_sample(d
     with stream(prepared) as batches:
         for _ in range(total // 8):
             batches.next_step()
-            assert sum(path.stat().st_size for path in tmp_path.glob("data/shards/*.shard")) <= size // 3
+            assert sum(map(size_of, tmp_path.glob("data/shards/*.shard"))) <= size // 3
     prepared.reader.close()
     fetched = [name for name in server.reads if name.endswith(".bin")]
     wanted = list(dict.fromkeys(order))

@@ -17,18 +17,6 @@ from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 
 
-def far_hooks(prepared: object, stream: Stream, world: World, device: torch.device) -> tuple[StepHook, ...]:
-    """The hook; nothing where data is on this machine.
-
-    Args:
-        prepared: of the run.
-        stream: of the run.
-        world: of the run.
-        device: of the run.
-    """
-    return (FarHook(prepared, stream, world, device),) if isinstance(prepared, PreparedShards) else ()
-
-
 class FarHook(StepHook):
     """See the module.
 

@@ -171,7 +171,8 @@ class StandardExecutor:
             num_targets, num_tokens = count_over(self._data, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
             if self.control is None or not num_targets:
-                attempt, redone = self._begun(microbatches, num_targets, scale), None
+                self._begin(scale)
+                attempt, redone = self._attempt(microbatches, num_targets, scale), None
             else:
                 attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
             with self._phase("update"):
@@ -215,7 +216,8 @@ class StandardExecutor:
         def compute() -> tuple[float, float]:
             for part, state in before if attempts else ():
                 part.load_state_dict(state)
-            attempts.append(self._begun(microbatches, num_targets, scale))
+            self._begin(scale)
+            attempts.append(self._attempt(microbatches, num_targets, scale))
             return attempts[-1].loss, attempts[-1].norm
 
         redone, skipped = control.run_guarded(compute)
@@ -230,11 +232,10 @@ class StandardExecutor:
         """What the model told of a step, over all ranks."""
         return mean_over(self._data, attempt.aux, attempt.targets, self.device)
 
-    def _begun(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
-        """`_attempt`, which may be another one of the same step, or follow one that was skipped."""
+    def _begin(self, scale: float) -> None:
+        """An attempt begins, which may be another one of the same step, or follow one that was skipped."""
         if self._sync is not None:
             self._sync.begin(scale)
-        return self._attempt(microbatches, num_targets, scale)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
         """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed

@@ -34,8 +34,8 @@ def rank_hooks(
         sync: how gradients are summed; None on one process.
     """
     found = pipeline_hooks(section, model, executor, world, stream, limit_bytes)
-    if section.place_experts == "on" and world.experts.size > 1 and isinstance(model, Decoder):
-        found += (ExpertHook(model, world, section),)
+    if section.place_experts == "on" and world.experts.size > 1:
+        found += (ExpertHook(cast(Decoder, model), world, section),)
     if sync is not None and section.grad_sync_error:
         found += (GradSyncHook(sync, section.grad_sync_error, world.everyone.handle),)
     return found

@@ -1,12 +1,16 @@
 """The simulated step of a run on several ranks, before its first step."""
 
+from typing import TYPE_CHECKING, cast
+
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.simulate.mesh.forecast import Forecast, forecast
 from tilewright.planner.simulate.table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import order_text
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.executor.pipeline import PipelineExecutor
+
+if TYPE_CHECKING:
+    from tilewright.training.executor.pipeline import PipelineExecutor
 
 
 def forecast_of(setup: RunContext, parts: Components) -> Forecast | None:
@@ -21,8 +25,10 @@ def forecast_of(setup: RunContext, parts: Components) -> Forecast | None:
     if world.size == 1 or setup.recipe.data.rows == "documents":
         return None
     table, executor = None, parts.executor
-    if isinstance(executor, PipelineExecutor):
+    if world.sizes.pp > 1:
         pipeline = Pipeline.of(setup.recipe.parallel)
         count = GlobalConfig.of(setup.site.at_mesh(setup.recipe)).num_micro
-        table = ScheduleTable.parse(order_text(executor.schedule_of(count), pipeline, count), pipeline.schedule)
+        table = ScheduleTable.parse(
+            order_text(cast("PipelineExecutor", executor).schedule_of(count), pipeline, count), pipeline.schedule
+        )
     return forecast(setup.recipe, setup.plan, setup.site, world.sizes, table) if world.is_first else None

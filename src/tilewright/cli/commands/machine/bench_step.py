@@ -124,8 +124,8 @@ def _owners(parts: "Components") -> tuple[list["Owner"] | None, str]:
 
     if parts.setup.machine.device != "cpu":
         return None, "known of steps on CPUs only"
-    if parts.setup.recipe.executor != "standard":
-        return None, f"not known of the executor {parts.setup.recipe.executor}, which updates weights on the way"
+    if not parts.setup.recipe.memory.can.whole_gradient:
+        return None, "not known of an executor that updates weights on the way (memory.executor)"
     batches = parts.stream.next_step()
     with watched() as profile:
         parts.executor.step(batches, parts.setup.recipe.optim.lr)

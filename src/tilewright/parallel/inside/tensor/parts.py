@@ -60,8 +60,8 @@ def on_part(module: nn.Module) -> Iterator[None]:
 def _enter(module: nn.Module) -> None:
     """Found before the parameter by whoever reads `module.weight`; what asks for parameters does not see it."""
     for name, param in module._parameters.items():
-        if isinstance(param, DTensor):
-            module.__dict__[name] = computed_part(param)
+        if param is not None:
+            module.__dict__[name] = computed_part(param) if isinstance(param, DTensor) else param
 
 
 def _leave(module: nn.Module, *_: Any) -> None:
