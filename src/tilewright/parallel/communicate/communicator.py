@@ -292,7 +292,7 @@ class AsyncCommunicator:
             ended.record()
         result.record_stream(stream)
 
-        def wait(_read: Callable[[], Any] = work) -> None:  # what the work reads is kept until somebody has waited
+        def wait(_read: Callable[[], Any] = work) -> None:  # what the work reads is kept until the caller has waited
             torch.cuda.current_stream(result.device).wait_event(ended)
 
         return Handle(result, wait, ended.query, time.perf_counter, _nothing)

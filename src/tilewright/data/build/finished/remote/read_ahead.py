@@ -159,9 +159,13 @@ class ReadAhead:
             with self._lock:
                 future = self._futures.get(place) or self._submit(place)
             found = future.result()
-            if not (isinstance(found, Unreadable) and found.away and self.shards[place].domain not in self.away):
+            gone = isinstance(found, Path) and not found.exists()
+            back = isinstance(found, Unreadable) and found.away and self.shards[place].domain not in self.away
+            if not gone and not back:
                 break
-            with self._lock:  # the source has returned since: read anew
+            if gone:
+                self.cache.release(self.shards[place].digest)
+            with self._lock:  # the source has returned since, or the file was let go and removed: read anew
                 if self._futures.get(place) is future:
                     del self._futures[place]
         self.counts.wait_s += time.perf_counter() - began
@@ -258,8 +262,10 @@ class ReadAhead:
                 future = self._futures.pop(place, None)
             if future is not None:
                 future.cancel()
-            if self.shards[place].domain not in self.away:
-                self.cache.release(self.shards[place].digest)
+            digest = self.shards[place].digest  # of equal content in two domains there is one file
+            shared = any(self.shards[other].digest == digest for other in self._uses)
+            if self.shards[place].domain not in self.away and not shared:
+                self.cache.release(digest)
 
     def _used(self) -> int:
         return sum(self.shards[place].size for place in self._uses)
