@@ -6,7 +6,7 @@ equal rates; only the policy differs. `static` keeps each domain in proportion t
 compared with. Intervals are of Student's t over the seeds, so with three of them they are wide.
 
 A run takes minutes, so each is a process of its own and is kept in `results/data_helps_runs.jsonl` as it ends; a later
-call goes on where the last one stopped. Runs on other text are not counted.
+call continues where the last one stopped. Runs on other text are not counted.
 
 python -m benchmarks.data_helps [--steps 977] [--seeds 3] [--policies static temperature ppl_guard exp3 aioli]
 """

@@ -72,7 +72,7 @@ def prepare(
 
     Args:
         source: "installed", a path to the user's data, or the folder of a built dataset (`data.build`), which brings
-            its own tokenizer and held-out part; or its address, from where it is read in shards while a run goes on.
+            its own tokenizer and held-out part; or its address, from where it is read in shards during a run.
             Not read where `sources` are given.
         sources: several paths, or addresses of built datasets, each a domain of the name that it is given.
         format: what rows hold: text, conversations, or pairs of a preferred and another answer.
@@ -97,7 +97,7 @@ def prepare(
             hundred MiB, much of which a process does not get rid of) is not in the one that continues. It uses all
             cores.
         setting: which names `source`, for errors.
-        streaming: how shards of datasets at addresses (`scheme://...`) are read while a run goes on.
+        streaming: how shards of datasets at addresses (`scheme://...`) are read during a run.
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.

@@ -67,7 +67,7 @@ class EnergyUse:
 
 
 class EnergyMeter:
-    """Reads counters while a run goes on. A context manager: its thread ends with it.
+    """Reads counters during a run. A context manager: its thread ends with it.
 
     Args:
         counters: of this machine.

@@ -45,7 +45,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class FarRows(Protocol):
-    """What it needs, in addition, of rows that are read from far away while a run goes on."""
+    """What it needs, in addition, of rows that are read from far away during a run."""
 
     row_order: RowOrder
     """In which few places are read at a time."""

@@ -34,7 +34,7 @@ PHASES = {"data": "steps", "evaluate": "evaluation", "samples": "evaluation", "s
 
 
 class RunEnergy:
-    """Counters of this process's part of the machine while a run goes on, and what was used before.
+    """Counters of this process's part of the machine during a run, and what was used before.
 
     Args:
         section: `[energy]`.

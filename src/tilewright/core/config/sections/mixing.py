@@ -1,4 +1,4 @@
-"""`[data.mixing]`: weights of domains that move while a run goes on."""
+"""`[data.mixing]`: weights of domains that move during a run."""
 
 from typing import Literal
 

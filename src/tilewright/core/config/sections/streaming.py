@@ -1,4 +1,4 @@
-"""`[data.streaming]`: built datasets at addresses, read in shards while a run goes on."""
+"""`[data.streaming]`: built datasets at addresses, read in shards during a run."""
 
 from pydantic import Field
 

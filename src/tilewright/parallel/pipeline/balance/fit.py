@@ -1,4 +1,4 @@
-"""The cost model and the speeds of ranks, fitted to measured seconds of stages while a run goes on.
+"""The cost model and the speeds of ranks, fitted to measured seconds of stages during a run.
 
 Least squares of relative errors over the last steps (older ones fade by `FADE` per step), without negative coefficients
 (Bro and de Jong 1997), with weights that let outliers count for little (Huber 1964), pulled a little to where it began:

@@ -2,8 +2,8 @@
 
 A file is named by its content's hash, written whole or not at all, and checked when a process opens it. Who uses a
 shard holds a shared lock on its file, which goes with the process; where room is needed, the files go that were not
-used for longest and that nobody holds. The folder is the cache's own: nothing that it did not fetch is ever removed,
-and a process whose source is away holds all that is left of it. POSIX only (flock).
+used for longest and that no process holds. The folder is the cache's own: nothing that it did not fetch is ever
+removed, and a process whose source is away holds all that is left of it. POSIX only (flock).
 """
 
 import contextlib
@@ -107,7 +107,7 @@ class ShardCache:
                 path.unlink(missing_ok=True)  # who waits for the removed one fetches, at worst, once more
 
     def _make_room(self, size: int) -> bool:
-        """Remove what nobody uses, longest first, until so many bytes fit."""
+        """Remove what no process uses, longest first, until so many bytes fit."""
         for left in self.folder.glob(f"*{_PART}"):  # of a process that was killed: only who has the lock writes
             left.unlink()
         found = sorted((path.stat().st_mtime_ns, path) for path in self.folder.glob(f"*{_SUFFIX}"))
