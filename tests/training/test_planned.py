@@ -198,12 +198,13 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
     (tmp_path / "mixed.toml").write_text(to_toml(mixed))
     for name in ("plain", "failed"):
         with monkeypatch.context() as patch:
-            met = failing_at(patch, 4, [300] if name == "failed" else [])
+            # in the second step: after it the plan is held against what was measured, and may change by itself
+            met = failing_at(patch, 2, [300] if name == "failed" else [])
             train(load(data, tmp_path, **sliced, run__name=name, memory__plan=str(tmp_path / "mixed.toml")))
         assert len(met) == (name == "failed")
     assert_same_run(tmp_path / "failed", tmp_path / "plain", matmuls=False)
     told = [row for row in events(tmp_path / "failed", "replan") if row["trigger"] == "out_of_memory"]
-    assert [row["step"] for row in told] == [4]
+    assert [row["step"] for row in told] == [2]
     assert "2 keep" in told[0]["before"]
     assert told[0]["after"] != told[0]["before"]
 
