@@ -77,7 +77,8 @@ def _share(folder: str, seed: int, failures) -> None:
             path = cache.hold(key(data)) or cache.put(key(data), data)
         if path is not None and path.read_bytes() != data:
             failures.put("another content")
-        used = sum(one.stat().st_size for one in list(Path(folder).glob("*.shard")) if one.exists())
+        with cache._locked():  # files come and go under it
+            used = sum(one.stat().st_size for one in Path(folder).glob("*.shard"))
         if used > 5000:
             failures.put(f"{used} bytes")
         cache.release(key(data))
