@@ -59,7 +59,7 @@ HEADLINES = (
 COMMANDS = {
     "quality": "python -m benchmarks.quality --rows 1 --seeds 3 --modes bf16_mixed fp32 fp8_tile fp8_hybrid "
     "fp8_tensorwise 8bit_split24 8bit_stochastic",
-    "regroup": "python -m benchmarks.re-plan",
+    "regroup": "python -m benchmarks.regroup",
 }
 """Of results that several calls filled: the call that makes whatever is missing."""
 STATUSES = {

@@ -44,6 +44,27 @@ def test_every_result_has_its_command_commit_and_date():
         assert record["commit"], path.name
 
 
+def test_commands_of_the_docs_are_modules_that_are_there():
+    """The log is left out: it names what a study was called when it ran."""
+    root = pages.README.parent
+    texts = {
+        path: path.read_text("utf-8")
+        for path in [pages.README, *(root / "docs").rglob("*.md")]
+        if path.name != "log.md"
+    }
+    named = {
+        (path.name, found)
+        for path, text in texts.items()
+        for found in re.findall(r"python -m benchmarks\.([\w.-]*\w)", text)
+    }
+    assert len(named) > 50
+    assert not [
+        (page, name)
+        for page, name in sorted(named)
+        if not (root / "benchmarks" / f"{name.replace('.', '/')}.py").exists()
+    ]
+
+
 def test_rows_have_different_keys_and_texts():
     assert not [key for key, count in Counter(row.key for row in ROWS).items() if count > 1]
     told = Counter((row.metric, row.where, row.target) for row in ROWS)
