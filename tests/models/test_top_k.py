@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tilewright.models.distill.divergences import DIVERGENCES, divergences
+from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.top_k import bytes_per_position, decode, encode, top_k_loss, top_k_of
+
+WHOLE = Teaching(1.0, 1.0, "forward_kl")
 
 
 def drawn(rows, vocab_size, scale=3.0):
@@ -48,7 +50,7 @@ def test_loss_and_gradient_are_those_of_autograd(name, temperature, weight):
     labels[2:4] = -100
     ids, theirs = top_k_of(drawn(9, vocab_size), top_k)
     labels[0] = ids[0, 3]  # a label that the teacher thinks of
-    loss, each = top_k_loss(logits, labels, ids, theirs, temperature, weight, name)
+    loss, each = top_k_loss(logits, labels, ids, theirs, Teaching(temperature, weight, name))
     (3 * loss).backward()
     wide = logits.detach().double().requires_grad_()
     kept = labels != -100
@@ -73,11 +75,11 @@ def test_groups_never_diverge_more_than_whole_distributions(turn):
     p, q = drawn(4, 30), drawn(4, 30)
     zero, labels = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     whole = float(divergences(p, q, "forward_kl").sum())
-    found = [float(top_k_loss(q, labels, *top_k_of(p, k), 1.0, 1.0, "forward_kl")[0]) for k in (1, 5, 20, 29)]
+    found = [float(top_k_loss(q, labels, *top_k_of(p, k), WHOLE)[0]) for k in (1, 5, 20, 29)]
     assert found == sorted(found)
     assert found[-1] == pytest.approx(whole, rel=1e-4)
     ids, groups = top_k_of(p, 5)
     rest = q.scatter(-1, ids, -torch.inf).log_softmax(-1)  # the teacher's others, spread as the student's
     spread = (rest + groups[:, -1:]).scatter(-1, ids, groups[:, :-1])
     assert float(divergences(spread, q, "forward_kl").sum()) == pytest.approx(found[1], rel=1e-4)
-    assert torch.isfinite(top_k_loss(300 * q, zero, ids, groups, 1.0, 1.0, "forward_kl")[0])
+    assert torch.isfinite(top_k_loss(300 * q, zero, ids, groups, WHOLE)[0])

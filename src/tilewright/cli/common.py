@@ -15,6 +15,7 @@ from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 
 _OVERRIDES = "tilewright.overrides"
+LATEST = "runs/latest"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -75,11 +76,20 @@ def recipe_argument(function: Function) -> Function:
 
 def run_argument(function: Function) -> Function:
     """A run folder, `runs/latest` where it is left out."""
-    return click.argument("run", default="runs/latest", metavar="[RUN]", callback=_run_folder)(function)
+    return click.argument("run", default=LATEST, metavar="[RUN]", callback=_run_folder)(function)
 
 
 def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
     return find_run(value)
+
+
+def is_run(value: str) -> bool:
+    """Whether a path, or a name below `runs`, means a run's folder; `runs/latest` always does."""
+    return value == LATEST or _run_at(value) is not None
+
+
+def _run_at(value: str) -> Path | None:
+    return next((folder for folder in (Path(value), Path("runs") / value) if (folder / "run.toml").is_file()), None)
 
 
 def find_run(value: str) -> Path:
@@ -88,9 +98,8 @@ def find_run(value: str) -> Path:
     Raises:
         ConfigError: neither is the folder of a run.
     """
-    for folder in (Path(value), Path("runs") / value):
-        if (folder / "run.toml").is_file():
-            return folder
+    if (found := _run_at(value)) is not None:
+        return found
     beside = Path("runs") if Path("runs").is_dir() else Path(value).parent
     found = sorted(path.parent.name for path in beside.glob("*/run.toml"))
     raise ConfigError(

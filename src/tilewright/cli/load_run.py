@@ -1,13 +1,16 @@
 """A finished or stopped run, opened to be used: its recipe, its tokenizer and the weights of its newest checkpoint.
 
-The weights are read as FP32 into a plain model, without optimizer, data or plan.
+The weights are read as FP32 into a plain model, without optimizer, data or plan. A model's folder is opened alike, with
+the recipe of its recovery in place of a run's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from tilewright.cli.common import find_run, is_run
 from tilewright.compress.export.codes import Method
 from tilewright.compress.export.source import ExportSource
 from tilewright.core.config.load import load_recipe
@@ -16,9 +19,10 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
-from tilewright.data.common.tokenizer_folder import declared_stops
+from tilewright.data.common.tokenizer_folder import declared_stops, folder_tokenizer
 from tilewright.models.base.protocols import Model
-from tilewright.models.folder.resolve import local_folder
+from tilewright.models.build import build_model, kind_of
+from tilewright.models.folder.resolve import find_model, is_hub_name, local_folder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
@@ -27,6 +31,9 @@ from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.state import load_newest
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.tokenizer_files import surrounding
+
+FOLDER_LR = 1e-4
+"""Rate of training where no run says one: a tenth of the schema's, for weights that were trained."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +112,65 @@ def open_to_export(
         method,
         normalized_text,
     )
+
+
+def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:
+    """A run or a model as `compress` takes it.
+
+    Args:
+        name: a run folder or its name below `runs`; else a folder of Hugging Face's layout, or a model of the hub.
+        typed: settings of the stages, as on a command line: what of a run's recipe is other, or of the defaults.
+
+    Raises:
+        ConfigError: settings that are not right, or that would make another model.
+        CheckpointError: weights that cannot be read, or a model that cannot be had.
+        DataError: a tokenizer that cannot be read.
+    """
+    given = [text.partition("=")[0] for text in typed if text.startswith(("--model.", "--lora.", "--run.name"))]
+    if given:
+        raise ConfigError(
+            "Settings would make another model or run",
+            got=", ".join(given),
+            need="settings of data, training and distillation: the model is the one that is compressed",
+            try_="tilewright compress without them",
+            where=name,
+        )
+    if is_run(name):
+        run = find_run(name)
+        source = open_to_export(run)
+        return replace(source, recipe=load_recipe(run / "run.toml", typed, environ={}).recipe) if typed else source
+    check_named(name, "config.json")
+    return _open_folder(name, typed)
+
+
+def check_named(name: str, *files: str) -> None:
+    """Raise where a name that is no run is no model either.
+
+    Args:
+        name: of a command line.
+        files: of which a model's folder has one.
+
+    Raises:
+        ConfigError: neither a folder with such a file, nor a repository's name.
+    """
+    path = Path(name).expanduser()
+    if not is_hub_name(name) and not any((path / file).is_file() for file in files):
+        raise ConfigError(
+            "No such run and no such model",
+            got=name,
+            need="a run folder or its name below runs, a folder with a config.json, or a model of the hub, org/name",
+            try_="ls runs, or the path of a model's folder",
+        )
+
+
+def _open_folder(name: str, typed: Sequence[str]) -> ExportSource:
+    found = find_model(name)
+    folder, kind = found.folder, kind_of(str(found.folder))
+    model = [f"--model.kind={kind}", f"--model.path={found.name}", "--model.weights=load", f"--optim.lr={FOLDER_LR}"]
+    recipe = load_recipe(None, [*model, *typed], environ={}).recipe
+    machine = detect_machine("cpu")
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    tokenizer = load_tokenizer(folder_tokenizer(str(folder))).stopping_at(declared_stops(folder))
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    opened = build_model(recipe.model, tokenizer.vocab_size, kernels, machine.device)
+    return ExportSource(folder, recipe, tokenizer, opened.eval(), folder)  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from tilewright.cli.common import find_run
+from tilewright.cli.common import find_run, is_run
 from tilewright.cli.error_text import told_without_settings
-from tilewright.cli.load_run import reopen
+from tilewright.cli.load_run import check_named, reopen
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -82,16 +82,9 @@ def open_model(name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_t
         DataError: a tokenizer or a template that cannot be read.
     """
     path = Path(name).expanduser()
-    is_run = any((folder / "run.toml").is_file() for folder in (path, Path("runs") / name))
-    if is_run or name == "runs/latest":
+    if is_run(name):
         return _open_run(find_run(name), device, dtype, chat_template)
-    if not is_hub_name(name) and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
-        raise ConfigError(
-            "No such run and no such model",
-            got=name,
-            need="a run folder or its name below runs, a folder with a config.json, or a model of the hub, org/name",
-            try_="ls runs, or the path of a model's folder",
-        )
+    check_named(name, "config.json", ADAPTER)
     with told_without_settings("another run or model, or copy the folder again", name):
         if (path / ADAPTER).is_file():
             return _open_adapter(path, device, dtype, chat_template)

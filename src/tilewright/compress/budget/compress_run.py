@@ -17,7 +17,7 @@ import torch
 
 from tilewright.compress.budget.candidates import CutPlan, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
-from tilewright.compress.budget.record import Record, read_record, write_record
+from tilewright.compress.budget.record import Record, read_record, recipe_hash, write_record
 from tilewright.compress.budget.rises import in_words, rises_of, rounded, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.settings import CompressSettings
@@ -30,6 +30,7 @@ from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.training.components.dataset import held_out
+from tilewright.training.components.teacher import weights_hash
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Compression:
     """One command.
 
     Args:
-        source: the run, opened.
+        source: the run or model, opened.
         settings: what is asked.
         out: folder of the stages.
         open_run: opens the folder of a stage.
@@ -247,7 +248,8 @@ class Compression:
             ConfigError: the folder has stages of something else.
         """
         asked = {"run": self.source.run.resolve().name, "checkpoint": self.source.checkpoint.name}
-        asked |= {"settings": self.settings.to_json()}
+        asked |= {"settings": self.settings.to_json(), "weights": weights_hash(self.model)}
+        asked |= {"data": self.source.data.fingerprint, "recipe": recipe_hash(self.source.recipe)}
         before = read_record(self.out)
         if before is None:
             return asked | {
@@ -260,7 +262,7 @@ class Compression:
             raise ConfigError(
                 "Folder holds stages of another compression",
                 got=f"{self.out} with another {' and another '.join(differing)}",
-                need="the same run, checkpoint and options, or a new folder",
+                need="the same run or model, data, settings and options, or a new folder",
                 try_=f"--out {self.out}-2",
                 where="--out",
             )

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tilewright.core.atomic_io import write_whole
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError
 from tilewright.core.json_text import to_json
 
-FILE, FORMAT = "compress.json", 2
+FILE, FORMAT = "compress.json", 3
 Record = dict[str, Any]
 
 
@@ -19,6 +22,11 @@ def read_record(folder: Path) -> Record | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Of all settings."""
+    return xxhash.xxh3_64_hexdigest(recipe.model_dump_json().encode())
 
 
 def write_record(folder: Path, record: Record) -> None:

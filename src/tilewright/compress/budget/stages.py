@@ -1,14 +1,14 @@
 """The run folders of a compression: recipes made from the run's own, trained and resumed by `training.session`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tilewright.compress.export.source import ExportSource
+from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
-from tilewright.core.config.load import load_recipe
+from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
@@ -19,6 +19,8 @@ from tilewright.training.session import train
 
 _WARMUP = 0.1
 """Share of a stage's steps in which its rate rises: weights that were trained are not to be shaken."""
+ROWS = "teacher"
+"""Folder of what the teacher makes of rows of data (`distill.cache`): stages read the same rows, it makes them once."""
 
 
 class OpenRun(Protocol):
@@ -46,7 +48,7 @@ def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, ta
         name: of the stage.
         out: where run folders of stages are.
         folder: of the model that training begins with.
-        taught: learns from the run too.
+        taught: learns from the run too, whose likeliest tokens are kept in a folder of `out`.
         steps: of training.
 
     Raises:
@@ -71,8 +73,8 @@ def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, ta
         "checkpoint.save_last": True,
     }
     recipe = changed(source.recipe, values)
-    weight = source.recipe.distill.weight
-    section = DistillSection(teacher=str(source.run.resolve()), weight=weight) if taught else DistillSection()
+    teacher = {"teacher": str(source.run.resolve()), "cache": str(out.resolve() / ROWS)}
+    section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()
     recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})
     problems = [Problem(one.what, one.got, one.need, one.try_, f"stage {name}") for one in conflicts(recipe)]
     if problems:
@@ -92,10 +94,9 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
     Raises:
         CheckpointError: it was asked to stop before its last step; the same command continues from there.
     """
-    loaded = load_recipe(source.run / "run.toml", environ={})
-    sources = dict.fromkeys(loaded.sources, f"compress of {source.run.name}")
+    sources = dict.fromkeys((item.path for item in schema.fields()), f"compress of {source.run.name}")
     folder = Path(recipe.run.dir) / recipe.run.name
-    result = train(replace(loaded, recipe=recipe, sources=sources, name=recipe.run.name, path=None, notes=()))
+    result = train(Loaded(recipe, sources, recipe.run.name))
     if result.step < recipe.train.steps:
         raise CheckpointError(
             "Stage was stopped before its end",

@@ -18,10 +18,10 @@ from tilewright.training.components.tokenizer_files import TextRules
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A run, opened to be exported.
+    """A run, or a model's folder, opened to be exported or compressed.
 
     Args:
-        run: its folder.
+        run: its folder, with a tokenizer.json.
         recipe: the resolved one.
         tokenizer: of the run.
         model: FP32, on the CPU, in evaluation mode; adapters are merged.

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.compress.prune.units import Place, Share, UnitGroup, stored
 from tilewright.core.errors import ConfigError, NumericsError
@@ -165,7 +166,6 @@ def _reader(model: nn.Module, share: Share) -> nn.Module | None:
     return module if is_linear and share.dim == (0 if transposed else 1) else None
 
 
-@torch.no_grad()
 def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Batch]) -> list[Tensor]:
     """Mean magnitude of each input channel of some layers, FP64; zeros where no token came by."""
     sums: list[Any] = [0.0] * len(modules)
@@ -177,17 +177,10 @@ def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Bat
         tokens[place] += x_MK.shape[0]
 
     handles = [module.register_forward_pre_hook(partial(add, place)) for place, module in enumerate(modules)]
-    try:
-        with evaluation(model):
-            for batch in batches:
-                model.loss(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_through(model, batches, handles)
     return [torch.as_tensor(total).cpu() / max(1, number) for total, number in zip(sums, tokens, strict=True)]
 
 
-@torch.no_grad()
 def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
     """1 - cosine of the stream before and behind each layer, mean over tokens."""
     (listed,) = units.listed.values()
@@ -201,6 +194,13 @@ def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
         found[place] += (1 - cosine).mean().cpu() / len(batches)
 
     handles = [layer.register_forward_hook(partial(see, place), with_kwargs=True) for place, layer in enumerate(layers)]
+    _run_through(model, batches, handles)
+    return {(): found}
+
+
+@torch.no_grad()
+def _run_through(model: Any, batches: Sequence[Batch], handles: Sequence[RemovableHandle]) -> None:
+    """All batches through the model while hooks see them."""
     try:
         with evaluation(model):
             for batch in batches:
@@ -208,4 +208,3 @@ def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
     finally:
         for handle in handles:
             handle.remove()
-    return {(): found}

@@ -8,12 +8,27 @@ Legend: C tokens of a chunk  V vocabulary, or groups of it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
+
+
+class Teaching(NamedTuple):
+    """How a teacher takes part in a loss.
+
+    Args:
+        temperature: of both distributions.
+        weight: share of the divergence; the rest is cross-entropy.
+        divergence: one of `DIVERGENCES`.
+    """
+
+    temperature: float
+    weight: float
+    divergence: str
 
 
 def divergences(theirs_CV: Tensor, ours_CV: Tensor, name: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
 from tilewright.models.base.protocols import LossOutput
-from tilewright.models.distill.divergences import DIVERGENCES, divergences
+from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.top_k import top_k_loss
 from tilewright.ops.base.labels import check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
@@ -62,22 +62,29 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     x_ND, weight_VD = head_operands(head, x_ND)
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     temperature, weight, place = batch[HOW].tolist()
-    how = temperature, DIVERGENCES[int(place)]
+    how = Teaching(temperature, weight, DIVERGENCES[int(place)])
     rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
     if TOKENS in batch:
-        return _from_tokens(x_ND.split(rows), weight_VD, labels_N.split(rows), batch, temperature, weight, how[1])
+        return _from_tokens(x_ND.split(rows), weight_VD, labels_N.split(rows), batch, how)
     hidden_NE = batch[HIDDEN].flatten(0, 1)
     parts = [
-        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], *how, use_reentrant=False)
+        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], how, use_reentrant=False)
         for x_CD, labels_C, hidden_CE in zip(x_ND.split(rows), labels_N.split(rows), hidden_NE.split(rows), strict=True)
     ]
-    entropy, divergence = torch.stack([sums for sums, _ in parts]).sum(0)
-    each_N2 = torch.cat([each_C2 for _, each_C2 in parts])
-    count = (labels_N != IGNORED_LABEL).sum()
-    means = torch.stack((entropy, divergence)).detach() / count.clamp_min(1)
-    shown = {"cross_entropy": means[0], "distillation": means[1]}
+    entropy, divergence = sums_2 = torch.stack([sums for sums, _ in parts]).sum(0)
+    loss_sum = (1 - weight) * entropy + weight * divergence
+    return _output(loss_sum, sums_2.detach(), [each_C2 for _, each_C2 in parts], batch, weight)
+
+
+def _output(
+    loss_sum: Tensor, sums_2: Tensor, each: Sequence[Tensor], batch: Mapping[str, Tensor], weight: float
+) -> LossOutput:
+    """With the sums of cross-entropy and divergence, and both of each row in chunks [C, 2]."""
+    count = (batch["labels"] != IGNORED_LABEL).sum()
+    entropy, divergence = sums_2 / count.clamp_min(1)
+    each_N2 = torch.cat(tuple(each))
     each_BS = (each_N2 @ each_N2.new_tensor([1 - weight, weight])).view_as(batch["labels"])
-    return LossOutput((1 - weight) * entropy + weight * divergence, count, shown, each_BS)
+    return LossOutput(loss_sum, count, {"cross_entropy": entropy, "distillation": divergence}, each_BS)
 
 
 def _from_tokens(
@@ -85,25 +92,20 @@ def _from_tokens(
     weight_VD: Tensor,
     labels: Sequence[Tensor],
     batch: Mapping[str, Tensor],
-    temperature: float,
-    weight: float,
-    divergence: str,
+    how: Teaching,
 ) -> LossOutput:
     """The same from the teacher's likeliest tokens; inputs and labels in chunks."""
-    rows, how = len(labels[0]) if labels else 1, (temperature, weight, divergence)
+    rows = len(labels[0]) if labels else 1
     tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
     # A single chunk is what may be alive: its gradient is kept until backward, and nothing is made twice.
     once = _token_chunk if len(labels) == 1 else partial(checkpoint, _token_chunk, use_reentrant=False)
     parts = [
-        once(x_CD, weight_VD, labels_C, ids_CK, theirs_CG, *how)
+        once(x_CD, weight_VD, labels_C, ids_CK, theirs_CG, how)
         for x_CD, labels_C, ids_CK, theirs_CG in zip(x, labels, tokens, logs, strict=True)
     ]
-    each_N2 = torch.cat([each_C2 for _, each_C2 in parts])
-    count = (batch["labels"] != IGNORED_LABEL).sum()
-    entropy, divergence_mean = each_N2.sum(0) / count.clamp_min(1)
-    shown = {"cross_entropy": entropy, "distillation": divergence_mean}
-    each_BS = (each_N2 @ each_N2.new_tensor([1 - weight, weight])).view_as(batch["labels"])
-    return LossOutput(torch.stack([part for part, _ in parts]).sum(), count, shown, each_BS)
+    each = [each_C2 for _, each_C2 in parts]
+    loss_sum = torch.stack([part for part, _ in parts]).sum()
+    return _output(loss_sum, torch.cat(each).sum(0), each, batch, how.weight)
 
 
 def _token_chunk(
@@ -112,13 +114,11 @@ def _token_chunk(
     labels_C: Tensor,
     ids_CK: Tensor,
     theirs_CG: Tensor,
-    temperature: float,
-    weight: float,
-    divergence: str,
+    how: Teaching,
 ) -> tuple[Tensor, Tensor]:
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
     logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
-    return top_k_loss(logits_CV, labels_C, ids_CK, theirs_CG, temperature, weight, divergence)
+    return top_k_loss(logits_CV, labels_C, ids_CK, theirs_CG, how)
 
 
 def _chunk(
@@ -127,8 +127,7 @@ def _chunk(
     labels_C: Tensor,
     hidden_CE: Tensor,
     head_VE: Tensor,
-    temperature: float,
-    divergence: str,
+    how: Teaching,
 ) -> tuple[Tensor, Tensor]:
     """[cross-entropy, T^2 divergence] of some rows, each summed over targets, FP32; and of each row [C, 2] without a
     gradient."""
@@ -137,8 +136,8 @@ def _chunk(
     entropy, entropy_C = summed_and_each(logits_CV, labels_C)
     with torch.no_grad():
         theirs_CV = machines_linear(hidden_CE, head_VE).float().masked_fill(ignored_C1, 0.0)
-        theirs_CV = (theirs_CV / temperature).log_softmax(-1)
-    ours_CV = (logits_CV / temperature).log_softmax(-1)
-    each_C1 = divergences(theirs_CV, ours_CV, divergence).masked_fill(ignored_C1, 0.0)
-    each_C2 = torch.stack((entropy_C, each_C1.detach().squeeze(-1) * temperature**2), -1)
-    return torch.stack((entropy, each_C1.sum() * temperature**2)), each_C2
+        theirs_CV = (theirs_CV / how.temperature).log_softmax(-1)
+    ours_CV = (logits_CV / how.temperature).log_softmax(-1)
+    each_C1 = divergences(theirs_CV, ours_CV, how.divergence).masked_fill(ignored_C1, 0.0)
+    each_C2 = torch.stack((entropy_C, each_C1.detach().squeeze(-1) * how.temperature**2), -1)
+    return torch.stack((entropy, each_C1.sum() * how.temperature**2)), each_C2

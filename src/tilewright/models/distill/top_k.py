@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.models.base.head import IGNORED_LABEL
-from tilewright.models.distill.divergences import divergences
+from tilewright.models.distill.divergences import Teaching, divergences
 
 _STEPS, _LEAST = 2.0**11, 2**16 - 1
 """Steps per nat; the smallest log-probability, -32, is that of 1e-14."""
@@ -95,9 +95,7 @@ def top_k_loss(
     labels_C: Tensor,
     ids_CK: Tensor,
     theirs_CG: Tensor,
-    temperature: float,
-    weight: float,
-    divergence: str,
+    how: Teaching,
 ) -> tuple[Tensor, Tensor]:
     """Loss of some rows: (1 - weight) cross-entropy + weight T^2 divergence of groups, summed over targets.
 
@@ -108,12 +106,12 @@ def top_k_loss(
         labels_C: int64, -100 where there is no target.
         ids_CK: the teacher's tokens.
         theirs_CG: log-probabilities of groups at the temperature.
-        temperature, weight, divergence: see `loss`.
+        how: see `loss`.
 
     Returns:
         The sum, differentiable, and without a gradient cross-entropy and T^2 divergence of each row [C, 2].
     """
-    return _TopKLoss.apply(logits_CV, labels_C, ids_CK, theirs_CG, temperature, weight, divergence)
+    return _TopKLoss.apply(logits_CV, labels_C, ids_CK, theirs_CG, how)
 
 
 class _TopKLoss(torch.autograd.Function):
@@ -124,10 +122,9 @@ class _TopKLoss(torch.autograd.Function):
         labels_C: Tensor,
         ids_CK: Tensor,
         theirs_CG: Tensor,
-        temperature: float,
-        weight: float,
-        divergence: str,
+        how: Teaching,
     ) -> tuple[Tensor, Tensor]:
+        temperature, weight, divergence = how
         targets_C1 = (labels_C != IGNORED_LABEL)[:, None]
         places_C1 = labels_C.clamp_min(0)[:, None]
         total_C1 = logits_CV.logsumexp(-1, keepdim=True)
@@ -161,6 +158,6 @@ class _TopKLoss(torch.autograd.Function):
         return (1 - weight) * sums_2[0] + weight * sums_2[1], each_C2
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (grad_CV,) = ctx.saved_tensors
-        return grad_CV * grads[0], None, None, None, None, None, None
+        return grad_CV * grads[0], None, None, None, None

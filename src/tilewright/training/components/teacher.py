@@ -61,10 +61,7 @@ class Teacher(StepHook):
         self._how = distill.how(section.temperature, section.weight, section.divergence)
         self._temperature = section.temperature
         model = self._opened()
-        digest = xxhash.xxh3_64()
-        for tensor in model.state_dict().values():  # type: ignore[attr-defined]
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
-        self._digest = digest.hexdigest()
+        self._digest = weights_hash(model)
         self.rows = None if open_rows is None else open_rows(self._digest)
         self._model: Model | None = None if self.rows is not None and len(self.rows) else model
         self._found, self._computed = 0, 0
@@ -206,6 +203,14 @@ def _of_run(run: Path, recipe: Recipe, kernels: Kernels, device: torch.device):
     model = build_adapted(plain, own.vocab_size, kernels, device)
     load_newest(run, model)
     return model, own, in_fp32(Policy.from_section(recipe.precision, device.type)).rules
+
+
+def weights_hash(model: Model) -> str:
+    """Hash of all weights and buffers of a model that have dimensions."""
+    digest = xxhash.xxh3_64()
+    for tensor in model.state_dict().values():  # type: ignore[attr-defined]
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
+    return digest.hexdigest()
 
 
 def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int, vocab_size: int) -> None:

@@ -1,11 +1,22 @@
-"""`tilewright compress`: a run cut, recovered and exported inside a loss budget, with controls."""
+"""`tilewright compress`: a run or a model's folder cut, recovered and exported inside a loss budget, with controls."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import echo, json_option, print_json, run_argument, show_table, verbosity
+from tilewright.cli.common import (
+    LATEST,
+    RecipeCommand,
+    echo,
+    find_run,
+    is_run,
+    json_option,
+    overrides,
+    print_json,
+    show_table,
+    verbosity,
+)
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
@@ -15,8 +26,8 @@ if TYPE_CHECKING:
 PAGE = "compress.html"
 
 
-@click.command()
-@run_argument
+@click.command(cls=RecipeCommand)
+@click.argument("run", default=LATEST, metavar="[RUN]")
 @click.option("--budget", default="1%", show_default=True, help="Largest relative rise of the held-out loss.")
 @click.option("--targets", default="int8,edge4,fp8", show_default=True, help="int8, edge4, or targets of `export`.")
 @click.option("--cut", "kinds", default="ffn,heads", show_default=True, help="Units: ffn, heads, experts, ...")
@@ -44,26 +55,30 @@ PAGE = "compress.html"
 @click.option("--dry-run", is_flag=True, help="Measure each cut, print what would be tried, and train nothing.")
 @json_option
 @verbosity
-def compress(run: Path, out: Path | None, time_limit: float, dry_run: bool, as_json: bool, **asked: Any) -> None:
-    """Cut, recover and export a run inside a loss budget, with controls.
+@click.pass_context
+def compress(
+    ctx: click.Context, run: str, out: Path | None, time_limit: float, dry_run: bool, as_json: bool, **asked: Any
+) -> None:
+    """Cut, recover and export a run or a model inside a loss budget, with controls.
 
-    RUN is a run folder or its name below `runs`; without it `runs/latest`. Each cut is measured alone; the largest one
-    that could be within the budget is made, trained with the run as its teacher, and kept if its loss is inside, over
-    the run and over the run with as many more steps; else the next smaller one. Artefacts are proven in their
-    runtimes, and what they round away counts too. Each stage is a run folder below OUT; the same command continues
-    where it was stopped. Exits with 3 where the budget is not reached.
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. Or a folder of Hugging Face's layout, or a
+    model of the hub, org/name: `--data.source FOLDER` and other settings say what it learns from, and how. Each cut is
+    measured alone; the largest one that could be within the budget is made, trained with the run as its teacher, and
+    kept if its loss is inside, over the run and over the run with as many more steps; else the next smaller one.
+    Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a run folder below OUT;
+    the same command continues where it was stopped. Exits with 3 where the budget is not reached.
     """
     from tilewright.compress.budget.settings import CompressSettings
 
     settings = CompressSettings.of(asked.pop("budget"), asked.pop("targets"), asked.pop("kinds"), **asked)
-    from tilewright.cli.load_run import open_to_export
+    from tilewright.cli.load_run import open_to_compress, open_to_export
     from tilewright.compress.budget.compress_run import Compression
     from tilewright.compress.prove.limits import ConsumerLimits
 
-    folder = run.resolve()
-    out = out or folder.with_name(f"{folder.name}-compressed")
     limits = ConsumerLimits.of_this_machine(time_limit)
-    compression = Compression(open_to_export(folder), settings, out, open_to_export, _say, limits)
+    source = open_to_compress(run, overrides(ctx))
+    out = out or _beside(run)
+    compression = Compression(source, settings, out, open_to_export, _say, limits)
     if dry_run:
         plans = compression.plan()
         if as_json:
@@ -81,6 +96,14 @@ def compress(run: Path, out: Path | None, time_limit: float, dry_run: bool, as_j
     from tilewright.report.pages.compress_page import verdict_of
 
     echo(verdict_of(compression.record))
+
+
+def _beside(run: str) -> Path:
+    """The default folder of the stages."""
+    if is_run(run):
+        folder = find_run(run).resolve()
+        return folder.with_name(f"{folder.name}-compressed")
+    return Path("runs") / f"{Path(run).expanduser().name.partition('@')[0]}-compressed"
 
 
 def _say(text: str) -> None:

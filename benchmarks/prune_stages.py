@@ -1,0 +1,89 @@
+"""The stages that benchmarks of pruning share: a small teacher, its cuts, and runs from them; each kept when it ends.
+
+All is below one folder: a run that was stopped continues where it stood, and a case that has ended is read.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
+from tilewright.compress.budget.rises import rises_of
+from tilewright.compress.budget.stages import run_stage, stage_recipe, write_model
+from tilewright.compress.export.codes import calibration
+from tilewright.compress.export.source import ExportSource
+from tilewright.core.config.load import load_recipe
+from tilewright.training.components.dataset import held_out
+from tilewright.training.session import train
+
+SHAPE = {
+    "model.dim": 128, "model.num_layers": 4, "model.num_heads": 4, "model.ffn_dim": 512, "data.vocab_size": 2048,
+    "data.max_bytes": 6_000_000, "data.seq_len": 128, "train.global_batch_size": 8, "train.micro_batch_size": 8,
+    "train.compile": "off", "train.eval_interval": 0, "train.eval_batches": 12, "train.sample_tokens": 0,
+    "precision.mode": "fp32", "optim.lr": 3e-3, "log.report": False, "energy.idle_seconds": 0, "run.threads": 1,
+    "checkpoint.interval": 20,
+}  # fmt: skip
+"""A decoder of 1.3M parameters on installed text."""
+CALIBRATION = 8
+"""Micro-batches of training text that importance sees."""
+
+
+class Study:
+    """A teacher of one seed, and what is made of it.
+
+    Args:
+        work: folder of all seeds.
+        seed: of the teacher and its data.
+        teacher_steps: that it is trained.
+        steps: of each stage after it.
+    """
+
+    def __init__(self, work: Path, seed: int, teacher_steps: int, steps: int) -> None:
+        self.folder, self.steps = work / f"seed-{seed}", steps
+        settings = {**SHAPE, "run.dir": self.folder, "run.name": "teacher", "run.seed": seed}
+        settings |= {"train.steps": teacher_steps}
+        done = train(load_recipe(None, {name: str(value) for name, value in settings.items()}, environ={}))
+        assert done.run_dir is not None
+        self.source: ExportSource = open_to_export(done.run_dir)
+        self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
+        self.whole: RowLosses = row_losses_of(self.source.model, self.batches)
+
+    @cached_property
+    def seen(self) -> Sequence[Any]:
+        """Training text, for importance."""
+        return calibration(self.source.recipe, self.source.data)[:CALIBRATION]
+
+    @cached_property
+    def equal(self) -> RowLosses:
+        """Losses of the teacher with as many more steps."""
+        return self.trained("control", self.source.model, taught=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Of the teacher."""
+        rows = sum(len(counts) for _, counts in self.whole.domains.values())
+        return {"loss": self.whole.loss, "rows": rows, "as many more steps": rises_of(self.equal, self.whole, None)}
+
+    def trained(self, name: str, model: Any, *, taught: bool) -> RowLosses:
+        """Losses of a model after a stage."""
+        write_model(self.source, model, self.folder / "models" / name)
+        recipe = stage_recipe(
+            self.source, name, self.folder, folder=self.folder / "models" / name, taught=taught, steps=self.steps
+        )
+        return row_losses_of(open_to_export(run_stage(recipe, self.source)).model, self.batches)
+
+    def rises(self, losses: RowLosses) -> dict[str, float | None]:
+        """Of a model, over the teacher and over the teacher with as many more steps."""
+        return rises_of(losses, self.whole, self.equal)
+
+    def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured under this name, in this command or one before it."""
+        path = self.folder / "cases.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        if name not in known:
+            known[name] = measure()
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            print(self.folder.name, name, known[name], flush=True)
+        return known[name]
