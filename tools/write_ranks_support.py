@@ -66,8 +66,8 @@ FEATURES = {
         "others": "other commands under torchrun",
     },
     "Checkpoints": {
-        "resume": "goes on from its checkpoint",
-        "reshard": "goes on with another number of processes",
+        "resume": "resumes from its checkpoint",
+        "reshard": "resumes with another number of processes",
         "commands": "`inspect`, `eval`, `generate`, `chat`, `merge`, `export` read it",
         "export": "`checkpoint.export_hf`",
         "corruption": "copies that differ are named and not saved",

@@ -33,7 +33,7 @@ def mixer_of(
         raise ConfigError(
             "Mixing needs two domains",
             got=f'data.mixing.policy = "{section.policy}", and the one domain {", ".join(base)}',
-            need="folders or data.sources that are told apart",
+            need="folders or data.sources with different names",
             try_='data.mixing.policy = "off"',
             where="data.mixing.policy",
         )

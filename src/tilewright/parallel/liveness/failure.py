@@ -172,7 +172,7 @@ class Blame:
         if stalled is None:
             return None
         record, seconds = stalled
-        return RankEnd(record, f"it has not gone on for {seconds:.0f} s, and others wait for it", hangs=True)
+        return RankEnd(record, f"it made no progress for {seconds:.0f} s, and others wait for it", hangs=True)
 
     def wait(self, error: BaseException) -> RankEnd | None:
         """The same for a rank whose connection broke or whose collective timed out: looked for until it shows, or for

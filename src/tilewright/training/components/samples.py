@@ -131,7 +131,7 @@ def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
                 "Steps to skip are behind the newest checkpoint",
                 got=f"a checkpoint of step {done}, which was trained on step {first}",
                 need=f"a newest checkpoint of a step before {first}",
-                try_=f"rm -r {' '.join(str(path) for path in behind)}   (the run goes on from the one before)",
+                try_=f"rm -r {' '.join(str(path) for path in behind)}   (the run resumes from the one before)",
                 where=str(run),
             )
         start, stop = stream.samples_of(first - 1)[0], stream.samples_of(last - 1)[-1] + 1

@@ -224,7 +224,7 @@ def others_wait(error: BaseException) -> PartialUpdateError:
     """The error of one of several ranks that found no memory where the others have gone on, or wait for it."""
     return PartialUpdateError(
         "Out of memory on one rank, in the middle of a step of all",
-        got=f"{first_line(error)}; the other ranks have gone on, or wait for this one",
+        got=f"{first_line(error)}; the other ranks are past this point or wait for it",
         need="memory for the step on every rank: none can repeat its part alone, so all end",
         try_="the same command continues from the newest checkpoint; for less memory per rank:\n"
         "--train.micro_batch_size 1, --train.activation_checkpoint full, or more processes",

@@ -32,7 +32,7 @@ def merge(run: Path, out: Path, format_: str) -> None:
         raise CheckpointError(
             "Output folder is not empty",
             got=str(out),
-            need="a new folder: what lies there might be taken for a part of the model",
+            need="a new folder: files there might be taken for a part of the model",
             try_="another --out",
             where="--out",
         )

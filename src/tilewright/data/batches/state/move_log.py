@@ -206,7 +206,7 @@ def other_log(path: Path, found: int, mark: Mark) -> DataError:
         "The log of the mixture is not the one of this checkpoint",
         got=f"{found} lines, whose first {mark[0]} have another hash",
         need=f"the {mark[0]} lines that the run wrote before its newest checkpoint",
-        try_="put the run's own mixture.jsonl back. Training goes on without it, from the checkpoint's own weights",
+        try_="put the run's own mixture.jsonl back. Training continues without it, from the checkpoint's own weights",
         where=str(path),
     )
 
@@ -217,7 +217,7 @@ def unreadable(path: Path, got: str) -> DataError:
         "The log of the mixture cannot be read",
         got=got,
         need="mixture.jsonl of the run folder, as train wrote it",
-        try_="put the run's own mixture.jsonl back. Training goes on without it, from the checkpoint's own weights",
+        try_="put the run's own mixture.jsonl back. Training continues without it, from the checkpoint's own weights",
         where=str(path),
     )
 
