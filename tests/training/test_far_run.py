@@ -64,6 +64,41 @@ def test_a_source_that_goes_away_is_left_out_and_returns_by_moves_that_are_told(
     assert all(row["loss"] == row["loss"] for row in rows(run / "metrics.jsonl") if "loss" in row)
 
 
+def test_a_run_that_is_stopped_while_a_source_is_away_continues_without_it(dataset, tmp_path):
+    """It continues twice: while the source is still away, of which no row is asked for, and until it has returned."""
+    (one, server), (two, _) = serve(f"{tmp_path.name}-one", dataset), serve(f"{tmp_path.name}-two", dataset)
+    more = {
+        "data__sources": f"{{one = '{one}', two = '{two}'}}", "train__steps": 40, "train__eval_interval": 0,
+        "train__global_batch_size": 32, "train__micro_batch_size": 16, "checkpoint__interval": 1, "data__prefetch": 0,
+        "data__streaming__cache_bytes": 9_000, "data__streaming__window": 1,
+    }  # fmt: skip
+    run = tmp_path / "runs" / "tiny"
+
+    def until(number, then=None):
+        def after(step, result):
+            if step.number == 3:
+                server.away.add("shards/0")  # not its index, which a start reads
+            if step.number == number:
+                if then is not None:
+                    then()
+                else:
+                    raise KilledError
+
+        return lambda setup, parts: AfterStep(after)
+
+    for number in (14, 22):
+        with pytest.raises(KilledError):
+            train(far(tmp_path, tmp_path / "runs", None, **more), hooks=[until(number)])
+    away = [row for row in rows(run / "events.jsonl") if row["kind"] == "source_away"]
+    assert len(away) == 1, "it is said once"
+    before = len([name for name in server.reads if name.startswith("shards/")])
+    train(far(tmp_path, tmp_path / "runs", None, **more), hooks=[until(26, server.away.clear)])
+    assert len([name for name in server.reads if name.startswith("shards/")]) > before
+    stages = [row for row in rows(run / "mixture.jsonl") if row["kind"] == "stage"]
+    assert [row["weights"]["one"] > 0 for row in stages] == [True, False, True]
+    assert [row["kind"] for row in rows(run / "events.jsonl") if row["kind"].startswith("source")][-1] == "source_back"
+
+
 def test_a_shard_that_stays_damaged_is_told_once_with_its_rows(dataset, tmp_path):
     address, server = serve(tmp_path.name, dataset)
     server.damaged["shards/00000.bin"] = 10**6

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
@@ -154,6 +155,24 @@ def test_ranks_move_as_one_process_does(data, tmp_path):
         assert len(ours) > 1
         for mine, one in zip(ours, theirs, strict=True):
             assert mine["weights"] == pytest.approx(one["weights"], rel=1e-3)
+
+
+def test_a_model_of_transformers_is_mixed_and_continues_bit_by_bit(data, tmp_path):
+    """Its losses of rows come in the order of the stream, though its documents are rows of their own."""
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    changes = of("exp3", model__kind="hf", model__path=tmp_path / "model")
+    del changes["model__num_layers"]
+    with pytest.raises(Killed):
+        train(tiny(data, tmp_path, run__name="killed", **changes), hooks=[lambda *_: Kill(8)])
+    for name in ("killed", "whole"):
+        train(tiny(data, tmp_path, run__name=name, **changes))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert len(moves(tmp_path / "whole")) > 1
+    assert [set(one["alpha"]) for one in shown(tmp_path / "whole")] == [{"weight", "epochs", "loss", "train_loss"}] * 6
 
 
 def test_another_policy_keeps_the_weights_and_says_so(data, tmp_path, capsys):

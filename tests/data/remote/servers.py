@@ -21,6 +21,8 @@ class Server:
     """0: as many as there are."""
     fail_every: int = 0
     """Every so many-th read fails. 0: none."""
+    in_memory: bool = False
+    """The folder is read once, and then no more."""
     away: set[str] = field(default_factory=set)
     """Beginnings of names that cannot be read."""
     refused: int = 0
@@ -32,6 +34,14 @@ class Server:
     num_bytes: int = 0
     """That were sent."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    content: dict[str, bytes] = field(default_factory=dict)
+    """By name, `in_memory`."""
+
+    def __post_init__(self) -> None:
+        for path in self.folder.rglob("*") if self.in_memory else ():
+            name = path.relative_to(self.folder)
+            if path.is_file() and "work" not in name.parts:
+                self.content[name.as_posix()] = path.read_bytes()
 
     def read(self, name: str) -> bytes:
         with self.lock:
@@ -47,12 +57,19 @@ class Server:
             raise ConnectionError("no route to host")
         if self.fail_every and number % self.fail_every == 0:
             raise ConnectionResetError("connection reset by peer")
-        content = (self.folder / name).read_bytes()
+        content = self._content(name)
         if self.bytes_per_s:
             time.sleep(len(content) / self.bytes_per_s)
         with self.lock:
             self.num_bytes += len(content)
         return bytes([content[0] ^ 1]) + content[1:] if damaged else content
+
+    def _content(self, name: str) -> bytes:
+        if not self.in_memory:
+            return (self.folder / name).read_bytes()
+        if name not in self.content:
+            raise FileNotFoundError(name)
+        return self.content[name]
 
 
 class PacedFileSystem(AbstractFileSystem):

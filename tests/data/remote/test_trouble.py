@@ -1,5 +1,6 @@
 """Sources that fail, lie and go away: what is read is right or blank, and blank is counted."""
 
+import resource
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.data.remote.test_far_data import far, run, stream
 from tilewright.core.errors import DataError
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
+from tilewright.data.build.finished.remote.shard_cache import ShardCache
 
 
 def test_reads_that_fail_are_tried_again_with_back_off(dataset):
@@ -129,6 +131,30 @@ def test_a_cache_without_room_reads_into_memory(dataset, tmp_path):
     prepared = far(f"file://{dataset}", tmp_path / "bad")
     assert run(prepared, 10) == expected
     assert prepared.reader.counts.in_memory
+
+
+def test_a_cache_disk_that_is_full_costs_a_fetch_and_no_sample(dataset, tmp_path):
+    """The kernel refuses bytes of a file past some, as a full disk does: larger shards stay in memory, no part of one
+    is left behind, and the cache goes into use again when there is room."""
+    expected = run(far(f"file://{dataset}", tmp_path / "good"), 20)
+    sizes = sorted(path.stat().st_size for path in (dataset / "shards").glob("*.bin"))
+    prepared = far(f"file://{dataset}", tmp_path / "bad", cache_bytes=sum(sizes) // 4)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[len(sizes) // 2], before[1]))
+    try:
+        assert run(prepared, 20) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    folder = tmp_path / "bad" / "data" / "shards"
+    assert prepared.reader.counts.in_memory
+    kept = [path.stat().st_size for path in folder.glob("*.shard")]
+    assert kept
+    assert max(kept) <= sizes[len(sizes) // 2]
+    prepared.reader.close()
+    with ShardCache(folder, 1 << 20).fetching("none"):
+        pass
+    assert run(far(f"file://{dataset}", tmp_path / "bad"), 20) == expected
+    assert max(path.stat().st_size for path in folder.glob("*.shard")) == sizes[-1]
 
 
 def test_two_runs_share_what_one_has_fetched(dataset, tmp_path):

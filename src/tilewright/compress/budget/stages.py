@@ -11,7 +11,6 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.config.sections.parallel import ParallelSection
-from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
@@ -41,9 +40,7 @@ def write_model(source: ExportSource, model: Model, folder: Path) -> None:
     model.save_hf(folder, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
 
 
-def stage_recipe(
-    source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int, integers: str = ""
-) -> Recipe:
+def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int) -> Recipe:
     """The recipe of a stage: the run's own data, precision and optimizer, from the weights of a folder.
 
     Args:
@@ -53,7 +50,6 @@ def stage_recipe(
         folder: of the model that training begins with.
         taught: learns from the run too, whose likeliest tokens are kept in a folder of `out`.
         steps: of training.
-        integers: format that weights are rounded to meanwhile, as in precision rules; "": none but the run's own.
 
     Raises:
         ConfigError: settings of the run do not go with a stage.
@@ -76,9 +72,6 @@ def stage_recipe(
         "checkpoint.export_hf": False,
         "checkpoint.save_last": True,
     }
-    if integers:
-        rule = PrecisionRule.model_validate({"compute": integers})
-        values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
     teacher = {"teacher": str(source.run.resolve()), "cache": str(out.resolve() / ROWS)}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()

@@ -78,5 +78,4 @@ EXECUTORCH = Target(
     consumer=_EXECUTORCH,
     packages=("executorch", "torchao"),
     extra="executorch",
-    takes="int4_a8",
 )

@@ -54,7 +54,6 @@ OPENVINO = Target(
     consumer=_OPENVINO,
     packages=("openvino", "onnx", "onnxscript", "onnxruntime"),
     extra="openvino,onnx",
-    takes="int8",
 )
 
 

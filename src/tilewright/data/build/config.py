@@ -25,6 +25,7 @@ from tilewright.data.readers.kinds import KINDS, SUFFIX
 
 log = get_logger(__name__)
 
+SHIPPED = Path(__file__).with_name("shipped")
 _NEAR = ("threshold", "keep", "image_distance")
 
 Share = Annotated[float, Field(ge=0, le=1)] | None
@@ -225,17 +226,24 @@ class DataBuild(Section):
     shards: ShardsSection = ShardsSection()
 
 
+def shipped_builds() -> list[str]:
+    """Names of the data.toml files in the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
 def load_data_toml(path: Path) -> DataBuild:
-    """Read and check a data.toml. Relative paths in it become relative to its folder.
+    """Read and check a data.toml, or the shipped one of that name. Relative paths in it become relative to its folder.
 
     Raises:
         ConfigError: everything that is wrong with it, in one error.
     """
+    if not path.is_file() and str(path) in shipped_builds():
+        path = SHIPPED / f"{path}.toml"
     if not path.is_file():
         raise ConfigError(
             "No such data.toml",
             got=str(path),
-            need="a TOML file with the settings of a data build",
+            need=f"a TOML file with the settings of a data build, or a shipped one: {', '.join(shipped_builds())}",
             try_=f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(path))}",
         )
     toml = read_toml(path)

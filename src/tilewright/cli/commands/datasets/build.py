@@ -29,7 +29,8 @@ from tilewright.core.units import format_bytes, format_count
 def build(settings: Path, out: Path | None, processes: int | None, executor: str, as_json: bool) -> None:
     """Build a dataset from the files that data.toml names.
 
-    DATA.TOML holds the settings; `data.toml` here if left out. The same command continues a build that was stopped, and
+    DATA.TOML holds the settings; `data.toml` here if left out. `mixing_data` is a shipped one, of the recipe
+    `mixing_cpu`. The same command continues a build that was stopped, and
     after a change of settings makes only what depends on it. OUT then trains with `--data.source OUT`, and holds
     report.html, records and rejects as Parquet.
     """
