@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 class FileEntry(TypedDict):
-    """What a manifest says of a file."""
+    """Entry of a file in a manifest."""
 
     bytes: int
     xxh3_128: str

@@ -321,7 +321,7 @@ def job_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""What makes a process compute with one thread."""
+"""Variables that make a process compute with one thread."""
 
 
 def tokenizer_threads() -> int:
@@ -382,7 +382,7 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
 
 
 def of_ranks(world: int, port: int) -> list[dict[str, str]]:
-    """What torchrun would set for `world` processes on this machine, for who starts them itself."""
+    """Variables that torchrun would set for `world` processes on this machine, for a caller that starts them itself."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
     shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]

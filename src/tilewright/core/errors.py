@@ -148,7 +148,7 @@ _LARGE_BYTES, _SMALL_BYTES = 1 << 30, 1 << 26
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Whether an error says what this machine lacks (disk, open files, memory), whatever was read or written.
+    """True if an error is about what this machine lacks (disk, open files, memory), whatever was read or written.
 
     A damaged file may ask for petabytes: a MemoryError is the machine's where a GiB of addresses cannot be had.
 
@@ -170,7 +170,7 @@ def _has_addresses(num_bytes: int) -> bool:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of a parser speaks of the bytes that it got: not of the machine, nor of a file that cannot be
+    """True if an error of a parser is about the bytes that it got: not of the machine, nor of a file that cannot be
     read. Parsers raise OSErrors without a number, too; where there is no memory, nothing that they say is believed.
 
     Example:

@@ -1,4 +1,4 @@
-"""What this machine is: device, memory, cores, instruction sets, compiler and versions.
+"""Facts of this machine: device, memory, cores, instruction sets, compiler and versions.
 
 Facts only, read once at the start of a command; which kernel a fact leads to is decided in `ops`. `fp8_choice` sums
 up what they mean for 8-bit training.
@@ -50,7 +50,7 @@ _MATMUL_LIMITS: dict[str, tuple[str, ...]] = {
 """Which of them each value of ONEDNN_MAX_CPU_ISA leaves (src/cpu/x64/cpu_isa_traits.hpp of oneDNN 3.12); another
 value limits nothing there."""
 _VECTOR_LIMITS = {"default": ("avx", "fma", "f16c"), "avx2": ("avx512",), "avx512": ()}
-"""What of all others, by beginning, each value of ATEN_CPU_CAPABILITY takes away (ATen/native/DispatchStub.cpp)."""
+"""Features of the CPU, by prefix, that each value of ATEN_CPU_CAPABILITY hides (ATen/native/DispatchStub.cpp)."""
 _PACKAGES = (
     "tilewright",
     "torch",
@@ -90,11 +90,11 @@ class Machine:
     """Variables by which torch may not use all that the CPU has, as "NAME=value"."""
 
     def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
-        """Whether the CPU has matrix or dot-product instructions for operands of this dtype."""
+        """True if the CPU has matrix or dot-product instructions for operands of this dtype."""
         return cpu_multiplies(dtype, self.cpu_features)
 
     def shared_by(self, processes: int) -> "Machine":
-        """What each of so many processes of one run has of this machine: a share of cores and host memory. Of a GPU
+        """Share of this machine that each process of one run has: a share of cores and host memory. Of a GPU
         each has its own.
 
         Example:
@@ -120,7 +120,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """What 8-bit training means on a machine: the two names of the articles, and which matmuls a unit runs."""
+    """Meaning of 8-bit training on a machine: the two names of the articles, and which matmuls a unit runs."""
 
     mode: Literal["full_fp8", "hybrid_fp16"]
     """full_fp8: linear layers on the FP8 unit. hybrid_fp16: matmuls in 16 bit, on a CPU without instructions for them
@@ -160,14 +160,14 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
 
 
 def _multiplied_format(machine: Machine) -> str:
-    """What a CPU decodes 8-bit operands to."""
+    """Dtype to which a CPU decodes 8-bit operands."""
     import torch
 
     return "BF16" if machine.cpu_multiplies(torch.bfloat16) else "FP32 (the CPU has no BF16 instructions)"
 
 
 def cpu_class(features: Collection[str]) -> str:
-    """What decides the speed of 8- and 16-bit matmuls on a CPU, and how 8-bit ones are summed.
+    """Name of a CPU's class, by what decides the speed of its 8- and 16-bit matmuls and how 8-bit ones are summed.
 
     Args:
         features: as in `Machine.cpu_features`.
@@ -254,7 +254,7 @@ def _barred(features: frozenset[str], environ: Mapping[str, str] | None) -> froz
 
 
 def cpu_multiplies(dtype: "torch.dtype", features: frozenset[str]) -> bool:
-    """Whether a CPU with these features multiplies operands of this dtype itself. FP32 and FP64: every CPU."""
+    """True if a CPU with these features multiplies operands of this dtype itself. FP32 and FP64: every CPU."""
     units = _CPU_UNITS.get(str(dtype).removeprefix("torch."))
     return units is None or bool(units & features)
 

@@ -1,4 +1,4 @@
-"""What the program says: standard logging for decisions, `say` for the user's own screen.
+"""Output of the program: standard logging for decisions, `say` for the user's own screen.
 
 `get_logger` is for library code and adds no handler: a Python user configures logging as usual.
 `configure` is called once by the command line. `say` prints results and progress; it is silent

@@ -1,4 +1,4 @@
-"""What a run does with each layer: where its bytes are stored, and what it keeps for the backward pass.
+"""The plan of a run for each layer: where its bytes are stored, and what it keeps for the backward pass.
 
 A plan decides it, the executors do it. `MemoryPlan.uniform` is what the settings of a recipe say without a plan: the
 same for all layers. Nothing here knows tensors; `plan` makes memory plans, `training` and `memory` read them.
@@ -22,7 +22,7 @@ KIND_OF: dict[str, Activations] = {
 }
 """By the values of `train.activation_checkpoint`, from the most that is kept to the least."""
 STEP_PHASES = ("forward", "loss", "backward", "update")
-"""What names of phases of a training step begin with; loading, evaluation and checkpoints have others."""
+"""Prefix of the names of phases of a training step; loading, evaluation and checkpoints have others."""
 OFFLOADS: dict[object, Offload] = {tier: offload for offload, tier in TIERS.items()}
 """Values of `memory.offload_params` and its kind, by tier."""
 
@@ -68,9 +68,9 @@ class MemoryPlan:
 
     layers: tuple[LayerMemory, ...]
     embedding: LayerMemory = LayerMemory()
-    """What is read before the first layer. Its `parameters` and `states` mean something, the rest does not."""
+    """Parameters read before the first layer. Its `parameters` and `states` mean something, the rest does not."""
     head: LayerMemory = LayerMemory()
-    """What is read after the last layer; as `embedding`, and `inputs` is where its input waits."""
+    """Parameters read after the last layer; as `embedding`, and `inputs` is where its input waits."""
 
     @classmethod
     def uniform(
@@ -101,7 +101,7 @@ class MemoryPlan:
 
 
 def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
-    """What a recipe's settings say without a plan: the same for all layers."""
+    """Plan from a recipe's settings alone: the same for all layers."""
     memory = recipe.memory
     parameters, states, inputs = memory.tiers if memory.can.offload else ("device",) * 3
     kept = KIND_OF[recipe.train.activation_checkpoint] if memory.can.activation_checkpoint else "recompute"

@@ -1,4 +1,4 @@
-"""Whether a request to a server on this machine may be answered: which host it names, and which web page made it.
+"""Check of a request to a server on this machine: which host it names, and which web page made it.
 
 A browser lets a page of any site send requests to 127.0.0.1. It hides the answers from the page, unless the page's own
 name points at 127.0.0.1 (DNS rebinding): then `Host` has that name. So a server answers only to names that are its own,

@@ -54,7 +54,7 @@ class Counter(Protocol):
 
 @dataclass
 class Tally:
-    """What a counter has counted since the first reading."""
+    """Energy counted since the first reading, over wrap-around."""
 
     counter: Counter
     gone: str = ""

@@ -31,7 +31,7 @@ def _no_sums() -> Sums:
 
 @dataclass
 class EnergyUse:
-    """What was counted, by phase; in energy.json, so that it adds up over resumes."""
+    """Energy by phase; in energy.json, so that it adds up over resumes."""
 
     joules: Sums = field(default_factory=_no_sums)
     seconds: Sums = field(default_factory=_no_sums)
@@ -53,7 +53,7 @@ class EnergyUse:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "EnergyUse":
-        """What `to_json` gave."""
+        """Read from the result of `to_json`."""
         parts = {part["name"]: {key: part[key] for key in part if key != "name"} for part in table["parts"]}
         return cls(_sum(table["joules"], {}), _sum(table["seconds"], {}), parts)
 
@@ -115,12 +115,12 @@ class EnergyMeter:
 
     @property
     def parts(self) -> list[MeteredPart]:
-        """What is counted."""
+        """Names of the counted parts of the machine."""
         return [tally.counter.part for tally in self._tallies]
 
     @property
     def reads(self) -> bool:
-        """Whether any counter is still counted."""
+        """True while at least one counter is counted."""
         return any(not tally.gone for tally in self._tallies)
 
     def at(self, phase: str) -> None:
@@ -133,7 +133,7 @@ class EnergyMeter:
             self._phase = phase
 
     def use(self) -> EnergyUse:
-        """What was counted up to now, by this meter."""
+        """Totals counted up to now by this meter."""
         with self._lock:
             now = self._clock()
             self._pass_time(now)

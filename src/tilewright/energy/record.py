@@ -33,7 +33,7 @@ class RecordedPart(TypedDict):
 
 @with_config(_OPEN)
 class RecordedEstimate(TypedDict):
-    """What watts that the recipe gives come to."""
+    """Energy estimated from watts that the recipe gives."""
 
     watts: _Amount
     joules: _Amount

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewright.formats.spec import FP32_MANTISSA_BITS, FloatSpec
 
 NAN_CODE = 0x7F
-"""What every non-finite value becomes, in E4M3 and E5M2 alike. Without a sign, because a NaN's is left to the machine
+"""The code of every non-finite value, in E4M3 and E5M2 alike. Without a sign, because a NaN's is left to the machine
 that computed it: zero times infinity has one on x86 and none on ARM, and GPUs' conversions drop it."""
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF

@@ -22,7 +22,7 @@ from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import FP8_BLOCK, TiledTensor
 
 SCALE_SUFFIX = "_scale_inv"
-"""What is added to a weight's name for its scales."""
+"""Suffix of the name of a weight's scales."""
 CODE_DTYPE = E4M3.dtype
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -33,7 +33,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def layout_problems(settings: Mapping[str, Any]) -> list[str]:
-    """What in a `quantization_config` is not this layout, one text a key; empty where all is.
+    """Differences of a `quantization_config` from this layout, one text per key; empty where there is none.
 
     Example:
         >>> layout_problems({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"})
@@ -98,5 +98,5 @@ def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) ->
 
 
 def has_nan(qdata: Tensor) -> bool:
-    """Whether a code stands for NaN, as no sound weight has."""
+    """True if a code means NaN, which no valid weight is."""
     return bool(((qdata.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())

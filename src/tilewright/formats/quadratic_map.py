@@ -108,5 +108,5 @@ def _blocks(x_K: Tensor) -> Tensor:
 
 
 def _rows(x_BK: Tensor, like_K: Tensor) -> Tensor:
-    """What `_blocks` made of rows, without what it filled up."""
+    """Rows back from `_blocks`, without padding."""
     return x_BK.flatten(-2)[..., : like_K.shape[-1]]

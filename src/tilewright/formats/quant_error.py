@@ -14,7 +14,7 @@ from tilewright.formats.tiled import TiledTensor
 
 @dataclass(frozen=True)
 class QuantizationError:
-    """What a quantisation lost.
+    """Error of a quantisation.
 
     Args:
         sqnr_db: signal to quantisation noise, 10 log10(sum x^2 / sum (x - q)^2); infinite where nothing was lost.
@@ -40,7 +40,7 @@ def sqnr_db(x: Tensor, rounded: Tensor) -> float:
 
 
 def measure(x_MK: Tensor, tiled: TiledTensor) -> QuantizationError:
-    """What `tiled` lost of `x_MK`.
+    """Error of `tiled` against `x_MK`.
 
     Example:
         >>> from tilewright.formats.quantize import quantize

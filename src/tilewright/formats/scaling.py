@@ -230,7 +230,7 @@ def exponent_range(spec: FloatSpec) -> tuple[int, int]:
 
 
 def encode_scale_of(scale_inv: Tensor, *, power_of_two: bool = True) -> Tensor:
-    """What values are multiplied by before encoding: 1 / scale_inv, exact for powers of two."""
+    """The factor of values before encoding: 1 / scale_inv, exact for powers of two."""
     if not power_of_two:
         return 1.0 / scale_inv
     return ((2 * _FP32_BIAS << FP32_MANTISSA_BITS) - scale_inv.view(torch.int32)).view(torch.float32)

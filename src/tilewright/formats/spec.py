@@ -1,4 +1,4 @@
-"""What a floating-point format can hold, and rounding to the wider ones, bit for bit.
+"""The range and precision of floating-point formats, and rounding to the wider ones, bit for bit.
 
 Not scaling, tiles or storage: those come on top (`encode` rounds to the 8-bit formats). Rounding is to nearest,
 ties to even, by integer arithmetic on the FP32 bits where torch has no dtype for the format (TF32), by torch's own
@@ -41,7 +41,7 @@ class FloatSpec:
 
     @property
     def bias(self) -> int:
-        """What is added to an exponent to store it."""
+        """Exponent bias: added to an exponent before it is stored."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property

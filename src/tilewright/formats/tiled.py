@@ -27,7 +27,7 @@ from tilewright.formats.spec import E2M1, E4M3, E5M2, FloatSpec
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """What a matrix is quantised to: the format of its elements, and the scales they have.
+    """Target of a quantisation: the format of a matrix's elements, and the scales they have.
 
     Example:
         >>> str(FP8_ROW), str(MXFP8), str(NVFP4), MXFP8.bytes_of((4, 100))

@@ -24,7 +24,7 @@ from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_
 from tilewright.optim.validate import check_not_replaced, check_param, check_update
 
 _OWN = ("kernels", "format", "seed", "num_updates", "_numbers")
-"""What a copy has besides torch's."""
+"""State of a copy in addition to torch's."""
 
 
 class DeepSeekAdam(torch.optim.Optimizer):
@@ -240,7 +240,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @property
     def meets_ranks(self) -> bool:
-        """Whether ranks exchange something in an update, so that none can repeat its part alone."""
+        """True if ranks exchange data in an update, so that none can repeat its part alone."""
         return False
 
     @torch.no_grad()
@@ -328,7 +328,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 tensor.copy_(flat[name])
 
     def _held_state(self, param: Tensor) -> dict[str, Tensor]:
-        """What this rank holds of a parameter's states."""
+        """This rank's part of a parameter's states."""
         return {name: local(value) for name, value in self.state[param].items()}
 
     def _followed_state(self, param: Tensor) -> dict[str, Tensor]:
@@ -353,7 +353,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return batches
 
     def _row(self, param: Tensor, grad: Tensor, alike: "_Alike") -> tuple[Any, ...]:
-        """What an update takes of a parameter: what is updated, gradient, moments, its number and its elements',
+        """Arguments of a parameter's update: what is updated, gradient, moments, its number and its elements',
         weight."""
         state = self._held_state(param) if alike.in_pass else self._followed_state(param)
         # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
@@ -377,14 +377,14 @@ class _ParamSlot:
     number: int
 
     def holds(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameter stands there."""
+        """True if the parameter is at this index of this group."""
         members = groups[self.group]["params"] if self.group < len(groups) else ()
         return self.index < len(members) and members[self.index] is param
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """What parameters have in common that one call may update: group, number of the update, device, narrowest dtype
+    """Key of parameters that one call may update: group, number of the update, device, narrowest dtype
     stored, and whether masters are what is updated."""
 
     group: int

@@ -23,7 +23,7 @@ class ClipResult:
 
     @property
     def factor(self) -> float:
-        """What the gradient is multiplied by."""
+        """Factor of the gradient."""
         return self.bound / (self.norm + 1e-6) if self.norm > self.bound else 1.0
 
 
@@ -95,7 +95,7 @@ class GradClip:
             torch._foreach_clamp_max_(grads, self.elements / inv_scale)
 
     def decide(self, norm: float) -> ClipResult:
-        """What becomes of a gradient of this norm, which is remembered for the adaptive bound unless it is skipped."""
+        """Decision on a gradient of this norm, which is remembered for the adaptive bound unless it is skipped."""
         if not math.isfinite(norm):
             return ClipResult(norm, math.inf, "the gradient is not finite")
         if norm > self.threshold:

@@ -37,7 +37,7 @@ class DelayedClip:
     def __init__(self, clip: GradClip, params: Iterable[Tensor], device: torch.device | str) -> None:
         self.clip = clip
         self.factor = 1.0
-        """What the norm of the step before asks for."""
+        """Factor from the norm of the step before."""
         self._places = {param: place for place, param in enumerate(params)}
         self._squares = torch.zeros(len(self._places), device=device)
         self._weights = torch.zeros(len(self._places), device=device)

@@ -91,13 +91,13 @@ def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> floa
 
 
 def _of_experts(values: list[Tensor]) -> bool:
-    """Whether other ranks have other experts' values, which their mesh does not know."""
+    """True if other ranks hold other experts' values, which their mesh does not show."""
     axes = (values[0].device_mesh.mesh_dim_names or ()) if isinstance(values[0], DTensor) else ()
     return EXPERT_SHARDS in axes and "ep" not in axes
 
 
 def all_finite(values: list[Tensor]) -> Tensor:
-    """Whether the values of one list are finite, a 0-dim boolean tensor; over all ranks where they are sharded.
+    """True if all values of one list are finite, a 0-dim boolean tensor; over all ranks where they are sharded.
 
     Waits for no device. The largest magnitude of a tensor is finite only if all of it is, and one kernel takes all.
     """
@@ -113,7 +113,7 @@ def all_finite(values: list[Tensor]) -> Tensor:
 
 
 def found_inf(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Whether a gradient holds an infinity or NaN: a 0-dim boolean tensor, without waiting for the device.
+    """True if a gradient holds an infinity or NaN: a 0-dim boolean tensor, without waiting for the device.
 
     Args:
         params: parameters; those without a gradient are left out.

@@ -49,7 +49,7 @@ class MuonHyper:
 
 
 def lr_factor(shape: torch.Size, adjust_lr: AdjustLr) -> float:
-    """What the learning rate of a matrix is multiplied by, since all singular values of its update are about 1.
+    """Factor of a matrix's learning rate, since all singular values of its update are about 1.
 
     match_rms_adamw: 0.2 sqrt(max(R, C)); the update's root mean square is then that of AdamW's updates, about 0.2
     (arXiv 2502.16982, section 2.2). original: sqrt(max(1, R / C)).
@@ -93,7 +93,7 @@ class MatrixUpdate:
         return self.state.get("master", self.param)
 
     def begin(self, grad: Tensor) -> Tensor:
-        """What Newton-Schulz takes, in BF16, of a gradient in any float dtype. Nothing changes."""
+        """Input of Newton-Schulz, in BF16, from a gradient in any float dtype. No state changes."""
         grad = grad.to(torch.promote_types(self._target.dtype, torch.float32))
         momentum, self._writes = self._next_momentum(grad)
         self._grad = grad
@@ -145,7 +145,7 @@ class MatrixUpdate:
         return new_RK.view(grad.shape), [*writes, (scale_RB, new_scale_RB.view(scale_RB.shape))]
 
     def _rounded_weights(self, change: Tensor, decay: float) -> Writes:
-        """What is stored of BF16 weights, alone or with 8 bits more, times `decay` plus `change`."""
+        """Stored weights, BF16 alone or with 8 bits more, times `decay` plus `change`."""
         target, low = self._target, self.state.get("low")
         shape_RK = self._rows(target, None)
         target_RK, change_RK = target.reshape(shape_RK), change.reshape(shape_RK)

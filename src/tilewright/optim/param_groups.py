@@ -63,7 +63,7 @@ def _groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting may be, in words and as a test, and a usual value."""
+    """Rule for a setting: in words, as a test, and a usual value."""
 
     need: str
     holds: Callable[[Any], bool]
@@ -100,7 +100,7 @@ ADAM_SETTINGS: dict[str, Setting] = {
         "a finite number of at least 0", lambda value: _number(value) and value >= 0, "weight_decay=0.1"
     ),
 }
-"""What every group has."""
+"""Settings of every group."""
 
 MUON_SETTINGS: dict[str, Setting] = {
     "momentum": Setting("a number of at least 0 and below 1", _share, "momentum=0.95"),
@@ -115,7 +115,7 @@ MUON_SETTINGS: dict[str, Setting] = {
     ),
     "stacks": Setting("True or False", _flag, "stacks=True"),
 }
-"""What groups with `"muon": True` have besides."""
+"""Further settings of groups with `"muon": True`."""
 
 _MUON_FLAG = {"muon": Setting("True or False", _flag, '"muon": True')}
 
@@ -144,7 +144,7 @@ _RECORDS = frozenset(
     {f"{prefix}_{name}" for prefix in ("initial", "base", "max", "min", "swa") for name in ADAM_SETTINGS}
     | {"base_momentum", "max_momentum", "lr_scale", "name", "param_names", "params"}
 )
-"""What schedulers of torch and timm keep in a group, and names."""
+"""Entries that schedulers of torch and timm keep in a group, and names."""
 
 
 def check_settings(settings: Mapping[str, Any], where: str, *, muon: bool) -> None:
@@ -163,7 +163,7 @@ def check_settings(settings: Mapping[str, Any], where: str, *, muon: bool) -> No
 
 
 def find_problems(settings: Mapping[str, Any], where: str, *, muon: bool) -> list[Problem]:
-    """What is wrong with settings; arguments as in `check_settings`."""
+    """Mistakes in settings; arguments as in `check_settings`."""
     optimizer = "Muon" if muon else "DeepSeekAdam"
     required = ADAM_SETTINGS | MUON_SETTINGS if muon and settings.get("muon") is True else ADAM_SETTINGS
     known = required | _MUON_FLAG if muon else required

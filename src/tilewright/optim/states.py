@@ -1,4 +1,4 @@
-"""What DeepSeekAdam keeps of each parameter, by format, and which saved states it can take.
+"""States of DeepSeekAdam for each parameter, by format, and which saved states it can take.
 
 A saved state fits where its tensors have the names, shapes and dtypes of this optimizer's own: then it is loaded as it
 is, without a cast. torch.optim.AdamW's is such a state where its moments have the dtype that they have here. Any other
@@ -85,7 +85,7 @@ def _layout(format: StateFormat, shape: torch.Size, dtype: torch.dtype) -> Layou
 
 
 def fits(state: Mapping[str, Any], layout: Layout) -> bool:
-    """Whether a state has the tensors of this layout, and a count of steps, and nothing else."""
+    """True if a state has the tensors of this layout and a step count, and nothing else."""
     if len(state) != len(layout) + 1 or "step" not in state:
         return False
     for name, (shape, dtype) in layout.items():

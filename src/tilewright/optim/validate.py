@@ -1,4 +1,4 @@
-"""What DeepSeekAdam cannot update, refused in words before anything changes.
+"""Checks of DeepSeekAdam's parameters, before any of them changes: what it cannot update is refused in words.
 
 Its kernels read and write memory as it lies, so a tensor of another shape, dtype or device than they take for granted
 would end in a crash or in wrong numbers.
@@ -137,7 +137,7 @@ def _home(tensor: Tensor) -> str:
 
 
 def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -> bool:
-    """Whether the states of these names are where their parameter is."""
+    """True if the states of these names are on their parameter's device."""
     if not isinstance(param, DTensor):
         device = param.device
         return not any(state[name].device != device or isinstance(state[name], DTensor) for name in names)
@@ -147,7 +147,7 @@ def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may share memory: a dimension is stepped through within the reach of finer ones."""
+    """True if two elements may share memory: a dimension is stepped through within the reach of finer ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -1,4 +1,4 @@
-"""What the schema cannot say: settings that contradict each other.
+"""Settings that contradict each other, which the schema cannot express.
 
 `conflicts` returns every contradiction with the fields it reads, so that the loader can name their
 places and leave out those whose fields are already known to be wrong.
@@ -24,7 +24,7 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
 
 
 def executor_conflicts(recipe: Recipe, can: Capabilities, named: str = "") -> Iterator[Conflict]:
-    """What a recipe asks of an executor that cannot do it.
+    """Settings of a recipe that its executor does not support.
 
     Args:
         recipe: of the run.

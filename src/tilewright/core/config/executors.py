@@ -14,7 +14,7 @@ ExecutorName = Literal["standard", "layer_major", "pipeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an executor can do with a model, its gradient and its bytes.
+    """Capabilities of an executor: model, gradient and bytes.
 
     Example:
         >>> capabilities_of("standard").shard, capabilities_of("layer_major").offload
@@ -79,5 +79,5 @@ CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
 
 
 def capabilities_of(executor: ExecutorName) -> Capabilities:
-    """What the executor of this name can do."""
+    """Capabilities of the executor of this name."""
     return CAPABILITIES[executor]

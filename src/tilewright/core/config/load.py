@@ -159,12 +159,12 @@ def _follow_length(merged: _Values) -> None:
 
 
 def _is_above_0(value: object) -> bool:
-    """Whether a value of any type is a number above 0."""
+    """True if a value of any type is a number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _level(source: str) -> str:
-    """What two settings have in common that were written down together: one file, the environment, one command."""
+    """Common source of two settings that were written together: one file, the environment, one command."""
     return "env" if source.startswith("env ") else source
 
 
@@ -303,7 +303,7 @@ def _validated(merged: _Values) -> Recipe:
 
 
 def _is_broken(value: object) -> bool:
-    """Whether a text in a value is no UTF-8 (as bytes of a command line may be), or holds a NUL, which no path may."""
+    """True if a text in a value is not UTF-8 (as bytes of a command line may be), or holds a NUL, which no path may."""
     if isinstance(value, str):
         return "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the loader says about a value: the schema library's findings and unknown names, in four parts each."""
+"""Messages of the loader about a value: the schema library's findings and unknown names, in four parts each."""
 
 import difflib
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def schema_problems(
 
 
 def _start(value: object) -> str:
-    """What there is to compare of a value with a word: its beginning. Comparing takes the square of the length."""
+    """The part of a value that is compared with a word: its beginning. Comparing takes the square of the length."""
     return value[:_COMPARED] if isinstance(value, str) else ""
 
 

@@ -62,7 +62,7 @@ class DataSection(Section):
     .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
     sub-folder a class; the folder that `tilewright data build` filled, or its address, `s3://bucket/folder`."""
     format: Literal["text", "chat", "preferences"] = "text"
-    """What rows hold. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
+    """Content of rows. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
     `output`, or `prompt` and `completion`. `preferences`: a prompt with a `chosen` and a `rejected` answer; learned by
     direct preference optimization."""
@@ -90,7 +90,7 @@ class DataSection(Section):
     seq_len: Count = Field(default=512, ge=8)
     """Tokens in one packed row. With `rows = "documents"` the longest document: longer ones are split."""
     rows: Literal["packed", "documents"] = "packed"
-    """What a micro-batch is made of. `packed`: rows of `seq_len` tokens, each filled with documents and pieces of them.
+    """Form of a micro-batch. `packed`: rows of `seq_len` tokens, each filled with documents and pieces of them.
     `documents`: whole documents behind each other, in one row that is as long as they are. A step is then the next
     documents with at most `train.global_batch_size` times `seq_len` tokens, a micro-batch has at most
     `train.micro_batch_size` times `seq_len`."""
@@ -173,7 +173,7 @@ class LoraSection(Section):
     """Modules that train as a whole beside the adapters and are saved with them, such as `embed_tokens` and `lm_head`:
     names, their last parts, or globs. Modules that share a weight are named together."""
     base: Literal["fp8", "keep"] = "fp8"
-    """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte per weight, as
+    """Storage of the layers' frozen weights: E4M3 with a scale for each 128x128 block, one byte per weight, as
     folders of DeepSeek-V3 hold them; or as they are."""
 
 
@@ -194,7 +194,7 @@ class TrainSection(Section):
     micro_batch_size: Count = Field(default=8, ge=1)
     """Rows per forward pass; the rest is gradient accumulation."""
     activation_checkpoint: ActivationCheckpoint = "none"
-    """What a layer keeps for backward: all activations; results of matmuls and of attention, so that only the cheap
+    """Kept by a layer for backward: all activations; results of matmuls and of attention, so that only the cheap
     rest is recomputed; of matmuls alone; of attention alone; or only its input, so that it is recomputed whole."""
     checkpoint_inputs: CheckpointInputs = "exact"
     """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
@@ -242,7 +242,7 @@ class DistillSection(Section):
 
 
 class MemorySection(Section):
-    """What is where during a step. See `tilewright.memory`."""
+    """Place of all bytes during a step. See `tilewright.memory`."""
 
     changes_numbers = ("plan", "executor", "layers_per_group", "rollback", "mlp_chunks", "loss_chunk_bytes")
     changes_numbers += ("attention_block",)
@@ -287,7 +287,7 @@ class MemorySection(Section):
 
     @property
     def can(self) -> Capabilities:
-        """What the executor can do."""
+        """Capabilities of the executor."""
         return capabilities_of(self.executor)
 
     @property
@@ -392,5 +392,5 @@ class Recipe(Section):
 
     @property
     def executor(self) -> ExecutorName:
-        """What runs the steps: `memory.executor`, or the one for stages."""
+        """Name of the executor that runs the steps: `memory.executor`, or the one for stages."""
         return "pipeline" if self.parallel.pp > 1 else self.memory.executor

@@ -39,7 +39,7 @@ class Field:
 
     @property
     def wants(self) -> str:
-        """What a value must be, in words."""
+        """Allowed values, in words."""
         if any(getattr(item, "func", None) is parse_bytes for item in self.info.metadata):
             return 'a size like "24GiB", "500MB" or 1024'
         either = _describe(self.info.annotation) + _bounds(self.info.metadata)
@@ -85,7 +85,7 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
 
 
 def is_section(info: FieldInfo) -> bool:
-    """Whether a field of the schema is a section and not a setting."""
+    """True if a field of the schema is a section and not a setting."""
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
@@ -145,7 +145,7 @@ def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
 
 
 def changes_numbers(path: str) -> bool:
-    """Whether a setting of a recipe decides what numbers a step computes; its section says so.
+    """True if a setting of a recipe decides what numbers a step computes; its section says so.
 
     Example:
         >>> changes_numbers("train.dpo_beta"), changes_numbers("train.log_interval")

@@ -1,4 +1,4 @@
-"""What all sections of a recipe have in common."""
+"""Base of all sections of a recipe."""
 
 from typing import Annotated, ClassVar
 

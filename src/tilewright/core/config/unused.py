@@ -83,13 +83,13 @@ def _other_policy(policy: str, recipe: Recipe) -> bool:
 
 
 def _is_far(recipe: Recipe) -> bool:
-    """Whether data is read from addresses."""
+    """True if data is read from addresses."""
     sources = recipe.data.sources.values() or (recipe.data.source,)
     return any("://" in source and not source.startswith("hf://") for source in sources)
 
 
 def _is_built(source: str) -> bool:
-    """Whether a source is the folder of a built dataset; False for what is no path at all."""
+    """True if a source is the folder of a built dataset; False for what is no path at all."""
     return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
 
 

@@ -75,7 +75,7 @@ class TilewrightLM(TemplateLM):
 
     @property
     def notes(self) -> list[str]:
-        """What was done otherwise than asked, with the number of requests that it concerned."""
+        """Departures from what was asked, each with its number of requests."""
         return [f"{text}: {count} requests" for text, count in self._counts.items()] + self.model.notes
 
     @property

@@ -74,7 +74,7 @@ class TextCodec:
 
 
 def _declared_prefix(folder: Path) -> bool | None:
-    """What `add_bos_token` says; None where neither it nor `add_eos_token` is there (transformers reads it so)."""
+    """The value of `add_bos_token`; None where neither it nor `add_eos_token` is there (transformers reads it so)."""
     if not (folder / CONFIG).is_file():
         return None
     values = json.loads((folder / CONFIG).read_bytes())

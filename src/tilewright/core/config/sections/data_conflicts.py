@@ -43,7 +43,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _documents(recipe: Recipe) -> Iterator[Conflict]:
-    """What is no text, or a pair of answers, cannot be put behind each other."""
+    """Rows that are not text, and pairs of answers, cannot be concatenated."""
     if recipe.model.task == "image_classification":
         yield Conflict(
             ("data.rows", "model.task"),

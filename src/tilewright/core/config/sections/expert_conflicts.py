@@ -1,4 +1,4 @@
-"""What experts that are spread over processes (`parallel.ep`) cannot be together with, each by name."""
+"""Settings that experts on several processes (`parallel.ep`) exclude, each by name."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
 
 
 def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """What a recipe with `parallel.ep` above 1 asks for and cannot have yet; numbers that do not come out even."""
+    """Settings of a recipe with `parallel.ep` above 1 that are not supported yet, and numbers that do not divide."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.ep == 1:
         return

@@ -49,7 +49,7 @@ class ModelSection(Section):
     weights: Literal["random", "load"] = "random"
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
-    """What is learned. `decoder` does `causal_lm` only."""
+    """Task that is learned. `decoder` does `causal_lm` only."""
     dim: Count = Field(default=256, ge=8)
     """Width of the residual stream."""
     num_layers: Count = Field(default=6, ge=1)

@@ -99,7 +99,7 @@ class ParallelSection(Section):
     """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
     part of them between micro-batches. More communication, less memory. False: once per step."""
     grad_sync: WireName = "fp32"
-    """What gradients are sent as between processes, which add them in FP32 either way. `bf16`: half the bytes, rounded
+    """Wire format of gradients between processes, which add them in FP32 either way. `bf16`: half the bytes, rounded
     to 8 bits. `fp8`: a quarter of the bytes, rounded to E4M3 under a power-of-two scale per 128 values. An overflow or
     NaN in a gradient arrives as NaN."""
     grad_feedback: bool = False
@@ -115,7 +115,7 @@ class ParallelSection(Section):
 
     @property
     def numbers_by_name(self) -> bool:
-        """Whether a parameter's draws depend on its name in the whole model, and not on what else is on its rank."""
+        """True if a parameter's draws depend on its name in the whole model, and not on what else is on its rank."""
         return self.pp > 1 or self.place_experts == "on" or bool(self.expert_order)
 
     @property

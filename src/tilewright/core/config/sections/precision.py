@@ -29,7 +29,7 @@ class PrecisionRule(Section):
     wgrad: GemmFormatName = ""
     """Format of the matmul that gives a linear layer's weight gradient."""
     kind: Literal["", "linear", "head", "router"] = ""
-    """What the matched modules are, where their structure does not tell. Empty: as found."""
+    """Kind of the matched modules, where their structure does not show it. Empty: as found."""
 
 
 class ControllerSection(Section):
@@ -38,7 +38,7 @@ class ControllerSection(Section):
     enabled: bool = False
     """Move each matmul of the FP8 layers to BF16 or FP32 and back on evidence, and retry bad steps (fp8_tile only)."""
     granularity: Literal["per_gemm", "three_level"] = "per_gemm"
-    """What moves together: each matmul by itself, or attention, forward and gradient matmuls as three groups."""
+    """Unit of a move: each matmul by itself, or attention, forward and gradient matmuls as three groups."""
     budget: float = Field(default=0.5, ge=0, le=1)
     """Largest share of the linear layers' FLOPs above 8 bits, including what `rules` and `bf16_grad_layers` keep there.
     A budget that these exceed ends the start with exit code 3."""
@@ -97,7 +97,7 @@ class PrecisionSection(Section):
     fp8_until: float = Field(default=1.0, gt=0, le=1)
     """Share of the steps after which 8 bits give way to BF16. 1: never."""
     fp8_after: Literal["all", "fprop"] = "all"
-    """What goes to BF16 then: all matmuls, or the forward matmul alone."""
+    """Matmuls that take BF16 then: all, or the forward one alone."""
     controller: ControllerSection = ControllerSection()
     lr_noise_damping: float = Field(default=0.0, ge=0)
     """Multiply the learning rate by 1 / (1 + lr_noise_damping * noise), where noise is the mean noise over signal of
@@ -110,12 +110,12 @@ class PrecisionSection(Section):
 
     @property
     def moves_matmuls(self) -> bool:
-        """Whether single matmuls change their format during the run, on evidence or by a schedule."""
+        """True if single matmuls change their format during the run, on evidence or by a schedule."""
         scheduled = self.fp8_from != (0.0, 0.0, 0.0) or self.fp8_until < 1
         return self.enabled and (self.controller.enabled or scheduled)
 
     @property
     def names_fp16(self) -> bool:
-        """Whether a mode or a rule here is one of FP16; `hybrid` is it on a GPU."""
+        """True if a mode or a rule here is one of FP16; `hybrid` is it on a GPU."""
         fp16 = {self.mode, self.start_mode} & {"hybrid", "pure_fp16"} or {"fp16"} & {r.compute for r in self.rules}
         return self.enabled and bool(fp16)

@@ -1,4 +1,4 @@
-"""What stages of a pipeline (`parallel.pp`) cannot be together with, each by name."""
+"""Settings that stages of a pipeline (`parallel.pp`) exclude, each by name."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
 
 
 def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """What a recipe with `parallel.pp` above 1 asks for and cannot have yet, and layers that are too few."""
+    """Settings of a recipe with `parallel.pp` above 1 that are not supported yet, and too few layers."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.pp == 1:
         return

@@ -1,4 +1,4 @@
-"""What a wire format of gradients (`parallel.grad_sync`) or of parameters (`parallel.param_gather`) cannot be with."""
+"""Settings that a wire format of gradients (`parallel.grad_sync`) or parameters (`parallel.param_gather`) excludes."""
 
 from collections.abc import Iterator
 
