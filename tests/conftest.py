@@ -37,6 +37,7 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
+    gc.freeze()  # the search that is due would visit all that was collected
     gc.enable()
 
 

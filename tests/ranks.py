@@ -52,6 +52,16 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: floa
         return _collect(ends, seconds)
 
 
+def of_one_rank(function: Callable[[], Any]) -> Any:
+    """What `function` returns on the first rank, on all of them: the step of one process that all compare with is
+    computed once. Called on every rank; what it returns is pickled."""
+    import torch.distributed as dist
+
+    found = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Processes of it begin with everything imported."""
     context = multiprocessing.get_context("forkserver")

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.planner.simulate.here import tables_here
 from tilewright.cli.app import run
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.torch_tables import torch_tables
 
 SMALL = [
     "simulate",
@@ -21,10 +21,10 @@ TABLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def _made_once():
-    """One process makes the tables of all tests of this file."""
+    """The tables of all tests of this file."""
     names = [("1f1b", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
     names += [("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2), ("interleaved_deferred", 2)]
-    made = torch_tables([(Pipeline(2, *name), 4) for name in names])
+    made = tables_here([(Pipeline(2, *name), 4) for name in names])
 
     def kept(asked):
         for pipeline, count in asked:

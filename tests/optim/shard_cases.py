@@ -1,7 +1,7 @@
 """What ranks run in the tests of sharded optimizers: light to import, since each rank does."""
 
-import functools
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.ranks import of_one_rank
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.kernels import Kernels
@@ -26,7 +27,7 @@ FORMATS = [
 """Every dtype of parameters with every storage of states that goes with it."""
 
 
-@functools.cache
+@cache
 def kernels_with(adam) -> Kernels:
     """Of this machine."""
     return Kernels(detect_machine("cpu"), {} if adam is None else {"adam": adam})
@@ -127,22 +128,30 @@ def refusals(rank, sizes, cases) -> list[str]:
     return found
 
 
+def whole_steps(case, steps):
+    """Updates of whole tensors: of each its first value, its last one, and its states."""
+    params = params_of(case)
+    optimizer, starts = optimizer_of(case, params), [param.detach().clone() for param in params]
+    for number in range(steps):
+        step(case, optimizer, params, number)
+    return [(start, param.detach(), optimizer.state[param]) for start, param in zip(starts, params, strict=True)]
+
+
 def differences(rank, sizes, cases, steps=3) -> list[str]:
     """Updates of shards against those of whole tensors, on each rank: parameters, states, and what is sharded."""
     mesh, found = mesh_of(sizes), []
     for case in cases:
-        whole, parts = params_of(case), params_of(case, mesh)
-        law, ours = optimizer_of(case, whole), optimizer_of(case, parts)
-        starts = [param.detach().clone() for param in whole]
+        parts = params_of(case, mesh)
+        ours = optimizer_of(case, parts)
         for number in range(steps):
-            step(case, law, whole, number)
             step(case, ours, parts, number, mesh)
-        for index, (want, got) in enumerate(zip(whole, parts, strict=True)):
+        law = of_one_rank(partial(whole_steps, case, steps))
+        for index, ((start, want, states), got) in enumerate(zip(law, parts, strict=True)):
             name = f"{case}, parameter {index}"
             found += difference(got, want, name)
-            if want.numel() > 8 and torch.equal(want, starts[index]):
+            if want.numel() > 8 and torch.equal(want, start):
                 found.append(f"{name} did not change")
-            states, held = law.state[want], ours.state[got]
+            held = ours.state[got]
             assert states.keys() == held.keys()
             for key, state in states.items():
                 found += difference(held[key], state, f"{name}, {key}")

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.planner.simulate.here import tables_here
 from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import Heartbeat, records
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.torch_tables import torch_tables
 
 LIMIT_S, COUNT = 10.0, 6
 PIPELINES = (
@@ -24,7 +24,7 @@ PIPELINES = (
 
 @pytest.fixture(scope="module")
 def tables():
-    return torch_tables([(pipeline, COUNT) for pipeline in PIPELINES])
+    return tables_here([(pipeline, COUNT) for pipeline in PIPELINES])
 
 
 def done_until_one_hangs(rows, hung):

@@ -1,11 +1,14 @@
 """Steps of micro-batches whose shapes and numbers differ, and the gradients that one process has of them."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tests.models.shapes import KERNELS, SHAPES
+from tests.ranks import of_one_rank
 from tests.zoo.families import FAMILIES
 from tilewright.core import env
 from tilewright.models.build import init_weights
@@ -78,11 +81,33 @@ def micro_batches(count: int, generator: torch.Generator) -> list[dict[str, torc
     return found
 
 
-def counts_of(pipeline: Pipeline) -> list[int]:
+def counts_of(pipeline: Pipeline) -> tuple[int, ...]:
     """Numbers of micro-batches of the steps: the second is the larger one, and the first comes again; the schedule
     takes both."""
     few, many = [count for count in range(1, 4 * pipeline.pp) if pipeline.takes(count)][:2]
-    return [few, many, few]
+    return few, many, few
+
+
+def _batches(counts: Iterable[int], rows: int) -> Iterator[list[list[dict[str, torch.Tensor]]]]:
+    """Micro-batches of each step, by row of the mesh."""
+    generator = torch.Generator().manual_seed(3)
+    for count in counts:
+        yield [micro_batches(count, generator) for _ in range(rows)]
+
+
+@cache
+def _alone(
+    kind: str, layers: int, counts: tuple[int, ...], rows: int
+) -> list[tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]]:
+    """Of one process, for each step: gradients by name, and losses by row of the mesh and micro-batch."""
+    model, found = model_of(kind, layers), []
+    for batches in _batches(counts, rows):
+        model.zero_grad(set_to_none=True)
+        losses = [[model.loss(batch).loss_sum for batch in of_row] for of_row in batches]
+        sum(loss for of_row in losses for loss in of_row).mul(FACTOR).backward()
+        gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        found.append((gradients, [[loss.detach() for loss in of_row] for of_row in losses]))
+    return found
 
 
 def worst_gradient(
@@ -94,10 +119,7 @@ def worst_gradient(
     tp: int = 1,
     slices: bool = True,
 ):
-    """(error, name) of the worst gradient of any step on any rank, against one process; None has none to compare.
-
-    Each rank computes the steps of the whole model too.
-    """
+    """(error, name) of the worst gradient of any step on any rank, against one process; None has none to compare."""
     sizes = MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies, tp=tp)
     world = join(env.ranks(), sizes, torch.device("cpu"))
     layers = pipeline.num_stages + 1
@@ -110,29 +132,25 @@ def worst_gradient(
     mesh = world.fsdp_mesh_beside(bool(expert_meshes(held)))
     if mesh is not None:
         shard_all(held, (), mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
-    steps, whole = PipelineSteps(held, torch.device("cpu")), model_of(kind, layers)
-    generator, worst = torch.Generator().manual_seed(3), (0.0, "")
-    params = list(held.parameters())
-    for count in counts_of(pipeline):
-        batches = [micro_batches(count, generator) for _ in range(world.data.size)]
-        for param in (*params, *whole.parameters()):
+    steps, worst = PipelineSteps(held, torch.device("cpu")), (0.0, "")
+    params, counts = list(held.parameters()), counts_of(pipeline)
+    wanted = of_one_rank(partial(_alone, kind, layers, counts, world.data.size))
+    for batches, (want, losses) in zip(_batches(counts, world.data.size), wanted, strict=True):
+        for param in params:
             param.grad = None
         results = steps.run(batches[world.data.rank], FACTOR)
         if mesh is None:
             sum_gradients(AsyncCommunicator(world.data.handle), params)
         sum_of_slices(held)
         assert tp == 1 or not any(queue.at_once for queue in steps.queues), "weights' gradients wait"
-        outputs = [[whole.loss(batch) for batch in of_rank] for of_rank in batches]
-        sum(output.loss_sum for of_rank in outputs for output in of_rank).mul(FACTOR).backward()
-        for result, output in zip(results, outputs[world.data.rank], strict=True):
+        for result, loss in zip(results, losses[world.data.rank], strict=True):
             if held.stages[-1].is_last:
-                torch.testing.assert_close(result.loss_sum, output.loss_sum.detach(), rtol=1e-6, atol=0)
-        want = dict(whole.named_parameters())
+                torch.testing.assert_close(result.loss_sum, loss, rtol=1e-6, atol=0)
         names = [name for name, _ in held.named_parameters()]
         assert set(names) <= want.keys()
         for name, param in held.named_parameters():
             assert param.grad is not None, name
             got = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-            error = float((got - want[name].grad).norm() / want[name].grad.norm())
+            error = float((got - want[name]).norm() / want[name].norm())
             worst = max(worst, (error, name))
     return worst, names

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.planner.simulate.here import tables_here
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.torch_tables import torch_tables
 
 SMALL = [(p, p * times) for p in (2, 3, 8) for times in (1, 2, 4)]
 LARGE = [(p, p * times) for p in (3, 8, 32) for times in (1, 2, 8)]
@@ -28,9 +28,9 @@ def tables():
     asked = [(one, m) for p, m in SMALL for one in pipelines(p)]
     asked += [(Pipeline(p, "dualpipe_v", 2), 4 * p) for p in (2, 8)]
     asked += [(one, 256) for one in (*pipelines(32)[:3], pipelines(32)[4])]
-    return torch_tables(asked)
+    return tables_here(asked)
 
 
 @pytest.fixture(scope="session")
 def large_tables():
-    return torch_tables([(one, m) for p, m in LARGE for one in pipelines(p)])
+    return tables_here([(one, m) for p, m in LARGE for one in pipelines(p)])

@@ -1,12 +1,14 @@
 """One step of a tiny mixture of experts spread over ranks, against the step of one process with all micro-batches."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.shapes import KERNELS, SHAPES, make_batch
 from tests.parallel.steps import Seen, groups_of, relative
+from tests.ranks import of_one_rank
 from tilewright.core import env
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
@@ -127,6 +129,14 @@ def step(model: Decoder, world: World, batches: list[Any], **options: Any) -> tu
     return seen, executor.step(batches, 0.0)
 
 
+def alone_step(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:
+    """Of one process with the micro-batches of all ranks: gradients by name, the result, the biases of routers."""
+    model = whole(case)
+    batches = [batch for rank in range(ranks) for batch in microbatches(rank, case.number)]
+    seen, result = step(model, World.alone(), batches)
+    return seen.grads, result, [layer.gate.e_score_correction_bias for layer in mixtures(model)]
+
+
 def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     """On each rank, for each case: errors by name, of loss and norm, and how many rows experts here have had."""
     found = []
@@ -134,17 +144,15 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         world = world_of(case)
         model = spread(case, world)
         seen, result = step(model, world, microbatches(rank, case.number), **case.options)
-        reference = whole(case)
-        batches = [batch for other in range(world.size) for batch in microbatches(other, case.number)]
-        want, alone = step(reference, World.alone(), batches)
-        errors = {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()}
+        want, alone, want_biases = of_one_rank(partial(alone_step, case, world.size))
+        errors = {name: relative(grad, want[name]) for name, grad in seen.grads.items()}
         biases = [
-            torch.equal(ours.gate.e_score_correction_bias, theirs.gate.e_score_correction_bias)
-            for ours, theirs in zip(mixtures(model), mixtures(reference), strict=True)
+            torch.equal(ours.gate.e_score_correction_bias, theirs)
+            for ours, theirs in zip(mixtures(model), want_biases, strict=True)
         ]
         found.append({
             "errors": errors,
-            "whole": sorted(want.grads),
+            "whole": sorted(want),
             "loss": abs(result.loss - alone.loss),
             "norm": abs(result.grad_norm / alone.grad_norm - 1),
             "aux": (result.aux, alone.aux) if hasattr(result, "aux") else (),

@@ -1,5 +1,7 @@
 """8-bit experts that are spread have the codes of one process with the rows of all ranks in one micro-batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,13 +9,18 @@ from tests.models.shapes import make_batch
 from tests.parallel.inside.experts.spread import Case, spread, step, whole, world_of
 from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import relative
-from tests.ranks import on_ranks
+from tests.ranks import of_one_rank, on_ranks
 from tilewright.parallel.inside.experts.hold import mixtures
 from tilewright.parallel.world import World
 
 pytestmark = pytest.mark.dist
 BOUNDS = {"fp8_tile": 2**-4, "bf16_mixed": 2**-7, "fp32": LIKE_ONE_PROCESS}
 """E4M3 rounds by 2^-4 of an element, BF16 by 2^-9; a gradient is a sum of a few of them."""
+
+
+def _alone(case, batch):
+    seen, result = step(whole(case), World.alone(), [batch])
+    return seen.grads, result
 
 
 def _one_micro_batch(rank, cases):
@@ -24,9 +31,9 @@ def _one_micro_batch(rank, cases):
         joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         model = spread(case, world)
         seen, result = step(model, world, [batches[rank]])
-        want, alone = step(whole(case), World.alone(), [joined])
+        want, alone = of_one_rank(partial(_alone, case, joined))
         assert result.num_targets == alone.num_targets
-        experts = {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items() if ".experts." in name}
+        experts = {name: relative(grad, want[name]) for name, grad in seen.grads.items() if ".experts." in name}
         sent = sum(layer.exchange.sent_bytes for layer in mixtures(model))
         found.append((case, max(experts.values()), abs(result.loss - alone.loss), sent))
     return found

@@ -1,5 +1,6 @@
 """Experts of transformers' models that are spread over ranks: gradients of one process, whole names and shapes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.models.shapes import KERNELS
 from tests.parallel.inside.experts.test_codes import BOUNDS
 from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import Seen, groups_of, is_part, microbatches, relative
-from tests.ranks import on_ranks
+from tests.ranks import of_one_rank, on_ranks
 from tilewright.core import env
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import init_weights
@@ -66,12 +67,26 @@ def step(model, world, batches, **options):
     return seen, StandardExecutor(model, seen, clip=clip, **groups_of(world), **options).step(batches, 0.0)
 
 
+def _logits(model, rank):
+    ids = torch.arange(24).view(2, 12) % 50 + rank
+    with torch.no_grad(), evaluating(model):
+        return model.logits_at(ids, ids > 0)
+
+
+def _alone(family, mode, ranks, number):
+    """Of one process: gradients by name, the result, and logits of an evaluation on each rank's row."""
+    model = model_of(family, mode)
+    batches = [batch for rank in range(ranks) for batch in microbatches(rank, number)]
+    seen, result = step(model, World.alone(), batches)
+    return seen.grads, result, [_logits(model, rank) for rank in range(ranks)]
+
+
 def _compared(rank, sizes, cases):
     world = join(env.ranks(), sizes, torch.device("cpu"))
     found = []
     for family, number, mode in cases:
-        model, reference = model_of(family, mode), model_of(family, mode)
-        shapes = {name: tuple(param.shape) for name, param in reference.named_parameters()}
+        model = model_of(family, mode)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         hold_experts(model, world)
         shard_all(model, model.layers, world.fsdp_mesh, Sharding())
         assert {name: tuple(param.shape) for name, param in model.named_parameters()} == shapes, "whole names, shapes"
@@ -80,16 +95,12 @@ def _compared(rank, sizes, cases):
             part = param.to_local() if is_part(param) else param
             assert len(part) * sizes.dp_shard <= len(param) + sizes.dp_shard, f"{name}: of {len(param)} {len(part)}"
         seen, result = step(model, world, microbatches(rank, number))
-        batches = [batch for other in range(world.size) for batch in microbatches(other, number)]
-        want, alone = step(reference, World.alone(), batches)
-        assert seen.grads.keys() == want.grads.keys()
+        want, alone, logits = of_one_rank(partial(_alone, family, mode, world.size, number))
+        assert seen.grads.keys() == want.keys()
         assert spread
-        errors = {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()}
+        errors = {name: relative(grad, want[name]) for name, grad in seen.grads.items()}
         worst = max(errors, key=errors.__getitem__)
-        ids = torch.arange(24).view(2, 12) % 50 + rank
-        with torch.no_grad(), evaluating(model), evaluating(reference):
-            ours, theirs = (one.logits_at(ids, ids > 0) for one in (model, reference))
-        evaluated = relative(ours, theirs)
+        evaluated = relative(_logits(model, rank), logits[rank])
         found.append((f"{family} {mode}", BOUNDS[mode], worst, errors[worst], abs(result.loss - alone.loss),
                       abs(result.grad_norm / alone.grad_norm - 1), evaluated))  # fmt: skip
     return found

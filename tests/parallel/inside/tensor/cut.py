@@ -1,12 +1,14 @@
 """One step of a tiny decoder whose matrices are cut over ranks, against the step of one process with all rows."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.shapes import KERNELS
 from tests.parallel.steps import microbatches, relative, run
+from tests.ranks import of_one_rank
 from tilewright.core import env
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.memory.chunked_mlp import chunk_mlps
@@ -113,6 +115,13 @@ def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
+def _alone(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:
+    """The step of one process: gradients by name, the result, the biases of routers."""
+    model = whole(case)
+    seen, result = run(model, World.alone(), [batch for rank in range(ranks) for batch in _batches(case, rank)])
+    return seen.grads, result, [layer.gate.e_score_correction_bias for layer in mixtures(model)]
+
+
 def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     """On each rank, for each case: errors by name, of loss and norm."""
     found = []
@@ -120,20 +129,18 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         world = world_of(case)
         model = cut(case, world)
         seen, result = run(model, world, _batches(case, world.data.rank), **case.options)
-        batches = [batch for other in range(world.data.size) for batch in _batches(case, other)]
-        reference = whole(case)
-        want, alone = run(reference, World.alone(), batches)
+        want, alone, want_biases = of_one_rank(partial(_alone, case, world.data.size))
         held = {number for layer in mixtures(model) for number, _ in layer.experts.named_children()}
-        assert seen.grads.keys() == {name for name in want.grads if _is_here(name, held)}
+        assert seen.grads.keys() == {name for name in want if _is_here(name, held)}
         biases = [
-            torch.equal(ours.gate.e_score_correction_bias, theirs.gate.e_score_correction_bias)
-            for ours, theirs in zip(mixtures(model), mixtures(reference), strict=True)
+            torch.equal(ours.gate.e_score_correction_bias, theirs)
+            for ours, theirs in zip(mixtures(model), want_biases, strict=True)
         ]
         assert all(biases), "load is counted once over all ranks"
         assert seen.dtypes == {torch.float32}
         assert (result.num_targets, result.num_tokens) == (alone.num_targets, alone.num_tokens)
         found.append({
-            "errors": {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()},
+            "errors": {name: relative(grad, want[name]) for name, grad in seen.grads.items()},
             "loss": abs(result.loss / alone.loss - 1),
             "norm": abs(result.grad_norm / alone.grad_norm - 1),
             "exact": (result.loss, result.grad_norm),

@@ -1,6 +1,7 @@
 """Hugging Face models whose matrices are cut by transformers' plans: gradients of one process, whole names, shapes."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.models.shapes import KERNELS
 from tests.parallel.inside.experts.test_stacked import SIZES, config_of
 from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import Seen, groups_of, is_part, microbatches, relative
-from tests.ranks import on_ranks
+from tests.ranks import of_one_rank, on_ranks
 from tilewright.core import env
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.core.errors import ConfigError
@@ -85,23 +86,33 @@ def step(model, world, batches):
     return seen, StandardExecutor(model, seen, clip=clip, **groups_of(world)).step(batches, 0.0)
 
 
+def _logits(model):
+    ids = torch.arange(24).view(2, 12) % 50
+    with torch.no_grad(), evaluating(model):
+        return model.logits_at(ids, ids > 0)
+
+
+def _alone(case, ranks):
+    """Of one process: gradients by name, the result, logits of an evaluation, shapes."""
+    model = whole(case)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    batches = [batch for rank in range(ranks) for batch in microbatches(rank, case.number)]
+    seen, result = step(model, World.alone(), batches)
+    return seen.grads, result, _logits(model), shapes
+
+
 def compare(rank, cases):
     found = []
     for case in cases:
         world = join(env.ranks(), case.sizes, torch.device("cpu"))
-        reference = whole(case)
         model = cut(case, world)
-        shapes = {name: tuple(param.shape) for name, param in reference.named_parameters()}
+        want, alone, theirs, shapes = of_one_rank(partial(_alone, case, world.data.size))
         assert {name: tuple(param.shape) for name, param in model.named_parameters()} == shapes, "whole names, shapes"
         parts = {name for name, param in model.named_parameters() if is_part(param)}
         seen, result = step(model, world, microbatches(world.data.rank, case.number))
-        batches = [batch for other in range(world.data.size) for batch in microbatches(other, case.number)]
-        want, alone = step(reference, World.alone(), batches)
-        assert seen.grads.keys() == want.grads.keys()
-        errors = {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()}
-        ids = torch.arange(24).view(2, 12) % 50
-        with torch.no_grad(), evaluating(model), evaluating(reference):
-            ours, theirs = (one.logits_at(ids, ids > 0) for one in (model, reference))
+        assert seen.grads.keys() == want.keys()
+        errors = {name: relative(grad, want[name]) for name, grad in seen.grads.items()}
+        ours = _logits(model)
         found.append({
             "errors": errors, "parts": parts, "notes": list(model.notes), "evaluated": relative(ours, theirs),
             "loss": abs(result.loss / alone.loss - 1), "norm": abs(result.grad_norm / alone.grad_norm - 1),

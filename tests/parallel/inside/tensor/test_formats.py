@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.parallel.inside.tensor import cut as cuts
 from tests.parallel.inside.tensor.cut import Case, cut, world_of
 from tests.parallel.inside.tensor.cut import whole as whole_of
 from tests.parallel.steps import microbatches, run
-from tests.ranks import on_ranks
+from tests.ranks import of_one_rank, on_ranks
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.inside.tensor.hold import on_part
@@ -35,6 +36,14 @@ def least_db(got, want):
     return name, found[name]
 
 
+def _alone(case, ranks):
+    """The step of one process: gradients by name, and the result."""
+    seen, result = run(
+        whole_of(case), World.alone(), [batch for rank in range(ranks) for batch in microbatches(rank, 2)]
+    )
+    return seen.grads, result
+
+
 def _grads(rank, modes):
     cuts.CONFIGS["tiles"] = TILES
     found = []
@@ -42,9 +51,8 @@ def _grads(rank, modes):
         case = Case(2, shards, kind="tiles", mode=mode, settings=settings)
         world = world_of(case)
         seen, result = run(cut(case, world), world, microbatches(world.data.rank, 2))
-        batches = [batch for data in range(world.data.size) for batch in microbatches(data, 2)]
-        want, alone = run(whole_of(case), World.alone(), batches)
-        found.append((mode, *least_db(seen.grads, want.grads), abs(result.loss / alone.loss - 1), result.loss))
+        want, alone = of_one_rank(partial(_alone, case, world.data.size))
+        found.append((mode, *least_db(seen.grads, want), abs(result.loss / alone.loss - 1), result.loss))
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.simulate.here import tables_here
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
@@ -23,7 +24,7 @@ from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
 from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
 from tilewright.planner.simulate.table import ScheduleTable
-from tilewright.planner.simulate.torch_tables import Asked, torch_tables
+from tilewright.planner.simulate.torch_tables import Asked
 
 DENSE = {
     "model.dim": "4096", "model.num_layers": "16", "model.num_heads": "32", "model.num_kv_heads": "8",
@@ -60,7 +61,7 @@ def search_of(rates, gib, **changes):
 def made_once(asked):
     """Tables of schedules; one process makes those that no test has asked for."""
     if missing := [one for one in asked if one not in TABLES]:
-        TABLES.update(torch_tables(missing))
+        TABLES.update(tables_here(missing))
     return {one: TABLES[one] for one in asked}
 
 
