@@ -9,8 +9,11 @@ import torch
 from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run as cli
 from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.artefacts import missed
 from tilewright.compress.budget.compress_run import Compression
+from tilewright.compress.budget.measure import row_losses_of
 from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.export.targets import find_targets
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
 from tilewright.models.decoder.hf_config import read_config
@@ -119,6 +122,54 @@ def test_a_budget_out_of_reach_names_the_least_cut(run, tmp_path):
     with pytest.raises(FitError, match="No cut is near the loss budget") as error:
         asked.plan()
     assert "alone costs" in error.value.problems[0].got
+
+
+def recovered(run, out, **changes):
+    """A compression whose first cut was recovered, and its row."""
+    asked = compression(run, out, settings_of("50%", kinds="ffn", steps=2, tries=1, **changes))
+    return asked, asked._recovered(asked.plan()[0])
+
+
+def test_a_recovered_run_is_trained_for_integers_once(run, tmp_path):
+    """A stage of its own: from the recovered weights, with the run as its teacher, and measured as it rounds."""
+    asked, best = recovered(run, tmp_path)
+    row = asked._trained(best, "int8")
+    source = open_to_export(tmp_path / row["run"])
+    assert [rule.compute for rule in source.recipe.precision.rules] == ["int8"]
+    assert source.recipe.distill.teacher == str(run.resolve())
+    assert source.trained_in_int8
+    rise, _ = row_losses_of(source.as_trained, asked.batches).rise_over(asked.whole)
+    assert row["rise"] == rise != row_losses_of(source.model, asked.batches).rise_over(asked.whole)[0]
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "teacher").glob("*.rows")}
+    assert asked._trained(best, "int8") == row
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "teacher").glob("*.rows")}
+
+
+def test_targets_that_missed_by_rounding_are_trained_for():
+    targets = find_targets("hf,gguf-q4_0,onnx-int8,executorch-8da4w")
+    row = lambda name, rise, inside: {"target": name, "rise": rise, "inside": inside}  # noqa: E731
+    rows = [row("hf", 0.2, False), row("gguf-q4_0", 0.2, False), row("onnx-int8", 0.0, True)]
+    rows.append(row("executorch-8da4w", None, False))  # it did not run
+    assert {name: [t.name for t in found] for name, found in missed(rows, targets).items()} == {"int4": ["gguf-q4_0"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # consumers in processes of their own
+def test_artefacts_that_rounding_took_out_of_the_budget_are_made_again(run, tmp_path):
+    """The same target twice: rounded after recovery, and with the codes that were trained. A second command adds
+    nothing."""
+    asked, best = recovered(run, tmp_path, targets="onnx-int8")
+    asked.settings = replace(asked.settings, budget=-1.0)  # nothing is inside
+    asked._export(best)
+    rows = asked.record["artefacts"]
+    assert [(row["target"], row["integers"], row["state"]) for row in rows] == [
+        ("onnx-int8", "", "ran"), ("onnx-int8", "int8", "ran"),
+    ]  # fmt: skip
+    assert rows[1]["compared_with"] == "the model as trained"
+    assert "trained in int8" in render_compression(asked.record | {"chosen": best["name"], "verdict": "over budget"})
+    times = [path.stat().st_mtime_ns for path in (tmp_path / "artefacts").iterdir()]
+    asked._export(best)
+    assert times == [path.stat().st_mtime_ns for path in (tmp_path / "artefacts").iterdir()]
 
 
 @pytest.mark.slow

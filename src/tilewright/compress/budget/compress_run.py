@@ -3,10 +3,10 @@
 Each stage is a run folder of its own below `out`, and compress.json is written after each: the same command continues
 where it was stopped. First the run is trained as many steps further, which is the control that the budget is over too
 (`rises`). A cut is recovered, its loss compared with the budget, and the next smaller one is tried where it is above.
-What the artefacts round away counts too.
+What the artefacts round away counts too; where that is too much, the recovered run is trained for the integers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 
+from tilewright.compress.budget.artefacts import judged, missed
 from tilewright.compress.budget.candidates import CutPlan, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.record import Record, read_record, recipe_hash, write_record
-from tilewright.compress.budget.rises import in_words, rises_of, rounded, ruling
+from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.compress.budget.stages import OpenRun, from_scratch, run_stage, stage_recipe, write_model
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.target import Target
 from tilewright.compress.export_run import check_finite, export_run
 from tilewright.compress.exports_file import change_since
 from tilewright.compress.prove.limits import ConsumerLimits
@@ -202,41 +204,60 @@ class Compression:
             return None
         return self._losses(self.out / self.record["controls"]["teacher"]["run"])
 
-    def _export(self, best: Mapping[str, Any]) -> None:
-        """Artefacts of the recovered run; each with the loss over the run that was compressed. Those that an earlier
-        command proved, and nobody has changed since, are not made again."""
-        before = self.record.get("artefacts", [])
-        if before and all(change_since(row, self.out / best["run"]) is None for row in before):
-            return
-        source = self.open_run(self.out / best["run"])
-        record = export_run(source, self.settings.targets, self.out / "artefacts", limits=self.limits)
-        names = {target.name for target in self.settings.targets}
-        rows = [row for row in record["artefacts"] if row["target"] in names]
-        self.record["baselines"] = record["baselines"]
-        self.record["fp32_bytes"] = {"whole": 4 * parameters(self.model), "cut": record["fp32_bytes"]}
-        self.record["artefacts"] = [row | self._judged(row, best) for row in rows]
+    def _export(self, best: Record) -> None:
+        """Artefacts of the recovered run; where rounding takes one out of the budget, of that run trained for it."""
+        targets = self.settings.targets
+        rows = self._artefacts(best, targets)
+        for integers, outside in missed(rows, targets).items():
+            self._artefacts(self._trained(best, integers), outside)
 
-    def _judged(self, row: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether an artefact is inside the budget: the rise of its recovered run, and what its rounding adds."""
-        losses = row.get("loss")
-        if row["state"] != "ran" or not losses:
-            return {
-                "rise": None,
-                "equal_rise": None,
-                "inside": False,
-                "reason": row.get("reason") or f"state {row['state']}",
-            }
-        ours, theirs = (sum(one[key] for one in losses.values()) for key in ("fp32", "consumer"))
-        both = rounded(best, theirs / ours)
-        return both | {"inside": ruling(both) <= self.settings.budget, "reason": row.get("reason") or in_words(both)}
+    def _artefacts(self, made: Record, targets: Sequence[Target]) -> list[Record]:
+        """Of a run, each with the loss over the run that was compressed. Those that an earlier command proved, and
+        nothing has changed since, are not made again."""
+        rows = self.record.setdefault("artefacts", [])
+        own = [row for row in rows if row["of"] == made["run"]]
+        if own and all(change_since(row, self.out / made["run"]) is None for row in own):
+            return own
+        source = self.open_run(self.out / made["run"])
+        record = export_run(source, targets, self.out / "artefacts", limits=self.limits)
+        names = {target.name for target in targets}
+        found = [
+            row | {"of": made["run"], "integers": made.get("integers", "")} | judged(row, made, self.settings.budget)
+            for row in record["artefacts"]
+            if row["target"] in names
+        ]
+        if not made.get("integers"):
+            self.record["baselines"] = record["baselines"]
+            self.record["fp32_bytes"] = {"whole": 4 * parameters(self.model), "cut": record["fp32_bytes"]}
+        self.record["artefacts"] = [row for row in rows if row["of"] != made["run"]] + found
+        write_record(self.out, self.record)
+        return found
 
-    def _stage(self, name: str, folder: Path, *, taught: bool) -> Path:
-        recipe = stage_recipe(self.source, name, self.out, folder=folder, taught=taught, steps=self.settings.steps)
+    def _trained(self, best: Record, integers: str) -> Record:
+        """The row of the recovered run, trained further with the run as its teacher while weights are rounded."""
+        rows = self.record.setdefault("trained", {})
+        name = f"{integers}-{best['name']}"
+        if name in rows:
+            return rows[name]
+        self.say(f"{best['name']}: rounding is above the budget; trained for {integers}")
+        folder = self.out / "cut" / f"{best['name']}-recovered"
+        write_model(self.source, self.open_run(self.out / best["run"]).model, folder)
+        run = self._stage(name, folder, taught=True, integers=integers)
+        losses = self._losses(run)
+        rows[name] = {"run": run.name, "integers": integers, **self._rises(losses), "domains": losses.by_domain()}
+        self.say(f"{best['name']} in {integers}: {in_words(rows[name])}, after {self.settings.steps} steps")
+        write_record(self.out, self.record)
+        return rows[name]
+
+    def _stage(self, name: str, folder: Path, *, taught: bool, integers: str = "") -> Path:
+        recipe = stage_recipe(
+            self.source, name, self.out, folder=folder, taught=taught, steps=self.settings.steps, integers=integers
+        )
         return run_stage(recipe, self.source)
 
     def _losses(self, run: Path) -> RowLosses:
-        """Of a stage, in FP32, on the rows of the run that is compressed."""
-        return row_losses_of(self.open_run(run).model, self.batches)
+        """Of a stage, in FP32, on the rows of the run that is compressed; rounded where it was trained to be."""
+        return row_losses_of(self.open_run(run).as_trained, self.batches)
 
     def _training_batches(self) -> list[Any]:
         return calibration(self.source.recipe, self.source.data)[: self.settings.batches]

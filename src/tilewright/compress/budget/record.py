@@ -11,7 +11,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError
 from tilewright.core.json_text import to_json
 
-FILE, FORMAT = "compress.json", 3
+FILE, FORMAT = "compress.json", 4
 Record = dict[str, Any]
 
 

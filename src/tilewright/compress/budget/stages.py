@@ -11,6 +11,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.config.sections.parallel import ParallelSection
+from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
@@ -40,7 +41,9 @@ def write_model(source: ExportSource, model: Model, folder: Path) -> None:
     model.save_hf(folder, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
 
 
-def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int) -> Recipe:
+def stage_recipe(
+    source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int, integers: str = ""
+) -> Recipe:
     """The recipe of a stage: the run's own data, precision and optimizer, from the weights of a folder.
 
     Args:
@@ -50,6 +53,7 @@ def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, ta
         folder: of the model that training begins with.
         taught: learns from the run too, whose likeliest tokens are kept in a folder of `out`.
         steps: of training.
+        integers: format that weights are rounded to meanwhile, as in precision rules; "": none but the run's own.
 
     Raises:
         ConfigError: settings of the run do not go with a stage.
@@ -72,6 +76,9 @@ def stage_recipe(source: ExportSource, name: str, out: Path, *, folder: Path, ta
         "checkpoint.export_hf": False,
         "checkpoint.save_last": True,
     }
+    if integers:
+        rule = PrecisionRule.model_validate({"compute": integers})
+        values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
     teacher = {"teacher": str(source.run.resolve()), "cache": str(out.resolve() / ROWS)}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()

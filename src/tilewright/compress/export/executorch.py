@@ -78,4 +78,5 @@ EXECUTORCH = Target(
     consumer=_EXECUTORCH,
     packages=("executorch", "torchao"),
     extra="executorch",
+    takes="int4_a8",
 )

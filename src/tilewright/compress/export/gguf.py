@@ -95,6 +95,7 @@ def _target(asked: str, use: Use) -> Target:
         consumer=_LLAMA_CPP,
         packages=("gguf",),
         extra="gguf",
+        takes="int4" if asked == "q4_0" else "",
     )
 
 

@@ -111,6 +111,7 @@ ONNX_INT8 = Target(
     consumer=_ONNXRUNTIME,
     packages=("onnx", "onnxscript", "onnxruntime"),
     extra="onnx",
+    takes="int8",
 )
 ONNX_QDQ = Target(
     name="onnx-qdq",

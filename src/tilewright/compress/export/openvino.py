@@ -54,6 +54,7 @@ OPENVINO = Target(
     consumer=_OPENVINO,
     packages=("openvino", "onnx", "onnxscript", "onnxruntime"),
     extra="openvino,onnx",
+    takes="int8",
 )
 
 

@@ -68,6 +68,7 @@ class Target:
         consumer: who proves it.
         packages: that `write` imports.
         extra: of tilewright, which installs them; "" where every installation has them.
+        takes: the integer format of precision rules whose codes it stores as they were trained; "" for none.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Target:
     consumer: Consumer
     packages: tuple[str, ...] = ()
     extra: str = ""
+    takes: str = ""
 
 
 def missing(packages: Sequence[str], extra: str) -> str | None:

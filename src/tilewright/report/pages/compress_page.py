@@ -81,6 +81,8 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
     for row in record["recovered"].values():
         rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", "", _size(row, record)))
         rows.append((f"{row['name']}, recovered", *_measured(row), _size(row, record)))
+    for name, row in record.get("trained", {}).items():
+        rows.append((f"{name}, recovered and trained for integers", *_measured(row), ""))
     for name, row in record.get("controls", {}).items():
         rows.append((f"control: {_CONTROLS[name.partition('-')[0]]}", *_measured(row), ""))
     lead = (
@@ -105,7 +107,8 @@ def _artefacts(record: Mapping[str, Any]) -> CompressTable:
         rise = "" if row["rise"] is None else _percent(row["rise"])
         small = (format_bytes(size), f"{whole / size:.1f}x") if size else ("", "")
         verdict = "inside" if row["inside"] else row["reason"]
-        rows.append((row["target"], row["state"], rise, _equal(row), *small, _token(row), verdict))
+        name = f"{row['target']}, trained in {row['integers']}" if row.get("integers") else row["target"]
+        rows.append((name, row["state"], rise, _equal(row), *small, _token(row), verdict))
     for row in record.get("baselines", ()):
         rows.append((f"{row['name']}, of the cut model", row.get("state", ""), "", "", "", "", _token(row), ""))
     columns = ("artefact", "state", "over the run", "over the run with as many more steps", "bytes")
