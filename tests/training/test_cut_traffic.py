@@ -35,7 +35,7 @@ REST = 0.02
 def exchanged(rank, data, runs, cases):
     """Of each case the bytes that this rank has sent in a second step, by operation, and those that are planned."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
-    site.rank_speed = lambda machine, ranks, progress=None: RankSpeed(1e9, 2e9, 4e9)
+    site.rank_speed = lambda machine, ranks, progress=None: RankSpeed(1e9, 2e9, 4e9, 1e9)
     found = []
     for sliced, mode, kept in cases:
         more = {"parallel__sequence_parallel": sliced, "precision__mode": mode, "train__activation_checkpoint": kept}

@@ -37,7 +37,7 @@ FOUR = {
     "cut shards": {"parallel__tp": 2, "parallel__dp_shard": 2, "train__activation_checkpoint": "full"},
 }
 NAMES = [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in (*MORE, *FOUR))]
-SPEED = RankSpeed(gather=1e9, scatter=1e9, reduce=0.5e9)
+SPEED = RankSpeed(gather=1e9, scatter=1e9, reduce=0.5e9, exchange=1e9)
 """Of whole tensors: a sum that all have takes as long as a sum in parts and a gather."""
 
 

@@ -14,10 +14,11 @@ from tilewright.core.hardware import detect_machine
 from tilewright.parallel.communicate.wire import row_bytes
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
+from tilewright.planner import site
 from tilewright.planner.cost.links import rank_speed
 from tilewright.planner.cost.operations import total_s
 from tilewright.planner.cost.traffic import WIRE_SHARE, RankSpeed, RankTraffic
-from tilewright.planner.machine import ceilings, rank_link
+from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
 
 CASES = {
@@ -28,6 +29,11 @@ CASES = {
     "bf16": {"precision__mode": "bf16_mixed", "ops__linear": "native"},
 }
 WIRES = {name: {"parallel__grad_sync": name} for name in ("fp32", "bf16", "fp8")}
+ROUTED = {
+    "model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 64, "model__dim": 128,
+    "parallel__dp_shard": 2, "parallel__ep": 2, "train__micro_batch_size": 1,
+}  # fmt: skip
+SPEEDS = {"gather": 1e9, "scatter": 1e9, "reduce": 1e9, "exchange": 2e9}
 LEAST = 127
 """Bytes up to which a collective does not count: of losses and agreements."""
 
@@ -37,7 +43,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = {"gather": 0, "scatter": 0, "reduce": 0}
+        self.found = dict.fromkeys(SPEEDS, 0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -47,6 +53,8 @@ class Counted(TorchDispatchMode):
             self._add("scatter", args[1])
         elif name == "c10d::allreduce_":
             self._add("reduce", *args[0])
+        elif name == "c10d::alltoall_base_":
+            self._add("exchange", args[1])
         return func(*args, **(kwargs or {}))
 
     def _add(self, kind, *tensors):
@@ -57,7 +65,7 @@ class Counted(TorchDispatchMode):
 def exchanged(rank, data, runs, cases):
     """For each case: bytes of a second step as counted and as planned."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
-    rank_link.measure = lambda ranks, progress=None: {"gather": 1e9, "scatter": 1e9, "reduce": 1e9}
+    site.rank_speed = lambda machine, ranks, progress=None: RankSpeed(**SPEEDS)
     found = {}
     for name, changes in cases.items():
         loaded = tiny(Path(data), Path(runs), **changes)
@@ -74,7 +82,8 @@ def exchanged(rank, data, runs, cases):
             sent = {}
             for (_, operation, wire), one in world.traffic.take().items():
                 sent[operation, wire] = sent.get((operation, wire), 0) + one.sent_bytes
-        found[name] = counted.found, vars(setup.plan.traffic), sent, setup.plan.to_json()["sent_bytes"]
+        plan = setup.plan
+        found[name] = counted.found, vars(plan.traffic), sent, plan.to_json()["sent_bytes"], plan.seconds
     return found
 
 
@@ -98,7 +107,7 @@ def test_a_plan_knows_the_format_of_gradients(replicate, shards, data, tmp_path)
     cases = {name: {"train__micro_batch_size": 4, "model__dim": 128} | one | mesh for name, one in WIRES.items()}
     operation = "reduce_scatter" if shards > 1 else "all_reduce"
     for results in on_ranks(2, exchanged, str(data), str(tmp_path), cases):
-        for wire, (_, _, sent, planned) in results.items():
+        for wire, (_, _, sent, planned, _) in results.items():
             # norms and ends of tensors are filled up to whole tiles in FP8
             assert sent[operation, wire] == pytest.approx(planned[operation], rel=0.02), wire
             if shards > 1:
@@ -112,10 +121,23 @@ def test_a_plan_knows_that_weights_travel_as_codes(data, tmp_path):
     cases = {gather: mode | {"parallel__param_gather": gather} for gather in ("as_read", "fp8")}
     for results in on_ranks(2, exchanged, str(data), str(tmp_path), cases):
         gathered = {}
-        for gather, (_, _, sent, planned) in results.items():
+        for gather, (_, _, sent, planned, _) in results.items():
             gathered[gather] = sum(size for (name, _), size in sent.items() if name == "all_gather")
             assert gathered[gather] == pytest.approx(planned["all_gather"], rel=0.01), gather
         assert gathered["fp8"] < 0.6 * gathered["as_read"], "embedding and head stay FP32"
+
+
+@pytest.mark.dist
+def test_a_plan_knows_rows_that_go_to_experts(data, tmp_path):
+    """Of both ranks together there are as many as are planned, wherever the router sends them."""
+    ways = {"kept": {}, "again": {"train__activation_checkpoint": "full"}, "codes": {"parallel__dispatch": "fp8"}}
+    results = on_ranks(2, exchanged, str(data), str(tmp_path), {name: ROUTED | more for name, more in ways.items()})
+    for name in ways:
+        ranks = [found[name] for found in results]
+        _, planned, _, sent, seconds = ranks[0]
+        assert sum(counted["exchange"] for counted, *_ in ranks) == 2 * planned["exchange"], name
+        assert sent["all_to_all"] == planned["exchange"] / 2
+        assert seconds["communication"] == pytest.approx(sum(planned[kind] / SPEEDS[kind] for kind in SPEEDS))
 
 
 def test_bytes_of_formats_are_those_of_the_wire():
@@ -124,8 +146,8 @@ def test_bytes_of_formats_are_those_of_the_wire():
 
 
 def test_seconds_are_bytes_over_speeds():
-    assert total_s(RankTraffic(8.0, 4.0, 2.0).operations(RankSpeed(4.0, 1.0, 0.5))) == 10.0
-    assert RankTraffic(8.0, 4.0, 2.0).total == 14.0
+    assert total_s(RankTraffic(8.0, 4.0, 2.0, 6.0).operations(RankSpeed(4.0, 1.0, 0.5, 3.0))) == 12.0
+    assert RankTraffic(8.0, 4.0, 2.0, 6.0).total == 20.0
 
 
 @pytest.mark.dist

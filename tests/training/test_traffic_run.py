@@ -41,6 +41,8 @@ def metrics(data, tmp_path_factory):
 def test_stages_count_what_they_pass_on(metrics):
     for row in metrics["stages"]:
         assert row["sent_bytes.pp.send.fp32"] == STREAM, "the first of two stages sends each row forward once"
+        assert 0 < row["exchange_exposed_s.pp"] < row["step_s"], "it waits for gradients of the other one"
+        assert row["exchange_hidden_s.pp"] == 0
 
 
 def test_cut_matrices_count_their_sums(metrics):

@@ -107,8 +107,9 @@ def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 def communication(plan: Plan) -> str:
     """Bytes that a rank exchanges in a step, by collective, and their seconds where these are known."""
     sent = plan.traffic
-    kinds = ("all-gather", sent.gather), ("reduce-scatter", sent.scatter), ("all-reduce", sent.reduce)
-    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds if size)
+    kinds = {"all-gather": sent.gather, "reduce-scatter": sent.scatter, "all-reduce": sent.reduce}
+    kinds |= {"all-to-all": sent.exchange}
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds.items() if size)
     known = format_seconds(plan.seconds["communication"]) if "communication" in plan.seconds else "seconds not known"
     return f"{known}, {format_bytes(sent.total)} a step ({sizes})"
 

@@ -18,8 +18,8 @@ from tilewright.planner.cost.choices import GlobalConfig, Links
 from tilewright.planner.cost.operations import HEAD, Operation, by_part, total_s
 from tilewright.planner.cost.owners import reserve_of, tracked
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
-from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows
-from tilewright.planner.cost.traffic import RankTraffic
+from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows, recomputed
+from tilewright.planner.cost.traffic import RankTraffic, cut_traffic
 from tilewright.planner.model.roofline import binding
 from tilewright.planner.model.shape import ModelShape
 
@@ -157,7 +157,22 @@ class Plan:
     @property
     def traffic(self) -> RankTraffic:
         """Bytes that a rank exchanges with others in a step."""
+        return self._of_weights.plus(self._of_tokens)
+
+    @property
+    def _of_weights(self) -> RankTraffic:
         return RankTraffic.of(self.shape, self.setting.shards, self.setting.num_micro)
+
+    @property
+    def _of_tokens(self) -> RankTraffic:
+        micro, again = (self.setting.micro_batch_size, self.setting.num_micro), recomputed(self.rows)
+        return cut_traffic(self.shape, self.recipe, *micro, again)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Of these what a rank sends to others, by operation; what ranks that cut matrices exchange left out."""
+        found = self._of_weights.plus(RankTraffic(exchange=self._of_tokens.exchange))
+        return {name: int(size) for name, size in found.sent(self.setting.shards).items()}
 
     @property
     def disk_bytes(self) -> float:
@@ -350,7 +365,7 @@ class Plan:
             "budget_bytes": int(self.budget.device),
             "reserve_bytes": self.reserve_bytes,
             "seconds": dict(self.seconds),
-            "sent_bytes": {name: int(size) for name, size in self.traffic.sent(self.setting.shards).items()},
+            "sent_bytes": self.sent_bytes,
             "tokens_per_step": self.tokens_per_step,
             "bound_by": list(binding(self.seconds)),
             "verdict": self.verdict,

@@ -117,15 +117,13 @@ class Planner:
         self.fixed = fixed
         self._finder = finder or ShapeFinder(vocab_size, machine)
         self._shapes: dict[str, ModelShape] = {}
-        self._layers: int | tuple[int, ...] | None = None
+        self._layers: int | None = None
 
     def with_recipe(self, recipe: Recipe, vocab_size: int | None = None) -> "Planner":
         """A planner of another recipe, and another tokenizer, for the same machine."""
-        vocab_size = vocab_size or self.vocab_size
-        other = Planner(recipe, vocab_size, self.machine, self.rates, self.open_formats, self.notes, self.fixed)
-        if vocab_size == self.vocab_size:
-            other._finder = self._finder
-        return other
+        finder = self._finder if vocab_size in (None, self.vocab_size) else None
+        size, notes = vocab_size or self.vocab_size, self.notes
+        return Planner(recipe, size, self.machine, self.rates, self.open_formats, notes, self.fixed, finder)
 
     def with_fixed(self, fixed: Constraints, open_formats: frozenset[str] = frozenset()) -> "Planner":
         """A planner of the same recipe that may choose less, or more."""
@@ -139,11 +137,16 @@ class Planner:
         other._shapes, other._layers = self._shapes, self._layers
         return other
 
-    def with_layers(self, layers: int | tuple[int, ...]) -> "Planner":
-        """A planner of the same model with these of its layers; or with another number of them, the most frequent class
-        taking the difference."""
+    def with_layers(self, layers: int) -> "Planner":
+        """A planner of the same model with another number of layers, the most frequent class taking the difference."""
         other = self.with_beside({})
         other._layers = layers
+        return other
+
+    def with_shape(self, shape: ModelShape) -> "Planner":
+        """A planner of the same recipe whose model has this shape, in the recipe's formats."""
+        other = self.with_beside({})
+        other._shapes = {self.recipe.optim.master_weights: shape}
         return other
 
     def shape(self, recipe: Recipe) -> ModelShape:
@@ -152,7 +155,7 @@ class Planner:
             self._shapes[recipe.optim.master_weights] = self._finder.find(recipe)
         found = self._shapes[recipe.optim.master_weights]
         if self._layers is not None:
-            return found.resized(self._layers) if isinstance(self._layers, int) else found.holding(self._layers)
+            return found.resized(self._layers)
         return found.split(self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> Plan | None:

@@ -8,8 +8,9 @@
 Bytes are what this rank sends to others. Of a collective whose algorithm is the backend's own they are the least that
 any algorithm sends: of N bytes over R ranks an all-gather and a reduce-scatter send N (R - 1) / R, an all-reduce twice
 that. Seconds are those from the start of an exchange to its end, as soon as that is seen; exposed are those in which
-the rank waited for it, and the rest is hidden behind computation. On a GPU streams wait, which the host does not see:
-there seconds are not counted.
+the rank waited for it, and the rest is hidden behind computation. Of messages between stages a rank waits before and
+between its passes, whatever kept the other stage. On a GPU streams wait, which the host does not see: there seconds are
+not counted.
 """
 
 import time

@@ -5,9 +5,11 @@ the schedule has under way on the first rank, as if they were one. Its seconds a
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.memory_plan import memory_plan_of
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.plan import Budget, Plan
@@ -63,21 +65,24 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
         budget: of a rank.
     """
     pipeline = Pipeline.of(recipe.parallel)
-    shape = planner.shape(recipe)
+    eager: dict[str, object] = {"train.compile": "off"} if pipeline.defers else {}
+    shape = planner.with_recipe(staged := changed(recipe, eager)).shape(staged)
     ranges = pipeline.split(shape.num_layers)
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
-    settings: dict[str, object] = {
-        "parallel.pp": 1,
-        "train.micro_batch_size": min(rows, recipe.train.global_batch_size),
-    }
-    if pipeline.defers:
-        settings["train.compile"] = "off"
-    of_stage = planner.with_recipe(changed(recipe, settings))
+    settings = {"parallel.pp": 1, "train.micro_batch_size": min(rows, recipe.train.global_batch_size)}
+    of_stage = planner.with_recipe(changed(staged, settings))
+    config = GlobalConfig.of(of_stage.recipe)
+    # torch's runtime gathers a stage's layers as they are stored, and keeps them
+    whole = replace(config.shards, reshard=False, reduce_each=False, staged=True)
+    config = replace(config, shards=whole)
     different: dict[tuple[tuple[str, int], ...], tuple[int, ...]] = {}  # by how many layers of each kind
     for rank in range(pipeline.pp):
         layers = tuple(layer for stage in pipeline.stages_of(rank) for layer in ranges[stage])
         kinds = Counter(shape.class_of(layer).name for layer in layers)
         different.setdefault(tuple(sorted(kinds.items())), layers)
-    plans = [of_stage.with_layers(layers).as_it_stands(budget) for layers in different.values()]
+    plans = [
+        of_stage.with_shape(shape.holding(layers)).priced(config, memory_plan_of(of_stage.recipe, len(layers)), budget)
+        for layers in different.values()
+    ]
     return max(plans, key=lambda plan: plan.peak_bytes)

@@ -212,7 +212,12 @@ class LayerParts:
         yield Holding("gradients", "gradients", gradient, place)
         yield Holding("work", "gradients", gradient * self.shape.spread, place)
         yield Holding("work", "forward", rebuilt + layer_forward(found, shards))
-        yield Holding("work", "backward", work + layer_backward(found, shards))
+        around, made = layer_backward(found, shards)
+        if self.shape.keeps_freed:
+            work += made
+        else:  # gradients come as the layer's activations go
+            work = max(work, made - lines[kind])
+        yield Holding("work", "backward", work + around)
         yield Holding("process", "once", self.shape.kind_bytes if found.matmuls else 0.0)  # ends have no code
 
     def _layer_major(self) -> Iterator[Holding]:

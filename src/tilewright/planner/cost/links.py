@@ -115,7 +115,7 @@ def rank_speed(
     """
     if ranks == 1 or machine.device != "cpu":
         return None
-    key = _key("ranks", ranks, machine.device_name, torch.__version__)
+    key = _key("ranks", *rank_link.NAMES, ranks, machine.device_name, torch.__version__)
 
     def measured() -> RankSpeed:
         return RankSpeed(**rank_link.measure(ranks, progress))

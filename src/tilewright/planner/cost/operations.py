@@ -31,7 +31,7 @@ class Operation(NamedTuple):
     bytes: float = 0.0
     """What crosses the link or the network."""
     group: str = ""
-    """The collective between ranks: gather, scatter or reduce."""
+    """The collective between ranks: gather, scatter, reduce or exchange."""
 
     def scaled(self, time: float) -> "Operation":
         """The same in so many times the seconds."""

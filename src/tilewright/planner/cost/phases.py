@@ -213,7 +213,8 @@ def _standard(
     copy = base.state if cpu and written_beside(recipe) else 0.0
     code = len(shape.classes) * shape.kind_bytes  # counted for each way there is (`Cost.once`)
     always = {"process": base.process - code, "buffers": shape.rest.buffers}
-    many, gathered = setting.num_micro > 1, Gathered(shape, setting.shards, setting.num_micro)
+    many = setting.num_micro > 1 or setting.shards.staged
+    gathered = Gathered(shape, setting.shards, setting.num_micro)
     held = everything if many else frozenset[str]()
     passes = always | {"parameters": gathered.rest + gathered.layers(layers), "gradients": gathered.gradients}
     head = {"activations": base.head_kept + base.head_gradient}
@@ -221,6 +222,11 @@ def _standard(
     stream = {"work": (1 + shape.spread) * base.stream}
     loss = {"work": (1 + shape.spread) * base.loss_work, "gathering": gathered.largest}
     pages: Transient = "backward" if cpu else "none"
+    # Elsewhere the head's activations are gone as layers run backward, and its gradient is where others are added up.
+    behind = head if cpu else {"activations": 0.0 if many else base.head_gradient}
+    early, first = (
+        (ends, gathered.rest_gradients) if cpu or shape.tied else (frozenset(["head"]), gathered.head_gradients)
+    )
     cut = setting.shards.cut
     read = {"work": shape.weights.stored - shape.weights.part(setting.shards.count).stored if recipe.lora.rank else 0.0}
     found = [
@@ -228,7 +234,7 @@ def _standard(
         *_taught(shape, setting, always),
         Phase("forward", passes, layers, held, "backward" if cpu else "forward"),
         Phase("loss", passes | head | gaps | loss, layers, held, pages, passed=True),
-        Phase("backward", passes | head | gaps | stream, layers, held, "backward"),
+        Phase("backward", passes | behind | gaps | stream, layers, held, "backward"),
     ]
     if not many and not shape.classes:
         whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch_size)}
@@ -237,8 +243,8 @@ def _standard(
         order = stages(shape.classes)
         for i, names in enumerate(order):
             below = frozenset(name for stage in order[i + 1 :] for name in stage)
-            above = frozenset(name for stage in order[: i + 1] for name in stage) | ends
-            whole = {"parameters": gathered.rest + gathered.layers(below), "gradients": gathered.rest_gradients}
+            above = frozenset(name for stage in order[: i + 1] for name in stage) | early
+            whole = {"parameters": gathered.rest + gathered.layers(below), "gradients": first}
             name = f"backward, {' and '.join(names)} done"
             found.append(Phase(name, always | stream | whole, below, above, "backward"))
     if cut:  # the last gradients that are whole

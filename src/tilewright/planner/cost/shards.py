@@ -15,7 +15,7 @@ Copies (`dp_replicate`) hold the same. Groups of a few small parameters with ano
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import WireName
@@ -47,12 +47,16 @@ class Shards:
     """Parts of a copy of the model; 1 for copies alone."""
     reshard: bool = True
     reduce_each: bool = False
+    staged: bool = False
+    """Layers are a stage's: their gradients are whole until the last of a step's passes."""
     offload: bool = False
     """Parts are in host memory."""
     tp: int = 1
     """Ranks that read the same rows, each with a part of every matrix."""
     experts_apart: bool = False
     """Whatever `count` is: routed experts are in parts over these too, and FSDP2 sums copies of one shard."""
+    ep: int = 1
+    """Of these ranks those that hold other experts."""
     wire: WireName = "fp32"
     """What gradients are sent as."""
     feedback: bool = False
@@ -64,18 +68,22 @@ class Shards:
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
         apart = parallel.tp > 1 and (recipe.model.num_experts > 0 or parallel.dp_replicate > 1)
-        if count == 1 and not apart:
-            return cls(parallel.dp_replicate, tp=parallel.tp, wire=parallel.grad_sync, feedback=parallel.grad_feedback)
-        return cls(
+        alike = cls(
             parallel.dp_replicate * count,
-            count,
-            parallel.reshard_after_forward,
-            parallel.reduce_each,
-            parallel.cpu_offload,
-            parallel.tp,
-            apart,
-            parallel.grad_sync,
-            parallel.grad_feedback,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            wire=parallel.grad_sync,
+            feedback=parallel.grad_feedback,
+        )
+        if count == 1 and not apart:
+            return alike
+        return replace(
+            alike,
+            count=count,
+            reshard=parallel.reshard_after_forward,
+            reduce_each=parallel.reduce_each,
+            offload=parallel.cpu_offload,
+            experts_apart=apart,
         )
 
     @property
@@ -175,7 +183,8 @@ class Gathered:
     @property
     def accumulates(self) -> bool:
         """Whether gradients are whole from one micro-batch to the next."""
-        return self.shards.cut and self.num_micro > 1 and not self.shards.reduce_each
+        several = self.num_micro > 1 and not self.shards.reduce_each
+        return self.shards.cut and (several or self.shards.staged)
 
     @property
     def gradients(self) -> float:
@@ -186,6 +195,11 @@ class Gathered:
     def rest_gradients(self) -> float:
         """Of what is outside of the layers, whole, beyond its parts."""
         return self._beyond_part(self._rest)
+
+    @property
+    def head_gradients(self) -> float:
+        """Of these, what is there while layers run backward: the gradient of the matrix that the head reads."""
+        return self._beyond_part(self.shape.embedding if self.shape.tied else self.shape.head)
 
     @property
     def rest_reduced(self) -> float:
@@ -213,9 +227,11 @@ def layer_forward(found: LayerClass, shards: Shards) -> float:
     return float(gathered * (2 if shards.reshard else 1))  # that stays gathered is counted by phase
 
 
-def layer_backward(found: LayerClass, shards: Shards) -> float:
-    """The same backward: the next layer's in their buffer too, and gradients, those of the layer before in theirs."""
+def layer_backward(found: LayerClass, shards: Shards) -> tuple[float, float]:
+    """The same backward, and the layer's own gradients: with the next layer's parameters in their buffer too, and the
+    gradients of the layer before in theirs."""
     if not shards.cut or found.indices == (-1,):
-        return 0.0
+        return 0.0, 0.0
     gathered = found.weights.tensors.gathered(shards.count) if shards.reshard else 0
-    return float(2 * gathered + 2 * found.weights.tensors.gradients(shards.count))
+    gradients = float(found.weights.tensors.gradients(shards.count))
+    return 2 * gathered + gradients, gradients

@@ -4,10 +4,13 @@
               resharded once more before backward
     scatter   reduce-scatter of gradients, once a step, or in each micro-batch with `parallel.reduce_each`
     reduce    all-reduce of gradients over copies, once a step: of a rank's part, or of all where nothing is cut
+    exchange  all-to-all of tokens' rows to the ranks that hold their experts, results back, and gradients of both ways
 
-Bytes are of the whole tensor that a collective makes or takes, of gradients as `parallel.grad_sync` sends them, of
-parameters as `parallel.param_gather` does (scales, 1/16,384 of a byte per weight, are not counted). Nothing overlaps
-with computation: on a CPU both take the same cores. What is agreed on between steps is a few bytes, and not counted.
+Bytes are of the whole tensor that a collective makes or takes (of an exchange: of what a rank has for all ranks, with
+as many tokens for each expert), of gradients as `parallel.grad_sync` sends them, of parameters as
+`parallel.param_gather` does (scales, 1/16,384 of a byte per weight, are not counted), of rows on their way to experts
+as `parallel.dispatch` does. Nothing overlaps with computation: on a CPU both take the same cores. What is agreed on
+between steps is a few bytes, and not counted.
 
 Ranks with other parts of matrices (`parallel.tp`), by pass of a layer:
 
@@ -24,7 +27,7 @@ Three numbers per token of the loss, and gradients of norms, are left out.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 from tilewright.core.config.recipe import Recipe
@@ -50,11 +53,12 @@ _CODE = 1 + FP32 / TILE
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """Bytes a second of the whole tensor that ranks gather, reduce into parts (`scatter`), and reduce whole."""
+    """Bytes a second of the whole tensor that ranks gather, reduce into parts (`scatter`), reduce whole, exchange."""
 
     gather: float
     scatter: float
     reduce: float
+    exchange: float
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,11 @@ class RankTraffic:
     gather: float = 0.0
     scatter: float = 0.0
     reduce: float = 0.0
+    exchange: float = 0.0
 
     @classmethod
     def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "RankTraffic":
-        """Of a model that so many ranks share.
+        """Of a model that so many ranks share: what parameters and gradients take.
 
         Args:
             shape: of the model.
@@ -90,16 +95,16 @@ class RankTraffic:
 
     def plus(self, other: "RankTraffic") -> "RankTraffic":
         """Both."""
-        return RankTraffic(self.gather + other.gather, self.scatter + other.scatter, self.reduce + other.reduce)
+        return RankTraffic(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def times(self, number: float) -> "RankTraffic":
         """So many times."""
-        return RankTraffic(number * self.gather, number * self.scatter, number * self.reduce)
+        return RankTraffic(*(number * getattr(self, one.name) for one in fields(self)))
 
     @property
     def total(self) -> float:
         """Bytes of all collectives."""
-        return self.gather + self.scatter + self.reduce
+        return sum(getattr(self, one.name) for one in fields(self))
 
     def sent(self, shards: Shards) -> dict[str, float]:
         """What one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
@@ -116,12 +121,13 @@ class RankTraffic:
             "all_gather": self.gather * (shards.count - 1) / shards.count,
             "reduce_scatter": self.scatter * (shards.count - 1) / shards.count,
             "all_reduce": self.reduce * 2 * (copies - 1) / copies,
+            "all_to_all": self.exchange * (shards.ep - 1) / shards.ep,
         }
         return {name: size for name, size in found.items() if size}
 
     def operations(self, speed: RankSpeed) -> Iterator[Operation]:
         """What a step waits for, by collective."""
-        for group in ("gather", "scatter", "reduce"):
+        for group in (one.name for one in fields(self)):
             size = getattr(self, group)
             yield Operation("communication", "communication", "ranks", size / getattr(speed, group), size, group)
 
@@ -136,7 +142,7 @@ def communication(
         shards: who shares it.
         num_micro: micro-batches of a step.
         speed: between the ranks.
-        cut: what ranks with other parts of matrices exchange (`cost.cut_traffic`).
+        cut: what ranks with other parts of layers exchange (`cost.cut_traffic`).
     """
     if speed is None or shards.processes == 1:
         return ()
@@ -151,6 +157,29 @@ class CutPasses:
     again: RankTraffic = RankTraffic()
     """Where the layer is computed again."""
     backward: RankTraffic = RankTraffic()
+
+    def plus(self, other: "CutPasses") -> "CutPasses":
+        """Both."""
+        return CutPasses(*(getattr(self, one.name).plus(getattr(other, one.name)) for one in fields(self)))
+
+
+def routed_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, ep: int) -> CutPasses:
+    """Of one layer whose experts are on several ranks.
+
+    Args:
+        found: the layer.
+        shape: of the model.
+        recipe: what rows of tokens travel as.
+        rows: of a micro-batch.
+        ep: ranks that hold other experts.
+    """
+    chosen = sum(one.share for one in found.matmuls if role(one.fqn) == "experts.gate_proj")  # of a rank's tokens
+    if ep == 1 or not chosen:
+        return CutPasses()
+    values = chosen * rows * shape.seq_len * shape.dim
+    stream = RankTraffic(exchange=values * shape.matmul_bytes)
+    sent = RankTraffic(exchange=values * FP32 * WIRE_SHARE["fp8"]) if recipe.parallel.dispatch == "fp8" else stream
+    return CutPasses(sent.plus(stream), sent.plus(stream), stream.times(2))
 
 
 def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
@@ -208,7 +237,7 @@ def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int)
 def cut_traffic(
     shape: ModelShape, recipe: Recipe, rows: int, num_micro: int, recomputed: Mapping[str, int]
 ) -> RankTraffic:
-    """Of a step.
+    """Of a step: between ranks that hold other parts of matrices, or other experts.
 
     Args:
         shape: of the model.
@@ -217,10 +246,11 @@ def cut_traffic(
         num_micro: micro-batches of a step.
         recomputed: layers of each class that are computed again, by its name.
     """
-    tp, shards = recipe.parallel.tp, max(1, recipe.parallel.dp_shard)
+    tp, ep, shards = recipe.parallel.tp, recipe.parallel.ep, max(1, recipe.parallel.dp_shard)
     ends = cut_ends(shape, recipe, rows, tp, shards)
     total = ends.forward.plus(ends.backward)
     for found in shape.classes:
         one, again = cut_layer(found, shape, recipe, rows, tp, shards), recomputed.get(found.name, 0)
+        one = one.plus(routed_layer(found, shape, recipe, rows, ep))
         total = total.plus(one.forward.plus(one.backward).times(found.count)).plus(one.again.times(again))
     return total.times(num_micro)

@@ -24,14 +24,19 @@ from tilewright.planner.machine.measured_links import LinkOperation, LinkPoint, 
 
 LAYER_BYTES = 2**23
 """Of the whole tensor, about: a layer of a small model."""
-NAMES: dict[str, LinkOperation] = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce"}
+NAMES: dict[str, LinkOperation] = {
+    "gather": "all_gather",
+    "scatter": "reduce_scatter",
+    "reduce": "all_reduce",
+    "exchange": "all_to_all",
+}
 """Of `cost.traffic.RankSpeed`."""
 TIMEOUT_S = 60.0
 Operations = Sequence[tuple[LinkOperation, WireName]]
 
 
 def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[str, float]:
-    """Bytes a second of `gather`, `scatter` and `reduce` (`cost.traffic.RankSpeed`).
+    """Bytes a second by name of `cost.traffic.RankSpeed`.
 
     Args:
         ranks: processes, each with one thread.

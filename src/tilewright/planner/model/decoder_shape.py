@@ -92,6 +92,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         process_bytes=process_size(machine, compiles=compiled or loss == "compiled", foreign=False),
         kind_bytes=KIND_BYTES if compiled and machine.device == "cpu" else 0,
         expert_rows=expert_rows(machine),
+        keeps_freed=machine.device == "cpu",
         gaps=pages.gaps,
         rebuilt=pages.rebuilt,
         notes=rule_notes(recipe),

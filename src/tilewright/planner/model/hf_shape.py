@@ -102,6 +102,7 @@ def foreign_shape(
         compiled=compiled,
         loss_compiled=loss_compiled,
         process_bytes=process_size(machine, compiles=compiled or loss_compiled, foreign=True),
+        keeps_freed=machine.device == "cpu",
         gaps=free,
         spread=free,
         rebuilt=1 + free,

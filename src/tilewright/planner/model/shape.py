@@ -169,6 +169,8 @@ class ModelShape:
     """That code, in the standard executor (`overhead.KIND_BYTES`)."""
     expert_rows: float = 1.0
     """Rows that an expert multiplies over rows that it was given (`roofline.expert_rows`)."""
+    keeps_freed: bool = False
+    """Whether what was freed stays with the process (a CPU's allocator): what lives one after the other adds up."""
     gaps: float = 0.0
     """Free pages between what layers keep, as a share of it (`overhead.Pages`)."""
     spread: float = 0.0

@@ -32,7 +32,7 @@ def measured(run: RunData) -> dict[str, Any]:
     if seconds := [one for row in ranks if (one := number(row.get("step_s")))]:
         found["step_s"] = max(seconds)
     if steps and any("exchange_exposed_s" in row for row in steps):
-        found["exchange_s"] = _mean(steps, "exchange_exposed_s")
+        found["exchange_s"] = _mean(steps, "exchange_exposed_s") - _mean(steps, "exchange_exposed_s.pp")
     history = _list((run.pipeline or {}).get("history"))
     if idle := [one for row in history if isinstance(row, dict) and (one := number(row.get("idle"))) is not None]:
         found["idle"] = sum(idle) / len(idle)

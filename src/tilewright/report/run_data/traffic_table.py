@@ -22,7 +22,12 @@ OPERATIONS = {
     "all_to_all": "all-to-all",
     "send": "message",
 }
-_PLANNED = {"all_gather": ("dp_shard",), "reduce_scatter": ("dp_shard",), "all_reduce": ("dp_replicate", "data")}
+_PLANNED = {
+    "all_gather": ("dp_shard",),
+    "reduce_scatter": ("dp_shard",),
+    "all_reduce": ("dp_replicate", "data"),
+    "all_to_all": ("ep",),
+}
 """Along which axes a plan knows an operation."""
 
 

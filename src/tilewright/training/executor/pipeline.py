@@ -27,6 +27,7 @@ from tilewright.data.batches.microbatches import (
 )
 from tilewright.models.base.preference import TOLD, is_pairs
 from tilewright.parallel.agree import sum_over
+from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.pipeline.staged import Staged
@@ -82,6 +83,8 @@ class PipelineExecutor(StandardExecutor):
         self.clock.begin()
         with self._told_of_passes():
             results = self._steps.run([to_device(batch, self.device) for batch in microbatches], factor)
+        if (waited_s := self.clock.waited_s()) is not None:
+            self._world.traffic.took("pp", "send", wire_name(self._staged.stream_dtype), waited_s, waited_s)
         loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         for result, count in zip(results, targets, strict=True):
             if result.loss_sum is not None:

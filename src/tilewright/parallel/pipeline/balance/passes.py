@@ -32,6 +32,8 @@ class PassClock:
         >>> clock.begin()
         >>> with clock.measure("forward", stage=0, number=0):
         ...     pass
+        >>> clock.waited_s() >= 0
+        True
         >>> clock.until_now("gradients")
         >>> passes, parts = clock.taken()
         >>> [(one.action, one.stage, one.microbatch) for one in passes], [part.name for part in parts]
@@ -55,6 +57,14 @@ class PassClock:
         began = self._read()
         yield
         self._marks.append(_Mark(action, stage, number, began, self._read()))
+
+    def waited_s(self) -> float | None:
+        """Seconds since `begin` before and between the passes so far: for what other stages send. None on CUDA, where
+        streams wait, which the host does not see."""
+        if isinstance(self._began, torch.cuda.Event):
+            return None
+        ends = [self._began, *(mark.end for mark in self._marks)]
+        return sum(mark.begin - end for mark, end in zip(self._marks, ends, strict=False))
 
     def until_now(self, part: str) -> None:
         """What was done since the last pass is this part of the step."""

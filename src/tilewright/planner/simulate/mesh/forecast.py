@@ -145,16 +145,11 @@ def _sent(costs: MeshCosts, recipe: Recipe) -> dict[str, float]:
     gathers = traffic.sent(shards)
     copies = gathers.pop("all_reduce", 0.0)
     found = {"dp_shard": sum(gathers.values()), "dp_replicate": copies}
-    if sizes.tp > 1:
-        again = {one.name: one.count for one in part.classes} if setting.activations != "keep" else {}
-        whole = cut_traffic(part, changed(recipe, {"parallel.tp": sizes.tp}), setting.rows, count, again)
-        found["tp"] = (whole.gather + whole.scatter + 2 * whole.reduce) * (sizes.tp - 1) / sizes.tp
+    again = {one.name: one.count for one in part.classes} if setting.activations != "keep" else {}
+    whole = cut_traffic(part, recipe, setting.rows, count, again)
+    found["tp"] = (whole.gather + whole.scatter + 2 * whole.reduce) * (sizes.tp - 1) / sizes.tp
+    found["ep"] = whole.exchange * (sizes.ep - 1) / sizes.ep
     tokens = setting.rows * part.seq_len * part.dim
-    if sizes.ep > 1:
-        passes = 2 + (setting.activations != "keep")
-        routed = sum(one.count for one in part.classes if one.routes)
-        rows = model.chosen * tokens * part.matmul_bytes / sizes.tp
-        found["ep"] = 2 * passes * routed * count * rows * (sizes.ep - 1) / sizes.ep
     if sizes.pp > 1:
         pipeline = setting.pipeline
         ends = [(one, other) for one in pipeline.stages_of(0) for other in (one - 1, one + 1)]

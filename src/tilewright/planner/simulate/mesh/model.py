@@ -176,13 +176,15 @@ class MeshModel:
                 self.shards(sizes),
                 reshard=alone and recipe.parallel.reshard_after_forward,  # torch keeps a stage's parameters for a step
                 reduce_each=alone and setting.reduce_each,
+                staged=not alone,
                 wire=setting.wire,
             ),
         )
 
     def shards(self, sizes: MeshSizes) -> Shards:
         """Who shares the model."""
-        return Shards(sizes.data, sizes.dp_shard, tp=sizes.tp, experts_apart=sizes.tp > 1 and self.experts > 0)
+        apart = sizes.tp > 1 and self.experts > 0
+        return Shards(sizes.data, sizes.dp_shard, tp=sizes.tp, ep=sizes.ep, experts_apart=apart)
 
     def layers_of(self, ranges: Sequence[range], stages: Sequence[int]) -> StageLayers:
         """What some stages hold.

@@ -21,7 +21,7 @@ from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import Activations
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.cost.traffic import WIRE_SHARE, RankTraffic, cut_ends, cut_layer
+from tilewright.planner.cost.traffic import WIRE_SHARE, RankTraffic, cut_ends, cut_layer, routed_layer
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts
 from tilewright.planner.simulate.mesh.cluster import Cluster
@@ -80,25 +80,21 @@ class MeshRates:
         )
 
     def _traffic(self, place: int, one: "PassKey") -> tuple[float, float, float]:
-        """Of a layer forward, where it is computed again, and backward: rows of tokens that ranks of a group exchange.
-
-        Experts get them as `parallel.dispatch` has them; results and gradients travel in the stream's format."""
+        """Of a layer forward, where it is computed again, and backward: rows of tokens that ranks exchange."""
         shape, tp, ep = self.model.whole, one.shape.tp, one.shape.ep
         found, recipe = shape.classes[place], self.model.recipe
         passes = cut_layer(found, shape, recipe, one.rows, tp, one.shape.shards)
-        there, again, back = (self._cut_s(each, tp) for each in (passes.forward, passes.again, passes.backward))
-        if found.routes and ep > 1:
-            values = self.model.chosen * one.rows * shape.seq_len * shape.dim / tp
-            stream = self.cluster.exchange_s(values * shape.matmul_bytes, ep, 1)
-            fp8 = recipe.parallel.dispatch == "fp8"
-            sent = self.cluster.exchange_s(values * FP32 * WIRE_SHARE["fp8"], ep, 1) if fp8 else stream
-            there, again, back = there + sent + stream, again + sent + stream, back + 2 * stream
+        mine = self.model.shape(one.shape)
+        passes = passes.plus(routed_layer(mine.classes[place], mine, recipe, one.rows, ep))
+        there, again, back = (self._cut_s(each, tp, ep) for each in (passes.forward, passes.again, passes.backward))
         return there, again, back
 
-    def _cut_s(self, traffic: RankTraffic, tp: int) -> float:
-        """Of exchanges between ranks that hold other parts of matrices; a sum that all have is both of the others."""
+    def _cut_s(self, traffic: RankTraffic, tp: int, ep: int = 1) -> float:
+        """Of exchanges between ranks with other parts of matrices or other experts; a sum that all have is both of the
+        others."""
         whole = (traffic.gather, traffic.scatter, 2 * traffic.reduce)
-        return sum(self.cluster.ring_s(size, tp, 1) for size in whole)
+        there_and_back = 2 * self.cluster.exchange_s(traffic.exchange / 2, ep, 1)
+        return sum(self.cluster.ring_s(size, tp, 1) for size in whole) + there_and_back
 
     def _head(self, one: "PassKey") -> PassSeconds:
         """Of the head, with what ranks exchange at both ends of the model."""

@@ -1,0 +1,31 @@
+"""Bytes of a rank's plan beside those that torch's own tracker counts of FSDP2 on fake tensors (`FSDPMemTracker`)."""
+
+import pytest
+
+from benchmarks.fsdp_tracked import FULL, LLAMA, SELECTIVE, apart, planned
+
+SMALL = LLAMA | {
+    "model.dim": "512", "model.num_layers": "6", "model.num_heads": "8", "model.ffn_dim": "1408",
+    "data.vocab_size": "2048", "data.seq_len": "2048",
+}  # fmt: skip
+ALWAYS = ("parameters", "gradients", "optimizer")
+CASES = {
+    "recomputed": FULL,
+    "matmuls kept": SELECTIVE,
+    "ZeRO-2": FULL | {"parallel.reshard_after_forward": "false"},
+    "8-bit moments": FULL | {"optim.moments": "8bit"},
+}
+SHORT = ["recomputed"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_rank_of_shards_holds_what_torch_counts(name):
+    settings = SMALL | CASES[name]
+    found, counted = apart(settings, 8, timeout_s=300.0), planned(settings, 8)
+    for owner in ALWAYS:
+        assert counted[owner] == pytest.approx(found[owner], rel=2e-3), owner
+    assert counted["activations"] == pytest.approx(found["activations"], rel=0.05)
+    assert counted["peak"] == pytest.approx(found["peak"], rel=0.05)
