@@ -38,6 +38,7 @@ FEATURES = {
         "bf16": "`bf16_mixed`",
         "fp16": "`pure_fp16`, with loss scaling",
         "fp8": "`fp8_tile`",
+        "codes": "weights gathered as FP8 codes (`parallel.param_gather`)",
         "integers": "training for integers (`int8`, `int4`, `int4_a8`)",
         "controller": "precision controller",
     },
@@ -82,7 +83,8 @@ FEATURES = {
     },
 }
 NOT_THERE = frozenset({
-    *(("offload", mesh) for mesh in ("one", "copies")), ("corruption", "one"), ("corruption", "shards"),
+    *((feature, mesh) for feature in ("offload", "codes") for mesh in ("one", "copies")),
+    ("corruption", "one"), ("corruption", "shards"),
     ("alone", "one"), ("stopped", "one"), ("hangs", "one"), ("others", "one"),
 })  # fmt: skip
 """Cells that mean nothing."""

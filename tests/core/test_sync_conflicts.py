@@ -58,6 +58,7 @@ def test_each_format_is_accepted(wire):
         ),
     ],
 )
+@pytest.mark.support("codes", "tensor", refused=True)
 def test_what_would_do_nothing_is_refused(settings, field, fixes):
     with pytest.raises(ConfigError) as error:
         load(**settings)

@@ -152,6 +152,7 @@ def compared(rank, sizes, cases):
 
 
 @pytest.mark.dist
+@pytest.mark.support("codes", "shards", "hsdp")
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
