@@ -117,6 +117,18 @@ RUNS = {
 }  # fmt: skip
 
 
+def computation(step: MeshStep) -> dict[str, float]:
+    """Shares of a step in which ranks compute, by part of the layers' passes, the head's left out."""
+    costs, model, found = step.costs, step.costs.model, dict[str, float]()
+    setting, ranks = step.setting, len(costs.ranks)
+    for place, one in enumerate(model.whole.classes):
+        layer = model.layer_parts(place, setting.rows, setting.activations, costs.shape_key)
+        for name, seconds in (*layer.forward().items(), *layer.backward().items()):
+            share = setting.count * one.count * seconds / ranks / step.seconds
+            found[name] = found.get(name, 0.0) + share
+    return found
+
+
 def calibrated() -> float:
     """The share of the guessed rates at which the first run takes as long as was published."""
     run, low, high = RUNS[CALIBRATED], 0.3, 3.0
@@ -139,7 +151,10 @@ def main() -> None:
             "mesh": run.sizes.__dict__, "schedule": run.pipeline.schedule if run.sizes.pp > 1 else "",
             "micro_batches": run.count, "rows": run.rows, "activations": run.activations,
             "published": {"tokens_per_s": run.tokens_per_s, "gib": run.gib}, "source": run.source, "lacks": run.lacks,
-            "simulated": {"tokens_per_s": each, "gib": step.worst.peak / GIB, "parts": step.parts},
+            "simulated": {
+                "tokens_per_s": each, "gib": step.worst.peak / GIB, "parts": step.parts,
+                "computation": computation(step),
+            },
             "off": each / run.tokens_per_s - 1, "off_gib": step.worst.peak / GIB / run.gib - 1 if run.gib else None,
         }  # fmt: skip
         print(f"{name:50s} {run.tokens_per_s:7.0f} {each:7.0f} {found[name]['off']:+.1%} "

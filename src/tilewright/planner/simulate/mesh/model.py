@@ -200,11 +200,22 @@ class MeshModel:
 
     def _passes(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> PassSeconds:
         """Of one layer of the class at this place, without communication."""
-        found = self._local(self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged).classes[place], key)
-        parts = self._parts(found, rows, kind, key)
+        parts = self.layer_parts(place, rows, kind, key)
         backward, wgrad = parts.backward(), parts.matmul_s("wgrad") + parts.weights_s()
         again = backward.pop("recompute")
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
+
+    def layer_parts(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
+        """Of the layer, as a rank runs it: what its seconds are made of.
+
+        Args:
+            place: of its class.
+            rows: of a micro-batch.
+            kind: what it keeps.
+            key: of the rank's part of the model.
+        """
+        found = self._local(self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged).classes[place], key)
+        return self._parts(found, rows, kind, key)
 
     def _local(self, found: LayerClass, key: ShapeKey) -> LayerClass:
         """With a rank's experts alone where passes cast weights, make codes of them, and add to their gradients."""
