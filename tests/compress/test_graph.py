@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.shapes import SHAPES, make_decoder
+from tests.models.shapes import MIXED, SHAPES, make_decoder
 from tilewright.compress.graph.decoder import DecoderGraph
 from tilewright.compress.graph.quantized import Int8Embedding, why_not_8da4w
 
@@ -16,7 +16,7 @@ def nothing_kept(graph):
 
 
 @pytest.mark.parametrize("parts", [(13,), (1,) * 13, (5, 7, 1), (1, 12)], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 @torch.no_grad()
 def test_graph_gives_the_logits_of_the_decoder_however_a_row_is_cut(name, parts):
     model = make_decoder(name).eval()

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.models.shapes import KERNELS, SHAPES
+from tests.models.shapes import KERNELS, MIXED, SHAPES
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.activation_bytes import (
@@ -69,15 +69,17 @@ class AliveStorages(TorchDispatchMode):
         return sum(size for ref, size in self.seen.values() if not ref.expired())
 
 
-def make_block(name: str, mode: str, policy: str):
-    model = Decoder(SHAPES[name], KERNELS)
+def make_block(name: str, mode: str, policy: str, layer: int | None = None):
+    config = (SHAPES | MIXED)[name]
+    model = Decoder(config, KERNELS)
     init_weights(model, 0)
     convert(model, POLICIES.get(policy, policy))
     QuantizedWeights(model, torch.optim.SGD(model.parameters()))
     model.activation_checkpoint = mode
-    layer = 1 if SHAPES[name].num_experts else 0
-    cos_sin = rope_angles(torch.arange(POSITIONS)[None], SHAPES[name].rope_dim, 1e4)
-    x = torch.randn(ROWS, POSITIONS, SHAPES[name].dim, dtype=model.residual_dtype, requires_grad=True)
+    if layer is None:
+        layer = 1 if config.num_experts else 0
+    cos_sin = rope_angles(torch.arange(POSITIONS)[None], config.rope_dim, 1e4)
+    x = torch.randn(ROWS, POSITIONS, config.dim, dtype=model.residual_dtype, requires_grad=True)
     return model, model.blocks[layer], layer, (x, *cos_sin, None)
 
 
@@ -88,7 +90,7 @@ def unpadded_experts(monkeypatch):
 
 
 def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool, spread: bool = False) -> int:
-    config = SHAPES[name]
+    config = (SHAPES | MIXED)[name]
     layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
     experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
@@ -111,18 +113,29 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
 @pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
 def test_eager_layer(name, mode, policy):
-    _, block, layer, (leaf, *rest) = make_block(name, mode, policy)
+    check_eager(name, mode, policy)
+
+
+def check_eager(name, mode, policy, place=None):
+    _, block, layer, (leaf, *rest) = make_block(name, mode, policy, place)
     with AliveStorages() as storages:
         out = block(leaf * 1, *rest)
     returned = sum(t.nbytes for t in out if t is not None)
     assert storages.alive_bytes() - returned == predicted(name, block, layer, mode, policy, compiled=False)
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed", "fp8_tile"])
+@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
+@pytest.mark.parametrize(("name", "layer"), [("own_gqa", 1), ("own_gqa", 2), ("own_moe", 1), ("own_moe", 3)])
+def test_eager_layer_of_its_own_shape(name, layer, mode, policy):
+    check_eager(name, mode, policy, layer)
+
+
 @pytest.mark.parametrize("policy", SCALES)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla_q_rank"])
 def test_eager_layer_with_scales_of_any_tile(name, mode, policy):
-    test_eager_layer(name, mode, policy)
+    check_eager(name, mode, policy)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
@@ -157,16 +170,22 @@ COMPILED = [
     ("name", "mode", "policy"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)]
 )
 def test_compiled_layer(name, mode, policy):
+    check_compiled(name, mode, policy)
+
+
+def check_compiled(name, mode, policy, place=None):
     torch._dynamo.reset()
-    model, block, layer, args = make_block(name, mode, policy)
+    model, block, layer, args = make_block(name, mode, policy, place)
     model.compile_blocks()
     keep: dict[int, tuple[int, torch.Tensor]] = {}
     switches = [t for m in block.modules() if isinstance(m, Float8Linear) for t in (m.formats, m.counts)]
     foreign = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *args[1:3], *switches)}
 
+    random = torch.get_rng_state().shape  # a checkpoint keeps it, once, whatever the layer is
+
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in foreign:
+        if storage.data_ptr() not in foreign and (tensor.dtype, tensor.shape) != (torch.uint8, random):
             keep[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
@@ -182,6 +201,14 @@ def test_compiled_layer(name, mode, policy):
         assert want - PRODUCT[policy] * TOKENS * 64 <= measured <= want
     else:
         assert measured == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_compiled_layer_of_its_own_shape(layer, mode, policy):
+    check_compiled("own_gqa", mode, policy, layer)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])

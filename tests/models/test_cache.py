@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cover import covering
-from tests.models.shapes import KERNELS, SHAPES, make_decoder
+from tests.models.shapes import KERNELS, MIXED, SHAPES, make_decoder
 from tests.models.test_hf_models import CAUSAL, make
 from tilewright.models.generate import generate
 from tilewright.models.hf.load import load_hf
@@ -55,7 +55,7 @@ def assert_same_tokens(model, num_tokens=LONG, rows=2):
     assert torch.equal(cached[:, :25], generate(model, ids, 20, temperature=0, use_cache=False))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_own_decoder_writes_the_same(name):
     assert_same_tokens(make_decoder(name))
 
@@ -107,10 +107,10 @@ def test_adapters(kind):
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["gqa", "mla", "deepseek", "llama", "gemma2", "bloom"]))
+@given(data=st.data(), name=st.sampled_from(["gqa", "mla", "deepseek", *MIXED, "llama", "gemma2", "bloom"]))
 def test_tokens_in_pieces_of_any_size(data, name):
     """Logits after each piece are those of the whole row so far."""
-    model = (make_decoder(name) if name in SHAPES else hf_model(name)).eval()
+    model = (make_decoder(name) if name in SHAPES | MIXED else hf_model(name)).eval()
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
     rows = data.draw(st.integers(1, 3))
     ids = ids_of(rows, sum(sizes), data.draw(st.integers(0, 99)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
+from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
@@ -17,7 +17,7 @@ def loss_and_grads(model, batch):
     return out, {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_loss_is_cross_entropy_of_the_logits(name):
     model, batch = make_decoder(name), make_batch()
     out = model.loss(batch)
@@ -28,14 +28,14 @@ def test_loss_is_cross_entropy_of_the_logits(name):
     assert abs(out.loss_sum.item() - want.item()) < 1e-5 * want.item()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_every_parameter_gets_a_gradient(name):
     _, grads = loss_and_grads(make_decoder(name), make_batch(rows=4))
     silent = [name for name, grad in grads.items() if not grad.abs().sum() > 0]
     assert not silent, silent
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_packed_documents_are_as_if_alone(name):
     """Three documents in one row and padding give the logits that each gives in a row of its own."""
     model = make_decoder(name).eval()
@@ -52,7 +52,7 @@ def test_packed_documents_are_as_if_alone(name):
 
 
 @pytest.mark.parametrize("mode", ["selective", "matmuls", "attention", "full"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_activation_checkpointing_is_exact(name, mode):
     model, batch = make_decoder(name), make_batch(rows=3)
     out, want = loss_and_grads(model, batch)
@@ -84,7 +84,7 @@ def test_residual_stream_keeps_its_dtype(name, stream):
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_it_learns(name, policy):
     model, batch = make_decoder(name), make_batch(rows=4)
     convert(model, policy)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.models.shapes import KERNELS, SHAPES, make_batch
+from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch
 from tilewright.core import env
 from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.build import init_weights
@@ -63,9 +63,9 @@ def hf_config(kind):
 
 def build(kind, device="cpu"):
     """A decoder by its name in `shapes`, or a Hugging Face model; on the meta device without values."""
-    if kind in SHAPES:
+    if kind in SHAPES | MIXED:
         with torch.device(device):
-            model = Decoder(SHAPES[kind], KERNELS)
+            model = Decoder((SHAPES | MIXED)[kind], KERNELS)
     else:
         task = "masked_lm" if kind == "bert" else "causal_lm"
         model = load_hf(hf_config(kind), task, kernels=KERNELS, device=device)

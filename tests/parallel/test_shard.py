@@ -14,6 +14,7 @@ EACH = {"reduce_each": True}
 
 TWO_SHARDS = {
     **{kind: Case(kind) for kind in KINDS},
+    "own-fp8_tile": Case("own_moe", "fp8_tile"),
     # FP8 against FP8, operand by operand; parameters in FP16 have gradients in FP32.
     **{f"{kind}-{mode}": Case(kind, mode) for kind, mode in (
         ("gqa", "fp8_tile"), ("deepseek", "fp8_tile"), ("llama", "fp8_tile"), ("gqa", "bf16_mixed"),

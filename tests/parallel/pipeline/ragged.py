@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.models.shapes import KERNELS, SHAPES
+from tests.models.shapes import KERNELS, MIXED, SHAPES
 from tests.ranks import of_one_rank
 from tests.zoo.families import FAMILIES
 from tilewright.core import env
@@ -33,6 +33,7 @@ EVEN = {
     "tied_even": replace(SHAPES["tied"], vocab_size=64, num_kv_heads=2),
     "mla_even": replace(SHAPES["mla_q_rank"], vocab_size=64),
     "moe_even": replace(SHAPES["deepseek"], vocab_size=64),
+    "own_even": replace(MIXED["own_gqa"], vocab_size=64),
 }
 """Shapes whose embedding and head can be cut over ranks too."""
 TOLERANCE = 2e-6
@@ -42,7 +43,9 @@ FACTOR = 0.125
 
 def decoder(kind: str, layers: int, seed: int = 0) -> Decoder:
     """A tiny decoder of so many layers, in FP32."""
-    model = Decoder(replace((SHAPES | EVEN)[kind], num_layers=layers), KERNELS)
+    config = (SHAPES | EVEN)[kind]
+    own = (config.layers * layers)[:layers]  # those of one shape are as many as there are to be
+    model = Decoder(replace(config, num_layers=layers, layers=own), KERNELS)
     init_weights(model, seed)
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -17,6 +17,7 @@ def _cut(name, kind, shards=1, copies=1, recompute="none", slices=True):
 FEW = [
     _cut("zbv", "tied_even", recompute="full"),
     _cut("interleaved_deferred", "moe_even"),
+    _cut("1f1b", "own_even"),
 ]
 MORE = [
     _cut("1f1b", "gqa_even"),
@@ -27,6 +28,7 @@ MORE = [
     _cut("1f1b", "tied_even"),
     _cut("zbv", "moe_even", slices=False),
     _cut("1f1b", "deepseek", recompute="full"),
+    _cut("zbv", "own_even", recompute="selective", slices=False),
 ]
 
 

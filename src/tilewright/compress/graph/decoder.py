@@ -24,18 +24,25 @@ class GraphBlock(nn.Module):
 
     def __init__(self, block: Block, latent: bool):
         super().__init__()
-        self.attention_norm = GraphNorm(block.input_layernorm.weight, block.input_layernorm.eps)
-        self.attention = LatentGraph(block.self_attn) if latent else GroupedQueryGraph(block.self_attn)
-        self.mlp_norm = GraphNorm(block.post_attention_layernorm.weight, block.post_attention_layernorm.eps)
-        self.mlp = GraphExperts(block.mlp) if block.is_moe else GraphMLP(block.mlp)
+        self.has_attention, self.has_mlp = block.has_attention, block.has_mlp
+        self.kept: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+        if block.has_attention:
+            self.attention_norm = GraphNorm(block.input_layernorm.weight, block.input_layernorm.eps)
+            self.attention = LatentGraph(block.self_attn) if latent else GroupedQueryGraph(block.self_attn)
+            self.kept = self.attention.kept
+        if block.has_mlp:
+            self.mlp_norm = GraphNorm(block.post_attention_layernorm.weight, block.post_attention_layernorm.eps)
+            self.mlp = GraphExperts(block.mlp) if block.is_moe else GraphMLP(block.mlp)
 
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `attention.GroupedQueryGraph.forward`."""
-        attended, kept = self.attention(self.attention_norm(x_1SD), cos, sin, bias_ST, past)
-        x_1SD = x_1SD + attended
-        return x_1SD + self.mlp(self.mlp_norm(x_1SD)), kept
+        kept: tuple[Tensor, ...] = ()
+        if self.has_attention:
+            attended, kept = self.attention(self.attention_norm(x_1SD), cos, sin, bias_ST, past)
+            x_1SD = x_1SD + attended
+        return (x_1SD + self.mlp(self.mlp_norm(x_1SD)) if self.has_mlp else x_1SD), kept
 
 
 class DecoderGraph(nn.Module):
@@ -69,9 +76,7 @@ class DecoderGraph(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         self.kept = tuple(
-            (f"{name}.{layer}", shape)
-            for layer, block in enumerate(self.blocks)
-            for name, shape in block.attention.kept
+            (f"{name}.{layer}", shape) for layer, block in enumerate(self.blocks) for name, shape in block.kept
         )
         """Name and shape (heads, positions as -1, width) of each tensor that is kept, in order."""
 
@@ -83,7 +88,8 @@ class DecoderGraph(nn.Module):
         cos, sin = self.rotary(query_S)
         x_1SD = self.embed(ids_1S)
         kept: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
-            x_1SD, more = block(x_1SD, cos, sin, bias_ST, past[2 * layer : 2 * layer + 2])
+        for block in self.blocks:
+            before = past[len(kept) : len(kept) + len(block.kept)]
+            x_1SD, more = block(x_1SD, cos, sin, bias_ST, before)
             kept += more
         return (self.head(self.norm(x_1SD)), *kept)

@@ -56,6 +56,10 @@ def counts(config: Any) -> dict[Kind, Count | Whole]:
 def _of_decoder(config: DecoderConfig) -> dict[Kind, Count | Whole]:
     found: dict[Kind, Count | Whole] = {}
     dense = config.num_layers if not config.num_experts else min(config.num_dense_layers, config.num_layers)
+    if config.layers:
+        found = dict.fromkeys(("ffn", "heads"), Whole("layers have shapes of their own (model.layers)"))
+        found["layers"] = Count(config.num_layers, lambda kept: _decoder_layers(config, kept))
+        return found
     if dense:
         found["ffn"] = Count(config.ffn_dim, lambda kept: replace(config, ffn_dim=len(kept)))
     found["heads"] = _decoder_heads(config)
@@ -81,8 +85,9 @@ def _decoder_heads(config: DecoderConfig) -> Count:
 
 
 def _decoder_layers(config: DecoderConfig, kept: Sequence[int]) -> DecoderConfig:
-    dense = sum(not config.is_moe(layer) for layer in kept) if config.num_experts else config.num_dense_layers
-    return replace(config, num_layers=len(kept), num_dense_layers=dense)
+    dense = sum(layer < config.num_dense_layers for layer in kept) if config.num_experts else config.num_dense_layers
+    own = [config.layers[layer] for layer in kept] if config.layers else []
+    return replace(config, num_layers=len(kept), num_dense_layers=dense, layers=()).with_layers(own)
 
 
 def _experts(units: int, groups: int, chosen: int, fewer: Fewer) -> Count | Whole:

@@ -1,9 +1,11 @@
 """Contradictions in the settings that describe a model: its shape, attention, experts, and what can be exported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.model import ModelSection
+from tilewright.core.units import ranges
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,89 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
+def _layers(recipe: Recipe) -> Iterator[Conflict]:
+    """Layers of their own shape, where they come from the recipe and not from a folder."""
+    model = recipe.model
+    if model.kind == "hf" or model.path or not model.layers:
+        return
+    if wrong := list(pattern_conflicts(model)):
+        yield from wrong
+        return
+    ranks = [entry for entry in model.layers if entry.q_lora_rank is not None or entry.kv_lora_rank is not None]
+    if ranks and model.attention != "mla":
+        yield Conflict(
+            ("model.layers", "model.attention"),
+            "Ranks of latent attention for layers without it",
+            f'model.attention = "{model.attention}", ranks in {len(ranks)} entries of model.layers',
+            "q_lora_rank and kv_lora_rank where attention is latent",
+            'entries of model.layers without ranks, or model.attention = "mla"',
+        )
+    grouped = [entry for entry in model.layers if entry.num_kv_heads]
+    if grouped and model.attention == "mla":
+        yield Conflict(
+            ("model.layers", "model.attention"),
+            "Key/value heads for layers with latent attention",
+            f'model.attention = "mla", num_kv_heads in {len(grouped)} entries of model.layers',
+            "kv_lora_rank where attention is latent",
+            'entries of model.layers without num_kv_heads, or model.attention = "gqa"',
+        )
+    groups = "num_heads" if model.attention == "mla" else "num_kv_heads"
+    names = ("num_heads", groups, "ffn_dim")
+    yield from layer_conflicts([tuple(getattr(entry, name) for name in names) for entry in model.layer_entries()])
+
+
+def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
+    """Whether the list of layers fits their number."""
+    if model.layers and model.num_layers % model.period:
+        yield Conflict(
+            ("model.layers", "model.num_layers"),
+            "Number of layers is not a multiple of the layers listed",
+            f"model.num_layers = {model.num_layers}, model.layers describes {model.period}",
+            "a list for all layers, or a pattern that fits a whole number of times",
+            f"model.num_layers = {_multiple(model.num_layers, model.period)}",
+        )
+
+
+def layer_conflicts(shapes: Sequence[tuple[int, ...]]) -> Iterator[Conflict]:
+    """What no decoder can be made of.
+
+    Args:
+        shapes: of each layer query heads, key/value heads (of latent attention as many), and hidden width.
+
+    Example:
+        >>> [conflict.got for conflict in layer_conflicts([(4, 3, 8), (4, 4, 8), (0, 0, 0)])]
+        ['layer 0: num_heads 4, num_kv_heads 3', 'layer 2: num_heads 0, ffn_dim 0']
+    """
+    places = ("model.layers", "model.num_heads", "model.num_kv_heads")
+    for heads, groups, ffn_dim in dict.fromkeys(shapes):
+        numbers = [layer for layer, shape in enumerate(shapes) if shape == (heads, groups, ffn_dim)]
+        named = f"layer{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+        if heads and (not groups or heads % groups):
+            yield Conflict(
+                places,
+                "Layer whose query heads are not a multiple of its key/value heads",
+                f"{named}: num_heads {heads}, num_kv_heads {groups}",
+                "each key/value head serves the same number of query heads",
+                "num_kv_heads = " + " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0),
+            )
+        if not heads and not ffn_dim:
+            yield Conflict(
+                places,
+                "Layer with neither attention nor FFN",
+                f"{named}: num_heads 0, ffn_dim 0",
+                "one of them in each layer",
+                "fewer layers, or a width for one of them",
+            )
+    if not any(heads for heads, *_ in shapes):
+        yield Conflict(
+            places,
+            "No layer has attention",
+            f"num_heads 0 in all {len(shapes)} layers",
+            "attention in at least one layer: nothing else looks at other tokens",
+            "num_heads above 0 in one entry of model.layers",
+        )
+
+
 def _mla(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
     if model.kind == "hf" or model.path or model.attention != "mla":
@@ -139,7 +224,9 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
-    if model.attention == "gqa" and model.num_experts:
+    if not list(pattern_conflicts(model)) and len(set(model.layer_entries())) > 1:
+        has, need = "layers of their own shape", "layers that are alike (model.layers empty)"
+    elif model.attention == "gqa" and model.num_experts:
         has, need = "experts", 'attention = "mla" with experts, or none'
     elif model.num_experts and not model.num_shared_experts:
         has, need = "no shared expert", "at least one shared expert"
@@ -150,6 +237,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
     yield Conflict(
         (
             "checkpoint.export_hf",
+            "model.layers",
             "model.attention",
             "model.num_experts",
             "model.num_shared_experts",
@@ -191,4 +279,4 @@ def _nothing_held_out(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
-MODEL_CHECKS = (_images_of_several, _nothing_held_out, _model, _decoder_shape, _mla, _experts, _export)
+MODEL_CHECKS = (_images_of_several, _nothing_held_out, _model, _decoder_shape, _layers, _mla, _experts, _export)

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.section import EVERY, Section
 from tilewright.core.config.sections.mixing import MixingStage
-from tilewright.core.config.sections.model import named_or_own
+from tilewright.core.config.sections.model import LayerSection, named_or_own
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.config.toml import NONE
 from tilewright.core.units import parse_bytes
@@ -239,6 +239,8 @@ def _describe(annotation: object) -> str:
         return f"a list of {len(args)} numbers"
     if origin is tuple and args[0] is PrecisionRule:
         return 'a list of rules like [{ match = "*.o_proj", op = "linear", compute = "fp32" }]'
+    if origin is tuple and args[0] is LayerSection:
+        return "a list of tables like [{ repeat = 3, num_heads = 4, ffn_dim = 512 }, { num_heads = 0 }]"
     if origin is tuple and args[0] is MixingStage:
         return "a list of stages like [{ at = 0.5, weights = { code = 1.0, docs = 2.0 } }]"
     if origin is tuple and typing.get_origin(args[0]) is typing.Literal:

@@ -22,7 +22,7 @@ _EXPERTS = (
     "balance_rate",
 )
 _SHAPE = (
-    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "rope_theta", "norm_eps"),
+    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "layers", "rope_theta", "norm_eps"),
     *("tie_embeddings", "attention", "num_experts"),
     *(_MLA + _EXPERTS),
 )

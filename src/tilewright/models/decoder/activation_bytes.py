@@ -89,6 +89,7 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
         >>> [layer_bytes(config, 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
         [16680, 11808, 10752, 2080, 1024]
     """
+    config = config.at(layer)
     entry = config.dim * storage.stream // storage.slices
     moe = config.is_moe(layer)
     if moe and storage.spread and mode != "none":
@@ -104,7 +105,10 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
         return entry + _matmuls_kept(config, moe, storage) + attention
     if mode == "attention":
         return entry + (0 if moe and storage.compiled else _attention_kept(config, storage))
-    return _attention_none(config, storage) + (_moe_none if moe else _dense_none)(config, storage)
+    kept = _attention_none(config, storage) if config.num_heads else 0
+    if config.ffn_dim:
+        kept += (_moe_none if moe else _dense_none)(config, storage)
+    return kept
 
 
 def tile_bytes(
@@ -121,6 +125,7 @@ def tile_bytes(
         num_tokens: of a micro-batch.
         expert_rows: of all experts with their padding; None takes what is expected, half a tile for each.
     """
+    config = config.at(layer)
     moe = config.is_moe(layer)
     chosen = config.num_experts_per_token * num_tokens if moe else 0
     rows = chosen if expert_rows is None else expert_rows
@@ -148,6 +153,7 @@ def weight_copy_bytes(
     """Bytes of low-precision weight copies that a layer keeps for backward, whatever the number of tokens."""
     if mode != "none" or storage.matmul >= parameter_bytes:
         return 0
+    config = config.at(layer)
     copied = {name: shape for name, shape in _linears(config, layer).items() if name not in storage.tiled}
     many = config.num_experts
     elements = (a * b * (many if name.startswith("experts.") else 1) for name, (a, b) in copied.items())
@@ -156,6 +162,18 @@ def weight_copy_bytes(
 
 def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Features in and out of each linear layer by role, without the router."""
+    found = _attention_linears(config) if config.num_heads else {}
+    widths = {"": config.ffn_dim}
+    if config.is_moe(layer):
+        widths = {"experts.": config.expert_dim, "shared_experts.": config.shared_width}
+    for owner, width in widths.items():
+        if width:
+            shapes = ((config.dim, width), (config.dim, width), (width, config.dim))
+            found |= {owner + name: shape for name, shape in zip(_MLP, shapes, strict=True)}
+    return found
+
+
+def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     dim, heads = config.dim, config.num_heads
     q_dim, value_dim = heads * config.qk_head_dim, heads * config.value_head_dim
     if config.attention == "gqa":
@@ -165,15 +183,7 @@ def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
         found = {"q_a_proj": (dim, rank), "q_b_proj": (rank, q_dim)} if rank else {"q_proj": (dim, q_dim)}
         found["kv_a_proj_with_mqa"] = (dim, _latent(config))
         found["kv_b_proj"] = (config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-    found["o_proj"] = (value_dim, dim)
-    widths = {"": config.ffn_dim}
-    if config.is_moe(layer):
-        widths = {"experts.": config.expert_dim, "shared_experts.": config.shared_width}
-    for owner, width in widths.items():
-        if width:
-            shapes = ((dim, width), (dim, width), (width, dim))
-            found |= {owner + name: shape for name, shape in zip(_MLP, shapes, strict=True)}
-    return found
+    return found | {"o_proj": (value_dim, dim)}
 
 
 _TOGETHER = (
@@ -246,20 +256,25 @@ def _kv_width(config: DecoderConfig) -> int:
 
 def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
     """Selective: outputs of matmuls and of attention with its log-sum-exp."""
-    heads = config.num_heads * config.qk_head_dim
-    if config.attention == "gqa":
-        projections = heads + 2 * _kv_width(config)
-    else:
-        expanded = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        projections = config.q_lora_rank + heads + _latent(config) + expanded
-    elements = projections + config.dim
+    elements = _projections_kept(config) if config.num_heads else 0
+    if not config.ffn_dim:
+        return storage.matmul * (elements - config.dim * storage.compiled)
     if moe:
         shared = 2 * config.shared_width + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
         return storage.matmul * elements + FP32 * config.num_experts
-    # A compiled layer sees that backward does not need the last matmul's output.
+    # A compiled layer sees that backward does not need the last matmul's output, nor does it above.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
     return storage.matmul * elements
+
+
+def _projections_kept(config: DecoderConfig) -> int:
+    """Features that all of attention's projections give."""
+    heads = config.num_heads * config.qk_head_dim
+    if config.attention == "gqa":
+        return heads + 2 * _kv_width(config) + config.dim
+    expanded = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    return config.q_lora_rank + heads + _latent(config) + expanded + config.dim
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
@@ -312,7 +327,7 @@ def _swiglu(width: int, storage: Storage, reader: str) -> int:
 def _dense_none(config: DecoderConfig, storage: Storage) -> int:
     swiglu = _swiglu(config.ffn_dim, storage, "down_proj")
     norm = _norm_none(config, storage, "gate_proj", "up_proj")
-    if storage.compiled:  # the stream in the middle is rebuilt from the input and attention's output
+    if storage.compiled and config.num_heads:  # the stream in the middle is rebuilt from input and attention's output
         norm += config.dim * (storage.matmul - storage.stream)
     return norm + swiglu
 

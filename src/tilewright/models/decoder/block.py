@@ -24,16 +24,25 @@ from tilewright.ops.kernels import Kernels
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); one of them may be missing, with its norm.
+
+    Args:
+        config: the shape of this layer, see `DecoderConfig.at`.
+        layer: its number.
+        kernels: implementations of the operations.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, kernels: Kernels):
         super().__init__()
         attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
-        self.self_attn = attention(config, kernels)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
         self.is_moe = config.is_moe(layer)
-        self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
+        self.has_attention, self.has_mlp = config.num_heads > 0, config.ffn_dim > 0
+        if self.has_attention:
+            self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+            self.self_attn = attention(config, kernels)
+        if self.has_mlp:
+            self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+            self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
         self.kernels = kernels
         self.activation_checkpoint: ActivationCheckpoint = "none"
         self.checkpoint_inputs: CheckpointInputs = "exact"
@@ -46,13 +55,25 @@ class Block(nn.Module):
         could be sent to other experts than in the forward pass."""
         return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
 
+    @property
+    def attention_block(self) -> int:
+        """Query rows at a time in attention, 0 for all, or where there is none. Settable."""
+        own = self.self_attn.core.block if self.has_attention else 0
+        return self.kernels.attention_block if own is None else own
+
+    @attention_block.setter
+    def attention_block(self, rows: int) -> None:
+        if self.has_attention:
+            self.self_attn.core.block = rows
+
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
         """(module, "norm" or "swiglu", layers): these linear layers, and nothing else, read what the module makes.
 
         So `precision.convert` may let it hand them a value `WithCopies` in 8 bits.
         """
-        yield self.input_layernorm, "norm", self.self_attn.readers()
-        if not self.is_moe:
+        if self.has_attention:
+            yield self.input_layernorm, "norm", self.self_attn.readers()
+        if self.has_mlp and not self.is_moe:
             yield self.post_attention_layernorm, "norm", self.mlp.readers()
 
     def forward(
@@ -72,8 +93,11 @@ class Block(nn.Module):
     def _run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments, cache)
-        x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
+        if self.has_attention:
+            attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments, cache)
+            x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
+        if not self.has_mlp:
+            return x_BSD, None
         normed = self.post_attention_layernorm(x_BSD)
         out, load = self.mlp(normed, segments) if self.is_moe else (self.mlp(normed), None)
         return (x_BSD + out).to(x_BSD.dtype), load

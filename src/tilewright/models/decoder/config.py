@@ -4,11 +4,32 @@
 changed.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
-from tilewright.core.config.sections.model import ModelSection
+from tilewright.core.config.model_conflicts import Conflict, layer_conflicts, pattern_conflicts
+from tilewright.core.config.sections.model import LayerSection, ModelSection
 from tilewright.core.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What one layer may have otherwise than the rest of a decoder. Fields mean what they mean in `DecoderConfig`.
+
+    Args:
+        num_heads: 0: the layer has no attention.
+        ffn_dim: 0: it has no FFN, and no experts.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    ffn_dim: int
+    expert_dim: int
+    shared_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +38,8 @@ class DecoderConfig:
 
     With `attention = "gqa"` the fields q_lora_rank ... v_head_dim have no effect; with "mla" num_kv_heads and
     head_dim have none. With `num_experts = 0` the fields num_experts_per_token ... balance_rate have none.
+
+    Layers are alike, or each has a `LayerShape` in `layers`. What reads one layer's shape reads `at(layer)`.
 
     Raises:
         ConfigError: the fields do not fit together; every problem at once.
@@ -57,9 +80,12 @@ class DecoderConfig:
     """Hidden width of the shared experts together; 0: `expert_dim` for each."""
     architecture: Any = "decoder"
     """Whose layers these are: a name, or the caller's own `models.spec.ModelSpec`."""
+    layers: tuple[LayerShape, ...] = ()
+    """Of each layer; empty: all have the fields above."""
 
     def __post_init__(self) -> None:
         problems = [*self._attention_problems(), *(self._expert_problems() if self.num_experts else [])]
+        problems += self._layer_problems() if self.layers else []
         if problems:
             raise ConfigError.from_problems(problems)
 
@@ -80,18 +106,63 @@ class DecoderConfig:
                 try_=f"model.dim = {section.dim // section.num_heads * section.num_heads or section.num_heads}",
                 where="model.dim",
             )
+        if wrong := list(pattern_conflicts(section)):
+            raise ConfigError.from_problems(_problems(wrong))
         values["architecture"] = section.kind
         values["num_kv_heads"] = section.num_kv_heads or section.num_heads
         values["head_dim"] = section.head_dim or section.dim // section.num_heads
-        values["ffn_dim"] = section.ffn_dim or -(-8 * section.dim // (3 * 64)) * 64
+        values["ffn_dim"] = section.hidden_width
         if section.num_experts:
-            values["expert_dim"] = section.expert_dim or values["ffn_dim"] // section.num_experts_per_token
-        return cls(vocab_size=vocab_size, **values)
+            values["expert_dim"] = section.expert_width
+        config = cls(vocab_size=vocab_size, **values | {"layers": ()})
+        return config.with_layers([config._own(index, entry) for index, entry in enumerate(section.layer_entries())])
 
     @classmethod
     def of(cls, vocab_size: int, **section_fields: Any) -> "DecoderConfig":
         """The same from keywords with the recipe's names and defaults."""
         return cls.from_section(ModelSection(**section_fields), vocab_size)
+
+    @property
+    def shape(self) -> LayerShape:
+        """What the fields of the model say of a layer."""
+        return LayerShape(**{field.name: getattr(self, field.name) for field in fields(LayerShape)})
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Of each layer."""
+        return self.layers or (self.shape,) * self.num_layers
+
+    def with_layers(self, shapes: Sequence[LayerShape]) -> "DecoderConfig":
+        """The same decoder with layers of these shapes; of one shape it is that of all, not of each.
+
+        Raises:
+            ConfigError: they are no decoder's.
+        """
+        made = replace(self, layers=tuple(shapes))
+        return made.at(0) if len(set(shapes)) == 1 else made
+
+    def at(self, layer: int) -> "DecoderConfig":
+        """The shape with that of one layer in the fields of the model, so that it reads as one whose layers are alike.
+
+        Example:
+            >>> config = DecoderConfig.of(
+            ...     vocab_size=100, dim=64, num_heads=4, num_layers=2, layers=({"num_heads": 2}, {"ffn_dim": 0})
+            ... )
+            >>> [(config.at(layer).num_heads, config.at(layer).ffn_dim) for layer in (0, 1)]
+            [(2, 192), (4, 0)]
+        """
+        return self._at[layer] if self.layers else self
+
+    @cached_property
+    def _at(self) -> tuple["DecoderConfig", ...]:
+        made = {shape: replace(self, layers=(), **asdict(shape)) for shape in self.layers}
+        return tuple(made[shape] for shape in self.layers)
+
+    def _own(self, layer: int, entry: LayerSection) -> LayerShape:
+        """The shape that a recipe's entry asks for."""
+        values = {name: getattr(entry, name) for name in ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank")}
+        width = "expert_dim" if entry.ffn_dim and self.is_moe(layer) else "ffn_dim"
+        return replace(self.shape, **values, **{width: entry.ffn_dim})
 
     @property
     def rope_dim(self) -> int:
@@ -115,11 +186,11 @@ class DecoderConfig:
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
-        return self.num_experts > 0 and layer >= self.num_dense_layers
+        return self.num_experts > 0 and layer >= self.num_dense_layers and self.at(layer).ffn_dim > 0
 
     def _attention_problems(self) -> list[Problem]:
         problems = []
-        if self.attention == "gqa" and self.num_heads % self.num_kv_heads:
+        if self.attention == "gqa" and self.num_heads and self.num_heads % self.num_kv_heads:
             problems.append(
                 Problem(
                     "model.num_heads is not a multiple of model.num_kv_heads",
@@ -141,6 +212,21 @@ class DecoderConfig:
                 )
             )
         return problems
+
+    def _layer_problems(self) -> list[Problem]:
+        if len(self.layers) != self.num_layers:
+            return [
+                Problem(
+                    "Shapes of layers are not as many as the layers",
+                    got=f"{len(self.layers)} shapes, num_layers {self.num_layers}",
+                    need="one of each layer, or none",
+                    try_=f"num_layers = {len(self.layers)}",
+                    where="model.layers",
+                )
+            ]
+        groups = "num_heads" if self.attention == "mla" else "num_kv_heads"
+        shapes = [(shape.num_heads, getattr(shape, groups), shape.ffn_dim) for shape in self.layers]
+        return _problems(layer_conflicts(shapes))
 
     def _expert_problems(self) -> list[Problem]:
         problems = []
@@ -186,6 +272,10 @@ class DecoderConfig:
                 )
             )
         return problems
+
+
+def _problems(conflicts: Iterable[Conflict]) -> list[Problem]:
+    return [Problem(one.what, got=one.got, need=one.need, try_=one.try_, where="model.layers") for one in conflicts]
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

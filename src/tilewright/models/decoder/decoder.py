@@ -49,7 +49,9 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         block = Block if isinstance(config.architecture, str) else config.architecture.block
-        self.layers = nn.ModuleList(block(config, layer, kernels) for layer in numbers or range(config.num_layers))
+        self.layers = nn.ModuleList(
+            block(config.at(layer), layer, kernels) for layer in numbers or range(config.num_layers)
+        )
         self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
 
 
@@ -121,13 +123,12 @@ class Decoder(Model):
     @property
     def attention_blocks(self) -> tuple[int, ...]:
         """Query rows at a time in each layer's attention, 0 for all. Settable."""
-        rows = [(block.self_attn.core.block, block.kernels.attention_block) for block in self.blocks]
-        return tuple(default if own is None else own for own, default in rows)
+        return tuple(block.attention_block for block in self.blocks)
 
     @attention_blocks.setter
     def attention_blocks(self, rows: Sequence[int]) -> None:
         for block, number in zip(self.blocks, rows, strict=True):
-            block.self_attn.core.block = number
+            block.attention_block = number
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
@@ -276,7 +277,8 @@ class Decoder(Model):
             if not block.is_moe:
                 block.compile(options=options, **limit)
                 continue
-            for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
+            attention = (block.input_layernorm, block.self_attn) if block.has_attention else ()
+            for part in (*attention, block.post_attention_layernorm):
                 part.compile(options=options, **limit)
             if block.mlp.shared_experts is not None:
                 block.mlp.shared_experts.compile(options=options, **limit)

@@ -59,12 +59,18 @@ def count_parameters(config: DecoderConfig) -> ParameterCount:
 
 def layer_parameters(config: DecoderConfig, layer: int) -> int:
     """Parameters of layer number `layer`."""
-    norms = 2 * config.dim + (config.kv_lora_rank + config.q_lora_rank if config.attention == "mla" else 0)
+    config = config.at(layer)
+    norms = config.dim * ((config.num_heads > 0) + (config.ffn_dim > 0))
+    if config.attention == "mla" and config.num_heads:
+        norms += config.kv_lora_rank + config.q_lora_rank
     return attention_weights(config) + norms + mlp_weights(config, layer)
 
 
 def attention_weights(config: DecoderConfig) -> int:
-    """Elements of a layer's attention projections; each does 2 FLOPs per token."""
+    """Elements of a layer's attention projections; each does 2 FLOPs per token. `config`: of the layer, see
+    `DecoderConfig.at`."""
+    if not config.num_heads:
+        return 0
     dim, heads = config.dim, config.num_heads
     out = heads * config.value_head_dim * dim
     if config.attention == "gqa":
@@ -77,6 +83,7 @@ def attention_weights(config: DecoderConfig) -> int:
 
 def mlp_weights(config: DecoderConfig, layer: int) -> int:
     """Elements of a layer's MLP weights; with experts all of them and the router's."""
+    config = config.at(layer)
     if not config.is_moe(layer):
         return 3 * config.dim * config.ffn_dim
     widths = config.num_experts * config.expert_dim + config.shared_width
@@ -85,10 +92,12 @@ def mlp_weights(config: DecoderConfig, layer: int) -> int:
 
 def hidden_width(config: DecoderConfig, layer: int) -> int:
     """Width of the hidden layer of an MLP, or of one expert."""
+    config = config.at(layer)
     return config.expert_dim if config.is_moe(layer) else config.ffn_dim
 
 
 def _inactive_parameters(config: DecoderConfig, layer: int) -> int:
+    config = config.at(layer)
     if not config.is_moe(layer):
         return 0
     return (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim
@@ -100,20 +109,20 @@ class FlopCount:
 
     Args:
         layers: one number per layer: matmuls with weights.
-        attention: of one layer: scores and weighted values.
+        attention: one number per layer: scores and weighted values.
         head: the output projection.
         last: one number per layer: its last matmul, whose result backward does not need, so it is not recomputed.
     """
 
     layers: tuple[int, ...]
-    attention: float
+    attention: tuple[float, ...]
     head: int
     last: tuple[int, ...]
 
     @property
     def forward(self) -> float:
         """One forward pass."""
-        return sum(self.layers) + len(self.layers) * self.attention + self.head
+        return sum(self.layers) + sum(self.attention) + self.head
 
     @property
     def backward(self) -> float:
@@ -124,7 +133,7 @@ class FlopCount:
         """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
         "full" runs each layer up to its last matmul once more, "attention" the same without attention, "matmuls"
         attention alone, "selective" neither."""
-        attention = len(self.layers) * self.attention
+        attention = sum(self.attention)
         again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
         again += attention if activation_checkpoint in ("full", "matmuls") else 0
         return self.forward + self.backward + 0.5 * attention + again
@@ -143,13 +152,18 @@ def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> 
         100
     """
     pairs = (seq_len + 1) / 2 if causal else seq_len
+    shapes = [config.at(layer) for layer in range(config.num_layers)]
     layers = tuple(
-        2 * (attention_weights(config) + mlp_weights(config, layer) - _inactive_parameters(config, layer))
-        for layer in range(config.num_layers)
+        2 * (attention_weights(shape) + mlp_weights(shape, layer) - _inactive_parameters(shape, layer))
+        for layer, shape in enumerate(shapes)
     )
-    attention = 2 * config.num_heads * (config.qk_head_dim + config.value_head_dim) * pairs
-    last = tuple(
-        2 * config.dim * (config.shared_width if config.is_moe(layer) else config.ffn_dim)
-        for layer in range(config.num_layers)
-    )
+    attention = tuple(2 * shape.num_heads * (shape.qk_head_dim + shape.value_head_dim) * pairs for shape in shapes)
+    last = tuple(2 * config.dim * _last_width(shape, layer) for layer, shape in enumerate(shapes))
     return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)
+
+
+def _last_width(config: DecoderConfig, layer: int) -> int:
+    """Features that a layer's last matmul takes."""
+    if not config.ffn_dim:
+        return config.num_heads * config.value_head_dim
+    return config.shared_width if config.is_moe(layer) else config.ffn_dim

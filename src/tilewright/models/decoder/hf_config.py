@@ -188,6 +188,8 @@ def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
 
 def _unwritable(config: DecoderConfig) -> list[Problem]:
     reasons = []
+    if config.layers:
+        reasons.append(("layers of their own shape", "layers that are alike (model.layers empty)"))
     if config.attention == "gqa" and config.num_experts:
         reasons.append(("grouped-query attention with experts", 'attention = "mla" with experts, or a dense model'))
     if config.num_experts and not config.num_shared_experts:

@@ -179,7 +179,7 @@ def _any_executor(recipe: Recipe) -> Iterator[Candidate]:
         return
     if not recipe.data.tokenizer:
         yield from (({"data.vocab_size": size}, False) for size in _halves(recipe.data.vocab_size, 4096))
-    for layers in _halves(recipe.model.num_layers, 2):
+    for layers in _halves(recipe.model.num_layers, 2) if not recipe.model.layers else ():
         yield {"model.num_layers": layers}, False
         yield {**sparing, "model.num_layers": layers}, False
 

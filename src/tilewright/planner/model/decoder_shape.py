@@ -65,7 +65,10 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
     return ModelShape(
         family="tilewright decoder",
-        classes=tuple(found.layer(place, weights, masked) for place, weights in enumerate(layers)),
+        classes=tuple(
+            replace(found, config=config.at(indices[0])).layer(place, weights, masked)
+            for place, (indices, weights) in enumerate(zip(skeleton.indices, layers, strict=True))
+        ),
         rest=LayerClass(
             name="rest",
             indices=(-1,),
@@ -105,6 +108,7 @@ class _Decoder:
 
     skeleton: Skeleton
     config: DecoderConfig
+    """Of the layer, see `DecoderConfig.at`."""
     recipe: Recipe
     policy: Policy
     machine: Machine
@@ -152,7 +156,7 @@ class _Decoder:
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
         kept = {mode: self._kept(index, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
-        mask = float(seq_len**2 * BYTES[policy.matmul]) if masked else 0.0
+        mask = float(seq_len**2 * BYTES[policy.matmul]) if masked and config.num_heads else 0.0
         mlp = Line(0, self._mlp_share(index, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(index, "none", replace(storage, compiled=False))
@@ -163,7 +167,7 @@ class _Decoder:
         widths = (self.formulas.width(config, index), config.dim)
         operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
         return LayerClass(
-            name="layer" if len(self.skeleton.indices) == 1 else "experts" if moe else "dense",
+            name=self.skeleton.class_name(place, experts=moe),
             indices=indices,
             weights=weights,
             active_parameters=weights.count - inactive,
@@ -183,7 +187,7 @@ class _Decoder:
             matmul_flops=float((flops.layers[index] - 2 * elsewhere) * seq_len),
             last_flops=float(flops.last[index] * seq_len),
             mlp_flops=2.0 * seq_len * (self.formulas.mlp_weights(config, index) - inactive - elsewhere),
-            attention_flops=flops.attention * seq_len,
+            attention_flops=flops.attention[index] * seq_len,
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
             cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
             called_experts=config.num_experts if moe else 0,

@@ -74,7 +74,7 @@ def foreign_shape(
     free = free_pages(machine, BYTES[policy.matmul])
     if isinstance(traced, str):
         names = zip(skeleton.indices, layers, strict=True)
-        classes = tuple(LayerClass(_name(i, skeleton, False), kind, w, w.count) for i, (kind, w) in enumerate(names))
+        classes = tuple(LayerClass(skeleton.class_name(i), kind, w, w.count) for i, (kind, w) in enumerate(names))
         rest, backward, notes, unknown = LayerClass("rest", (-1,), Weights(), 0), Line(), (), traced
     else:
         found = _Found(skeleton, recipe, policy, machine, traced, seq_len, free, compiled)
@@ -161,7 +161,7 @@ class _Found:
             return Line.through(getattr(one, name), getattr(two, name))
 
         return LayerClass(
-            name=_name(place, self.skeleton, stacked > 0),
+            name=self.skeleton.class_name(place, experts=stacked > 0),
             indices=self.skeleton.indices[place],
             weights=weights,
             active_parameters=min(weights.count, active + flops_of(others) / (2 * self.seq_len)),
@@ -265,10 +265,3 @@ def _beside(gemms: Gemms, matmuls: Sequence[LinearGemm]) -> Gemms:
     """Matmuls that are no linear layer's."""
     names = {matmul.fqn for matmul in matmuls}
     return {kind: found for kind, found in gemms.items() if kind.module not in names}
-
-
-def _name(place: int, skeleton: Skeleton, experts: bool) -> str:
-    if len(skeleton.names) == 1:
-        return "layer"
-    many = len(skeleton.names) > 2
-    return ("experts" if experts else "dense") + (f"-{place}" if many else "")

@@ -50,6 +50,13 @@ class Skeleton:
         """One of each class."""
         return [self.model.get_submodule(name) for name in self.names]
 
+    def class_name(self, place: int, *, experts: bool = False) -> str:
+        """What the class of a layer is called."""
+        if len(self.names) == 1:
+            return "layer"
+        many = len(self.names) > 2
+        return ("experts" if experts else "dense") + (f"-{place}" if many else "")
+
     def outside(self) -> Iterator[nn.Module]:
         """Modules around the layers."""
         inside = tuple(f"{name}." for name in self.names)
@@ -132,7 +139,8 @@ def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
     assert spec.meta_model is not None
     kinds: dict[Any, list[int]] = {}
     for layer in range(config.num_layers):
-        kinds.setdefault(spec.formulas.kind(config, layer), []).append(layer)
+        kind = config.shapes[layer], spec.formulas.kind(config.at(layer), layer)
+        kinds.setdefault(kind, []).append(layer)
     model: Any = spec.meta_model(config, Kernels.default(), section.task, [first for first, *_ in kinds.values()])
     _check_counts(model, [first for first, *_ in kinds.values()])
     indices, targets = tuple(map(tuple, kinds.values())), lora.targets
@@ -192,7 +200,10 @@ def _check_counts(model: Any, numbers: Sequence[int]) -> None:
     spec = spec_of(model.architecture)
     assert spec.formulas is not None
     for layer, block in zip(numbers, model.blocks, strict=True):
-        real, said = sum(param.numel() for param in block.parameters()), spec.formulas.parameters(model.config, layer)
+        real, said = (
+            sum(param.numel() for param in block.parameters()),
+            spec.formulas.parameters(model.config.at(layer), layer),
+        )
         if real != said:
             raise ConfigError(
                 "Formulas of an architecture do not count its layers",

@@ -203,11 +203,11 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         "parallel.timeout_minutes": min(recipe.parallel.timeout_minutes, PATIENCE_S / 60),
     }
     if not recipe.model.path:
-        model = recipe.model
-        heads = 4
+        model, heads = recipe.model, 4
         settings |= {
             "model.dim": 64,
             "model.num_layers": max(min(model.num_layers, 2), layers if sizes.pp > 1 else 1),
+            "model.layers": (),
             "model.num_heads": heads,
             "model.num_kv_heads": model.num_kv_heads and max(min(model.num_kv_heads, 2), min(sizes.tp, heads)),
             "model.head_dim": 16 if model.head_dim else 0,

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field, PlainSerializer, WrapValidator
+from pydantic import Field, PlainSerializer, SerializerFunctionWrapHandler, WrapValidator, model_serializer
+from pydantic.json_schema import SkipJsonSchema
 
 from tilewright.core.config.section import EVERY, Count, Section
 
@@ -35,6 +36,31 @@ _Kind = Annotated[
 ]
 
 
+_Own = Count | SkipJsonSchema[None]
+"""A number of a layer's own; None: that of the model. It is left out in files."""
+
+
+class LayerSection(Section):
+    """A layer, or some that follow each other: what differs from the model's own fields."""
+
+    repeat: Count = Field(default=1, ge=1)
+    """Layers of this shape, one behind the other."""
+    num_heads: _Own = Field(default=None, ge=0)
+    """Query heads, as wide as the model's. 0: no attention."""
+    num_kv_heads: _Own = Field(default=None, ge=0)
+    """Key and value heads. 0: as many as query heads."""
+    q_lora_rank: _Own = Field(default=None, ge=0)
+    """MLA: rank of the query compression. 0: none."""
+    kv_lora_rank: _Own = Field(default=None, ge=1)
+    """MLA: rank of the key/value compression."""
+    ffn_dim: _Own = Field(default=None, ge=0)
+    """Width of the SwiGLU hidden layer; in a layer with experts that of an expert. 0: attention alone."""
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
 class ModelSection(Section):
     changes_numbers = EVERY
 
@@ -62,6 +88,10 @@ class ModelSection(Section):
     """Width of a head. 0: `dim / num_heads`."""
     ffn_dim: Count = Field(default=0, ge=0)
     """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
+    layers: tuple[LayerSection, ...] = ()
+    """Layers of their own shape, in order: a table for each, with what differs from the fields above: `num_heads`,
+    `num_kv_heads`, `q_lora_rank`, `kv_lora_rank`, `ffn_dim`. No heads: no attention; `ffn_dim = 0`: no FFN. `repeat`
+    layers in a row share a table. A list of fewer than `num_layers` is a pattern that repeats. Empty: all are alike."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position frequencies."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -100,3 +130,49 @@ class ModelSection(Section):
     """MoE: factor on the routed experts' output."""
     balance_rate: float = Field(default=1e-3, ge=0)
     """MoE: step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2). 0: off."""
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the SwiGLU hidden layer."""
+        return self.ffn_dim or -(-8 * self.dim // (3 * 64)) * 64
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of an expert; 0: there are none."""
+        return (self.expert_dim or self.hidden_width // self.num_experts_per_token) if self.num_experts else 0
+
+    @property
+    def period(self) -> int:
+        """Layers that `layers` describes, before it repeats."""
+        return sum(entry.repeat for entry in self.layers)
+
+    def routes(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts, where it has an FFN."""
+        return self.num_experts > 0 and layer >= self.num_dense_layers
+
+    def layer_entries(self) -> list[LayerSection]:
+        """An entry for each layer, all its numbers concrete; empty where `layers` is.
+
+        Example:
+            >>> section = ModelSection(num_layers=4, num_heads=8, ffn_dim=96, layers=({"num_heads": 2}, {"ffn_dim": 0}))
+            >>> [(entry.num_heads, entry.num_kv_heads, entry.ffn_dim) for entry in section.layer_entries()]
+            [(2, 2, 96), (8, 8, 0), (2, 2, 96), (8, 8, 0)]
+        """
+        pattern = [entry for entry in self.layers for _ in range(entry.repeat)]
+        return [
+            self._filled(pattern[layer % len(pattern)], layer) for layer in range(self.num_layers if pattern else 0)
+        ]
+
+    def _filled(self, entry: LayerSection, layer: int) -> LayerSection:
+        def own(name: str, otherwise: int) -> int:
+            value = getattr(entry, name)
+            return otherwise if value is None else value
+
+        heads = own("num_heads", self.num_heads)
+        return LayerSection(
+            num_heads=heads,
+            num_kv_heads=(own("num_kv_heads", self.num_kv_heads) or heads) if heads else 0,
+            q_lora_rank=own("q_lora_rank", self.q_lora_rank),
+            kv_lora_rank=own("kv_lora_rank", self.kv_lora_rank),
+            ffn_dim=own("ffn_dim", self.expert_width if self.routes(layer) else self.hidden_width),
+        )

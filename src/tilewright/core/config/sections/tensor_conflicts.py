@@ -67,13 +67,18 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         heads = model.num_kv_heads or model.num_heads
         heads = model.num_heads, heads if model.attention == "gqa" else 0
         shared = model.num_shared_experts * model.expert_dim if model.num_experts else 0
-        yield from uneven_widths(*heads, model.ffn_dim, parallel.tp, shared)
+        if not model.layers:
+            yield from uneven_widths(*heads, model.ffn_dim, parallel.tp, shared)
+        for kind, routed in dict.fromkeys((one, model.routes(at)) for at, one in enumerate(model.layer_entries())):
+            heads = kind.num_heads or 0, kind.num_kv_heads or 0 if model.attention == "gqa" else 0
+            width = 0 if routed else kind.ffn_dim or 0  # routed experts are whole where they are
+            yield from uneven_widths(*heads, width, parallel.tp, owner="model.layers: ")
 
 
 def uneven_widths(
-    num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int, shared_width: int = 0
+    num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int, shared_width: int = 0, *, owner: str = "model."
 ) -> Iterator[Conflict]:
-    """Numbers that cannot be cut in so many parts; 0: there is none, or it is not known.
+    """Numbers that cannot be cut in so many parts; 0: there is none, or it is not known. `owner`: whose they are.
 
     Example:
         >>> [conflict.got for conflict in uneven_widths(8, 2, 100, 4)]
@@ -94,7 +99,7 @@ def uneven_widths(
             yield Conflict(
                 ("parallel.tp", f"model.{field}"),
                 f"{what} that cannot be cut over the processes evenly",
-                f"parallel.tp = {tp}, {f'{number} wide' if field == 'expert_dim' else f'model.{field} = {number}'}",
+                f"parallel.tp = {tp}, {f'{number} wide' if field == 'expert_dim' else f'{owner}{field} = {number}'}",
                 f"a tp that divides {number}: {', '.join(map(str, even[:8]))}{', ...' if len(even) > 8 else ''}",
                 f"--parallel.tp {max(size for size in even if size <= tp and common % size == 0)}",
             )

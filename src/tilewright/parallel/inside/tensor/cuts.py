@@ -9,14 +9,16 @@ FSDP2 cuts the rows of what is left on a rank. A dim that both cut has to come o
 left over are wrong (pytorch#168134). Heads and hidden widths that do not are refused, a vocabulary stays whole.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
 
+from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.sections.tensor_conflicts import uneven_widths
 from tilewright.core.errors import ConfigError
-from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.models.decoder.decoder import Decoder
 
 OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -69,9 +71,17 @@ def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConf
         (2, 8, 48, 128)
     """
     vocab = config.vocab_size // tp if cuts_vocabulary(config.vocab_size, tp, dp_shard) else config.vocab_size
+    cut = [_on_rank(config.at(layer), tp) for layer in range(len(config.layers))]
+    return replace(config, vocab_size=vocab, layers=tuple(cut), **asdict(_on_rank(config, tp)))
+
+
+def _on_rank(config: DecoderConfig, tp: int) -> LayerShape:
+    """What one of the ranks has of a layer."""
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
-    widths = {"ffn_dim": config.ffn_dim // tp, "shared_dim": config.shared_width // tp if config.num_experts else 0}
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads, vocab_size=vocab, **widths)
+    shared = config.shared_width // tp if config.num_experts else 0
+    return replace(
+        config.shape, num_heads=heads, num_kv_heads=kv_heads, ffn_dim=config.ffn_dim // tp, shared_dim=shared
+    )
 
 
 def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
@@ -90,13 +100,20 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
             where="parallel.tp",
         )
     config = model.config
-    heads = config.num_heads, config.num_kv_heads if config.attention == "gqa" else 0
-    for found in uneven_widths(*heads, config.ffn_dim, tp, config.shared_width):
+    for found in _uneven(config, tp):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
     check_stored(model, tp)
     for name, module in cut_modules(model):
         if name.rpartition(".")[2] in OUTPUTS:
             uneven_rows(name, module.weight.shape[0], tp, dp_shard)
+
+
+def _uneven(config: DecoderConfig, tp: int) -> Iterator[Conflict]:
+    kinds = dict.fromkeys(config.at(layer) for layer in range(config.num_layers))
+    for kind in kinds:
+        groups = kind.num_kv_heads if config.attention == "gqa" else 0
+        owner = "model.layers: " if config.layers else "model."
+        yield from uneven_widths(kind.num_heads, groups, kind.ffn_dim, tp, kind.shared_width, owner=owner)
 
 
 def check_stored(model: nn.Module, tp: int) -> None:

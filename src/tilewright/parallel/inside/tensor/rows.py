@@ -190,7 +190,9 @@ def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         return
     blocks: Any = model.get_submodule("model.layers")
     for block in blocks:
-        parts = [block.input_layernorm, block.post_attention_layernorm, *([block.mlp.gate] if block.is_moe else [])]
+        parts = [block.input_layernorm] if block.has_attention else []
+        parts += [block.post_attention_layernorm] if block.has_mlp else []
+        parts += [block.mlp.gate] if block.is_moe else []
         for part in parts:
             yield from part.parameters()
 

@@ -117,6 +117,9 @@ def _cut(config: DecoderConfig | None) -> tuple[int, int]:
     """What has to come out even where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
     if config is None:
         return 1, 1
+    if config.layers:
+        of_layers = [_cut(config.at(layer)) for layer in range(config.num_layers)]
+        return gcd(*(heads for heads, _ in of_layers)), gcd(*(widths for _, widths in of_layers))
     hidden = gcd(config.ffn_dim, config.shared_width if config.num_experts else 0)
     if config.attention == "mla":
         heads, widths = config.num_heads, (config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim)
