@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch, make_decoder
 from tests.optim.test_citizen import assert_in_words
-from tests.planner.rates import make_machine, make_recipe
+from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tests.training.test_layer_major_step import executor, steps, worst
 from tilewright.compress.prune.kinds import Whole, counts
 from tilewright.core.config.edit import changed
@@ -181,6 +181,15 @@ def test_a_plan_has_a_class_for_each_shape():
     assert narrow.mlp_flops == 0 < bare.mlp_flops
     config = DecoderConfig.from_section(recipe.model, 512)
     assert shape.num_parameters == count_parameters(config).total
+
+
+def test_a_plan_prices_each_layer_by_its_own_class():
+    recipe = make_recipe(model={"num_layers": 4, "layers": ({"ffn_dim": 64}, {"ffn_dim": 1024})})
+    plan = make_plan(recipe, 512, make_machine(), make_rates())
+    narrow, wide = plan.rows[:2]  # behind them is what is around the layers
+    assert narrow.name != wide.name
+    seconds = [sum(one.seconds for one in row.operations) for row in (narrow, wide)]
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_ranks_cut_each_layer():

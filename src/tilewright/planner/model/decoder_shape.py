@@ -26,7 +26,7 @@ from tilewright.planner.model.gemms import (
 )
 from tilewright.planner.model.roofline import element_passes, expert_rows
 from tilewright.planner.model.rounding import rounding_kept, rounding_moved
-from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
+from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, distinct, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.lora.lora import adapted_layers
@@ -65,7 +65,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
     return ModelShape(
         family="tilewright decoder",
-        classes=tuple(
+        classes=distinct(
             replace(found, config=config.at(indices[0])).layer(place, weights, masked)
             for place, (indices, weights) in enumerate(zip(skeleton.indices, layers, strict=True))
         ),
@@ -167,7 +167,7 @@ class _Decoder:
         widths = (self.formulas.width(config, index), config.dim)
         operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
         return LayerClass(
-            name=self.skeleton.class_name(place, experts=moe),
+            name=self.skeleton.class_name(experts=moe),
             indices=indices,
             weights=weights,
             active_parameters=weights.count - inactive,

@@ -14,7 +14,7 @@ from tilewright.ops.newton_schulz import operand_format
 from tilewright.planner.machine.overhead import free_pages, process_size
 from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, held_qdata, keeps_qdata, matmuls_of, operand_work
 from tilewright.planner.model.roofline import element_passes, walked
-from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
+from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, distinct, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.byte_counter import GemmKind, flops_of
@@ -74,11 +74,11 @@ def foreign_shape(
     free = free_pages(machine, BYTES[policy.matmul])
     if isinstance(traced, str):
         names = zip(skeleton.indices, layers, strict=True)
-        classes = tuple(LayerClass(skeleton.class_name(i), kind, w, w.count) for i, (kind, w) in enumerate(names))
+        classes = distinct(LayerClass(skeleton.class_name(), kind, w, w.count) for i, (kind, w) in enumerate(names))
         rest, backward, notes, unknown = LayerClass("rest", (-1,), Weights(), 0), Line(), (), traced
     else:
         found = _Found(skeleton, recipe, policy, machine, traced, seq_len, free, compiled)
-        classes = tuple(found.layer(place, weights) for place, weights in enumerate(layers))
+        classes = distinct(found.layer(place, weights) for place, weights in enumerate(layers))
         rest, backward, unknown = found.rest(), found.through("backward"), ""
         notes = (*traced[0].notes, *((EAGER,) if compiled else ()))
     width = getattr(net.config.get_text_config(), "hidden_size", 0)
@@ -161,7 +161,7 @@ class _Found:
             return Line.through(getattr(one, name), getattr(two, name))
 
         return LayerClass(
-            name=self.skeleton.class_name(place, experts=stacked > 0),
+            name=self.skeleton.class_name(experts=stacked > 0),
             indices=self.skeleton.indices[place],
             weights=weights,
             active_parameters=min(weights.count, active + flops_of(others) / (2 * self.seq_len)),

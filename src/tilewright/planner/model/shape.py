@@ -131,6 +131,23 @@ class LayerClass:
         return replace(self, **lines, mask=max(self.mask, other.mask), buffers=max(self.buffers, other.buffers))
 
 
+def distinct(classes: Iterable[LayerClass]) -> tuple[LayerClass, ...]:
+    """The same classes with names of their own: those of one name get their place behind it.
+
+    Example:
+        >>> names = ("dense", "experts", "dense")
+        >>> made = [LayerClass(name, (place,), Weights(), 0) for place, name in enumerate(names)]
+        >>> [found.name for found in distinct(made)]
+        ['dense-0', 'experts', 'dense-2']
+    """
+    made = tuple(classes)
+    names = [found.name for found in made]
+    return tuple(
+        replace(found, name=f"{found.name}-{place}") if names.count(found.name) > 1 else found
+        for place, found in enumerate(made)
+    )
+
+
 _BYTES = ("kept", "kept_selective", "kept_matmuls", "kept_attention", "input", "work", "mlp_kept", "mlp_work")
 
 

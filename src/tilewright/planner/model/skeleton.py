@@ -50,12 +50,9 @@ class Skeleton:
         """One of each class."""
         return [self.model.get_submodule(name) for name in self.names]
 
-    def class_name(self, place: int, *, experts: bool = False) -> str:
+    def class_name(self, *, experts: bool = False) -> str:
         """What the class of a layer is called."""
-        if len(self.names) == 1:
-            return "layer"
-        many = len(self.names) > 2
-        return ("experts" if experts else "dense") + (f"-{place}" if many else "")
+        return "layer" if len(self.names) == 1 else "experts" if experts else "dense"
 
     def outside(self) -> Iterator[nn.Module]:
         """Modules around the layers."""
