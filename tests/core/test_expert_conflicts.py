@@ -7,7 +7,6 @@ from tilewright.core.config.sections.expert_conflicts import REFUSED_WITH_EXPERT
 
 SPREAD = {"parallel.ep": "2", "model.num_experts": "8", "optim.kind": "adamw"}
 REFUSED = {
-    "parallel.pp": {"parallel.pp": "2", "model.tie_embeddings": "false"},
     "memory.executor": {"memory.executor": "layer_major"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "lora.rank": {"lora.rank": "4"},
@@ -18,6 +17,7 @@ REFUSED = {
 def test_spread_experts_alone_are_accepted():
     assert load(SPREAD, {"precision.mode": "fp8_tile"}).parallel.ep == 2
     assert load(SPREAD, {"parallel.dp_shard": "4", "optim.kind": "muon"}).parallel.ep == 2
+    assert load(SPREAD, {"parallel.pp": "2", "model.tie_embeddings": "false"}).executor == "pipeline"
 
 
 def test_each_row_of_the_table_has_a_case():

@@ -19,7 +19,7 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
-from tilewright.parallel.inside.experts.hold import expert_meshes, has_experts, hold_experts
+from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
 from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
@@ -54,17 +54,18 @@ def parallelize(
     """
     world = replace(world, copies_apart=section.grad_sync != "fp32")
     stages: tuple[ModelStage, ...] = ()
+    apart = world.sizes.ep > 1 or (world.sizes.tp > 1 and has_experts(model))  # of the whole: a stage may have none
     if world.sizes.pp > 1:
         if isinstance(model, HFModel) and values is not None:  # it is run to find its layers
             to_placeholders(model, device)
             fill_buffers(model, values)
         model = hold_stages(model, Pipeline.of(section), world.row)
         stages = model.stages
-    if world.sizes.ep > 1 or (world.sizes.tp > 1 and has_experts(model)):
+    if apart:
         hold_experts(model, world, section.dispatch, section.expert_order)
     if world.sizes.tp > 1:
         cut_tensors(model, world, sequence_parallel=section.sequence_parallel)
-    mesh, wait = world.fsdp_mesh_beside(bool(expert_meshes(model))), world.wait_for_all
+    mesh, wait = world.fsdp_mesh_beside(apart), world.wait_for_all
     sharding = Sharding(section.reshard_after_forward, section.cpu_offload)
     if mesh is None:
         if values is not None and world.holds_parts:

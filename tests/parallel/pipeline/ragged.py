@@ -18,7 +18,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.fill import shard_all
 from tilewright.parallel.gradients import sum_gradients
-from tilewright.parallel.inside.experts.hold import expert_meshes, hold_experts, mixtures
+from tilewright.parallel.inside.experts.hold import hold_experts, mixtures
 from tilewright.parallel.inside.tensor.hold import cut_tensors
 from tilewright.parallel.inside.tensor.rows import sum_of_slices
 from tilewright.parallel.mesh import MeshSizes
@@ -121,18 +121,21 @@ def worst_gradient(
     recompute: str = "none",
     tp: int = 1,
     slices: bool = True,
+    ep: int = 1,
 ):
     """(error, name) of the worst gradient of any step on any rank, against one process; None has none to compare."""
-    sizes = MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies, tp=tp)
+    sizes = MeshSizes(pp=pipeline.pp, dp_shard=shards, dp_replicate=copies, tp=tp, ep=ep)
     world = join(env.ranks(), sizes, torch.device("cpu"))
     layers = pipeline.num_stages + 1
-    held = hold_stages(model_of(kind, layers), pipeline, world.row)
+    whole = model_of(kind, layers)
+    apart = ep > 1 or (tp > 1 and any(mixtures(whole)))
+    held = hold_stages(whole, pipeline, world.row)
     held.activation_checkpoint = recompute
+    if apart:
+        hold_experts(held, world)
     if tp > 1:
-        if any(mixtures(held)):
-            hold_experts(held, world)
         cut_tensors(held, world, sequence_parallel=slices)
-    mesh = world.fsdp_mesh_beside(bool(expert_meshes(held)))
+    mesh = world.fsdp_mesh_beside(apart)
     if mesh is not None:
         shard_all(held, (), mesh, Sharding(reshard_after_forward=recompute != "none"), held.stages)
     steps, worst = PipelineSteps(held, torch.device("cpu")), (0.0, "")
@@ -145,7 +148,7 @@ def worst_gradient(
         if mesh is None:
             sum_gradients(AsyncCommunicator(world.data.handle), params)
         sum_of_slices(held)
-        assert tp == 1 or not any(queue.at_once for queue in steps.queues), "weights' gradients wait"
+        assert tp * ep == 1 or not any(queue.at_once for queue in steps.queues), "weights' gradients wait"
         for result, loss in zip(results, losses[world.data.rank], strict=True):
             if held.stages[-1].is_last:
                 torch.testing.assert_close(result.loss_sum, loss, rtol=1e-6, atol=0)

@@ -11,6 +11,8 @@ import torch
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.units import format_share
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.parallel.agree import sum_over
+from tilewright.parallel.inside.experts.hold import places_of_mixtures
 from tilewright.parallel.inside.experts.placement import LEAST, ExpertMove, Orders, orders_of, worth
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
@@ -44,12 +46,24 @@ class ExpertHook(StepHook):
     def after_step(self, step: Step, result: StepResult) -> None:
         """Add up the rows of the step, over all ranks."""
         self._last, self.next_step = step, step.number + 1
-        load_LE = self._model.last_load_LE
-        if load_LE is None or result.skipped is not None:
+        if result.skipped is not None:
             return
+        load_LE = self._load_of_all_layers().cpu()
         before_LE = torch.tensor(self._loads_LE, dtype=torch.float64) if self._loads_LE else torch.zeros(1)
-        self._loads_LE = (KEEPS * before_LE + load_LE.to("cpu", torch.float64)).tolist()
+        self._loads_LE = (KEEPS * before_LE + load_LE).tolist()
         self._steps, self._step_s = self._steps + 1, result.seconds
+
+    def _load_of_all_layers(self) -> torch.Tensor:
+        """Rows of the step [L, E] by layer of the whole model, FP64: a stage has those of its own layers."""
+        config, own = self._model.config, self._model.last_load_LE
+        load_LE = torch.zeros(
+            config.num_layers - config.num_dense_layers, config.num_experts,
+            dtype=torch.float64, device=next(self._model.parameters()).device,
+        )  # fmt: skip
+        if own is not None:
+            load_LE[places_of_mixtures(self._model)] = own.to(torch.float64)
+        sum_over(self._world.row.handle, [load_LE])
+        return load_LE
 
     def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
         """Another placement, where it is worth a new start."""

@@ -8,10 +8,6 @@ from tilewright.core.config.sections.refused import Refused, refused
 
 REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
     (
-        lambda r: r.parallel.pp > 1,
-        "parallel.pp", "Stages of a pipeline", "all layers on each process", "--parallel.pp 1",
-    ),
-    (
         lambda r: r.memory.can.offload,
         "memory.executor", "The layer-major executor", "the standard executor", "--memory.executor standard",
     ),

@@ -21,7 +21,8 @@ from tilewright.parallel.inside.experts.exchange import ExpertExchange
 from tilewright.parallel.inside.experts.placement import orders_of
 from tilewright.parallel.inside.experts.stacked import spread_stack, stacked_experts
 from tilewright.parallel.launch import EXPERTS
-from tilewright.parallel.pipeline.stages import HeldLayers
+from tilewright.parallel.pipeline.hf_stages import StagedHF
+from tilewright.parallel.pipeline.staged import HeldLayers
 from tilewright.parallel.world import World
 
 
@@ -60,10 +61,10 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
     check_experts(model.config.num_experts, world.sizes.ep)
     mesh = world.expert_fsdp_mesh
     assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
-    layers = list(mixtures(model))
-    orders = check_order(order, model.config.num_experts, len(layers), world.sizes.ep)
-    for layer, own in zip(layers, orders, strict=True):
-        kernels = layer.gate.kernels
+    whole = model.config.num_layers - model.config.num_dense_layers
+    orders = check_order(order, model.config.num_experts, whole, world.sizes.ep)
+    for place, layer in zip(places_of_mixtures(model), mixtures(model), strict=True):
+        own, kernels = orders[place], layer.gate.kernels
         exchange = ExpertExchange(world.experts, layer.num_experts, order=own, dispatch=dispatch, kernels=kernels)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
@@ -71,8 +72,9 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
 
 
 def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> None:
-    """The same of a Hugging Face model, whose experts are stacked."""
-    found = list(stacked_experts(model))
+    """The same of a Hugging Face model, whose experts are stacked. A stage may have no layer with some."""
+    blocks = model.view.blocks if isinstance(model, StagedHF) else (model,)
+    found = {module: name for block in blocks for name, module in stacked_experts(block)}
     mesh, ep, shards = world.expert_fsdp_mesh, world.sizes.ep, world.sizes.dp_shard * world.sizes.tp
     if not found:
         raise ConfigError(
@@ -84,14 +86,12 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
         )
     assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
     assert world.expert_mesh is not None, "that is it"
-    for name, module in found:
+    for module, name in found.items():
         number = module.num_experts
         assert isinstance(number, int), "that is how it was found"
-        if ep == 1:  # whole ones, on ranks that send other tokens of the same rows through them
-            module.sharded_over = mesh  # type: ignore[assignment]
-            continue
-        check_experts(number, ep)
-        if number % shards:
+        if ep > 1:
+            check_experts(number, ep)
+        if ep > 1 and number % shards:
             cut = f" x tp = {world.sizes.tp}" if world.sizes.tp > 1 else ""
             even = [size for size in range(1, world.sizes.dp_shard + 1) if number % (size * world.sizes.tp) == 0]
             raise ConfigError(
@@ -101,13 +101,23 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
                 try_=f"--parallel.dp_shard {max(even)}" if even else "--parallel.ep 1",
                 where="parallel.dp_shard",
             )
-        exchange = ExpertExchange(world.experts, number, dispatch=dispatch)
+    for _, module in stacked_experts(model):
+        if ep == 1:  # whole ones, on ranks that send other tokens of the same rows through them
+            module.sharded_over = mesh  # type: ignore[assignment]
+            continue
+        exchange = ExpertExchange(world.experts, module.num_experts, dispatch=dispatch)
         spread_stack(module, exchange, world.expert_mesh["ep"], mesh)
 
 
 def mixtures(model: nn.Module) -> Iterator[MoE]:
     """The layers of experts."""
     return (module for module in model.modules() if isinstance(module, MoE))
+
+
+def places_of_mixtures(model: Decoder) -> list[int]:
+    """Of the layers of experts that are here, among those of the whole model."""
+    dense = model.config.num_dense_layers
+    return [int(number) - dense for number, block in model.model.layers.named_children() if block.is_moe]
 
 
 def has_experts(model: nn.Module) -> bool:
