@@ -13,7 +13,6 @@ STAGES = {"parallel.pp": "2", "model.tie_embeddings": "false", "optim.kind": "ad
 REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "memory.plan": {"memory.plan": "plan.toml"},
-    "distill.teacher": {"distill.teacher": "runs/teacher"},
     "train.compile": {
         "train.compile": "on",
         "parallel.schedule": "dualpipe_v",
@@ -33,6 +32,7 @@ def test_stages_alone_are_accepted():
     assert load(**{"precision.mode": "fp8_tile"}).executor == "pipeline"
     assert load().executor == "pipeline"
     assert load(**{"data.format": "preferences", "data.source": "pairs.jsonl"}).executor == "pipeline"
+    assert load(**{"distill.teacher": "runs/teacher"}).executor == "pipeline"
     assert load(**{"parallel.pp": "1"}).executor == "standard"
 
 
@@ -46,7 +46,6 @@ def test_each_row_of_the_table_has_a_case():
 
 
 @pytest.mark.support("layer_major", "stages", refused=True)
-@pytest.mark.support("teacher", "stages", refused=True)
 @pytest.mark.support("offload", "stages", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
 def test_it_is_refused_by_name(field):

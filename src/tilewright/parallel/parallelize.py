@@ -21,11 +21,12 @@ from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
 from tilewright.parallel.inside.tensor.hold import cut_tensors
+from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.stages import StagedDecoder, hold_stages
 from tilewright.parallel.shard import Sharding
-from tilewright.parallel.world import World
+from tilewright.parallel.world import Group, World
 
 
 def parallelize(
@@ -56,10 +57,7 @@ def parallelize(
     stages: tuple[ModelStage, ...] = ()
     apart = world.sizes.ep > 1 or (world.sizes.tp > 1 and has_experts(model))  # of the whole: a stage may have none
     if world.sizes.pp > 1:
-        if isinstance(model, HFModel) and values is not None:  # it is run to find its layers
-            to_placeholders(model, device)
-            fill_buffers(model, values)
-        model = hold_stages(model, Pipeline.of(section), world.row)
+        model = in_stages(model, Pipeline.of(section), world.row, device, values)
         stages = model.stages
     if apart:
         hold_experts(model, world, section.dispatch, section.expert_order)
@@ -77,6 +75,24 @@ def parallelize(
         how = {"fresh": fresh, "before_gather": wait, "stages": stages}
         shard_from_meta(model, model.layers, mesh, sharding, values, device, **how)
     return model
+
+
+def in_stages(
+    model: Model, pipeline: Pipeline, row: Group, device: torch.device, values: InitialValues | None
+) -> StagedDecoder | StagedHF:
+    """This rank's layers of a model.
+
+    Args:
+        model, device, values: see `parallelize`.
+        pipeline, row: see `hold_stages`.
+
+    Raises:
+        ConfigError: see `hold_stages`.
+    """
+    if isinstance(model, HFModel) and values is not None:  # it is run to find its layers
+        to_placeholders(model, device)
+        fill_buffers(model, values)
+    return hold_stages(model, pipeline, row)
 
 
 def counted_elsewhere(model: Model) -> frozenset[Tensor]:

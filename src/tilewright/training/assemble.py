@@ -371,7 +371,7 @@ def build(
     # 7. Hooks. The controller samples what the stream gave, so the teacher adds to it after; free pages go last.
     heap = FreeHeap(memory_tracker, setup.plan.allocated_bytes)
     draw_apart(world)
-    teacher = open_teacher(recipe, setup.prepared, model, policy) if recipe.distill.teacher else None
+    teacher = open_teacher(recipe, setup.prepared, model, policy, world) if recipe.distill.teacher else None
     hooks = modes, *filter(None, (control, teacher)), AfterStep(heap.after_step)
     # 8. The stream, which reads ahead from here on.
     stream = stream_of(recipe, setup.prepared, rank=world.data.rank, world=world.data.size)

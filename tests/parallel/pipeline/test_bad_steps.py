@@ -7,6 +7,7 @@ from tests.parallel.pipeline.ragged import decoder, micro_batches
 from tests.ranks import on_ranks
 from tilewright.core import env
 from tilewright.core.errors import ConfigError
+from tilewright.models.distill.loss import MADE
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.pipeline.split import Pipeline
@@ -75,6 +76,13 @@ def test_bad_steps():
         assert found["nan"], "a NaN of the last stage reaches the first one, in its gradients"
         assert found["again"], "bitwise, after all of it"
     assert {key: text for key, text in ranks[0].items()} == {key: text for key, text in ranks[1].items()}
+
+
+def test_what_a_teacher_adds_is_no_part_of_the_plan():
+    """The rank with the loss alone has it."""
+    (batch,) = micro_batches(1, torch.Generator().manual_seed(1))
+    made = {name: torch.rand(2) for name in MADE}
+    assert StepPlan.of([batch | made]) == StepPlan.of([batch])
 
 
 def test_what_cannot_be_cut():

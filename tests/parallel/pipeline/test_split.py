@@ -66,6 +66,14 @@ def test_a_count_that_is_refused_comes_with_one_that_is_not(schedule, pp, count)
     assert rows // 6 > count
 
 
+@given(SCHEDULES, st.integers(1, 9))
+def test_turned_ranks_hold_the_same_stages_from_the_other_end(schedule, pp):
+    there, turned = Pipeline(pp, *schedule), Pipeline(pp, *schedule, reverse=True)
+    for rank in range(pp):
+        assert turned.stages_of(rank) == there.stages_of(pp - 1 - rank)
+        assert {turned.rank_of(stage) for stage in turned.stages_of(rank)} == {rank}
+
+
 @pytest.mark.parametrize("version", ["2.12.1", "1.13.0+cu118", "2.9.0"])
 def test_an_older_torch_is_refused_by_name(version):
     with pytest.raises(HardwareError, match="newer torch") as caught:

@@ -224,8 +224,8 @@ class DistillSection(Section):
 
     teacher: str = ""
     """A run folder or its name below `runs` (its newest checkpoint), or a folder of a Hugging Face model with the
-    same tokenizer. Empty: none. It stays on the device beside the model, whole on each process, and each step runs it
-    forward once."""
+    same tokenizer. Empty: none. It stays on the device beside the model, whole on each process or in as many stages
+    (`parallel.pp`), and each step runs it forward once."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Both distributions are compared at this temperature; the divergence counts its square."""
     weight: float = Field(default=0.5, gt=0, le=1)

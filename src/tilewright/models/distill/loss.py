@@ -32,6 +32,11 @@ TOKENS, LOGS = "teacher_tokens", "teacher_logs"
 """Instead of the first two: the teacher's likeliest tokens int64 [B, S, K], and log-probabilities at its temperature of
 these and of all others together, FP32 [B, S, G]."""
 
+MADE = frozenset((HIDDEN, HEAD, HOW, TOKENS, LOGS))
+"""What a teacher adds to a batch: of ranks that hold stages of one model the one with the loss alone has it."""
+TOLD = ("cross_entropy", "distillation")
+"""What the loss tells beside itself."""
+
 
 def how(temperature: float, weight: float, divergence: str) -> Tensor:
     """The entry `HOW` of a batch."""

@@ -39,6 +39,11 @@ class StagedHF(Staged, Derived):
         """See `Staged`."""
         return self.view.stream_dtype
 
+    @property
+    def words(self) -> int:
+        """See `Staged`."""
+        return self.net.get_output_embeddings().out_features  # type: ignore[operator]
+
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """See `LayerwiseModel`, and so the others."""
         return self.view.prologue(batch)
@@ -55,6 +60,15 @@ class StagedHF(Staged, Derived):
     def aux_metrics(self, counted: Any) -> dict[str, Tensor]:
         return {}
 
+    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """See `Staged`."""
+
+        def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
+            with self.view.giving(x_BSD):
+                return super(StagedHF, self).hidden(batch)  # type: ignore[misc]  # of the class that comes behind
+
+        return self.pass_to_last(batch, finish)
+
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see the class."""
         return self._logits(input_ids_BS, "next_token_logits", len(input_ids_BS))
@@ -68,9 +82,8 @@ class StagedHF(Staged, Derived):
             with self.view.giving(x_BSD):
                 return getattr(super(StagedHF, self), method)(ids_BS, *more)
 
-        vocabulary = self.net.get_output_embeddings().out_features
         batch = {"input_ids": ids_BS, "labels": torch.full_like(ids_BS, IGNORED)}
-        return self.pass_row(batch, finish, (rows, vocabulary))
+        return self.pass_row(batch, finish, (rows, self.words))
 
 
 def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.models.distill.loss import MADE
 from tilewright.parallel.world import World
 
 
@@ -28,14 +29,14 @@ class StepPlan:
     shapes: tuple[tuple[int, ...], ...]
     """Rows and positions [B, S] of each micro-batch."""
     digest: int
-    """Of the batches' shapes and values: ranks in a row read the same."""
+    """Of the batches' shapes and values: ranks in a row read the same. Without what a teacher has added."""
 
     @staticmethod
     def of(microbatches: Sequence[Mapping[str, Tensor]]) -> "StepPlan":
         """The plan of a step's micro-batches, which are on the host."""
         digest = xxhash.xxh3_64()
         for batch in microbatches:
-            for name in sorted(batch):
+            for name in sorted(batch.keys() - MADE):
                 tensor = batch[name].detach().cpu().contiguous()
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))

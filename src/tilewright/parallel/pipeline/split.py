@@ -37,6 +37,9 @@ class Pipeline:
     """Stages per rank."""
     layers: tuple[int, ...] = ()
     """Of each stage; empty: as many in each."""
+    reverse: bool = False
+    """The ranks in the other order: the last stage is on the first rank, where the order of ranks has it on the last.
+    """
 
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
@@ -65,13 +68,22 @@ class Pipeline:
             >>> [Pipeline(2, "zbv", 2).stages_of(rank) for rank in range(2)]
             [[0, 3], [1, 2]]
         """
+        place = self._turned(rank)
         if self.is_v:
-            return [rank, self.num_stages - 1 - rank]
-        return list(range(rank, self.num_stages, self.pp))
+            return [place, self.num_stages - 1 - place]
+        return list(range(place, self.num_stages, self.pp))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage."""
-        return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.pp
+        """The rank that has a stage.
+
+        Example:
+            >>> [Pipeline(3, reverse=turned).rank_of(2) for turned in (False, True)]
+            [2, 0]
+        """
+        return self._turned(min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.pp)
+
+    def _turned(self, place: int) -> int:
+        return self.pp - 1 - place if self.reverse else place
 
     def split(self, num_layers: int) -> list[range]:
         """The layers of each stage: as said, or as many in each, and one more in the first ones where that does not

@@ -123,6 +123,8 @@ class Staged:
     """Of what travels between stages, in the formats that the model has now."""
     ties: Sequence[Tie]
     """Ends that are one parameter, on ranks that have one of them."""
+    words: int
+    """Rows of the head's weight."""
     counting_layers: int | None = None
     """This rank's layers that count something in a pass; None where no layer of the model does."""
     prologue: Any
@@ -189,25 +191,38 @@ class Staged:
     def new_cache(self, rows: int, length: int) -> None:
         """None: rows pass all ranks whole for each token."""
 
+    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """What the head reads [B, S, D], without gradients, on the rank with the last stage; None on the others. All
+        ranks in a row call it."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def pass_row(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...]) -> Tensor:
         """What the last stage makes of a batch, in FP32 and of this shape, on all ranks in a row."""
-        ids_BS, rank_of = batch["input_ids"], self.pipeline.rank_of
+        made = self.pass_to_last(batch, finish)
+        found = torch.empty(shape, dtype=torch.float32, device=batch["input_ids"].device)
+        if made is not None:
+            found = made.to(torch.float32).contiguous()
+        dist.broadcast(found, group=self.row.handle, group_src=self.pipeline.rank_of(self.pipeline.num_stages - 1))
+        return found
+
+    @torch.no_grad()
+    def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish) -> Tensor | None:
+        """What the last stage makes of a batch, on its rank; None on the others."""
+        ids_BS, rank_of, made = batch["input_ids"], self.pipeline.rank_of, None
         micro_batch = MicroBatch(batch, finish)
-        found = torch.empty(shape, dtype=torch.float32, device=ids_BS.device)
         stream_BsD = torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)
         for stage in self.stages:
             if not stage.is_first and rank_of(stage.index - 1) != self.row.rank:
                 dist.recv(stream_BsD, group=self.row.handle, group_src=rank_of(stage.index - 1))
             given = stage(*([] if stage.is_first else [stream_BsD]), micro_batch=micro_batch)
             if stage.is_last:
-                found = given.to(torch.float32).contiguous()
+                made = given
             elif rank_of(stage.index + 1) != self.row.rank:
                 dist.send(given.contiguous(), group=self.row.handle, group_dst=rank_of(stage.index + 1))
             else:
                 stream_BsD = given
-        dist.broadcast(found, group=self.row.handle, group_src=rank_of(self.pipeline.num_stages - 1))
-        return found
+        return made
 
     def backward_row(self, batch: Mapping[str, Tensor], targets: int) -> None:
         """Forward and backward of one batch, stage after stage: gradients of the sum of its losses over `targets` are

@@ -7,7 +7,7 @@
 Legend: B rows  S positions  D model width  V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class StagedDecoder(Staged, Decoder):
         return self.residual_dtype or torch.float32
 
     @property
+    def words(self) -> int:
+        """See `Staged`."""
+        return self.config.vocab_size
+
+    @property
     def counting_layers(self) -> int | None:
         """See `Staged`."""
         return sum(block.is_moe for block in self.blocks) if self.config.num_experts else None
@@ -77,6 +82,10 @@ class StagedDecoder(Staged, Decoder):
         if not self.config.tie_embeddings or not (self.has_first or self.has_last):
             return []
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]
+
+    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """See `Staged`."""
+        return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD))
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see the class."""
@@ -90,7 +99,7 @@ class StagedDecoder(Staged, Decoder):
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
             return self.lm_head(pick(self.model.norm(x_BSD))).float()
 
-        return self.pass_row({"input_ids": ids_BS}, finish, (rows, self.config.vocab_size))
+        return self.pass_row({"input_ids": ids_BS}, finish, (rows, self.words))
 
 
 def hold_stages(whole: Model, pipeline: Pipeline, row: Group) -> StagedDecoder | StagedHF:

@@ -3,7 +3,7 @@
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
 chunk made twice: in forward, and again in backward. Of several ranks each has the whole teacher and exchanges nothing
-for it.
+for it; in a row (`parallel.pp`) each has some of its layers, and passes all micro-batches through these.
 """
 
 from tilewright.core.config.recipe import Recipe
@@ -61,7 +61,8 @@ def teacher_s(
     args = (LayerMemory(), setting, model, recipe, rates, links)
     forward = forward_s(model.rest, *args)
     for found in model.classes:
-        forward += found.count * (forward_s(found, *args) + CAST_BYTES * found.cast / rates.bandwidth)
+        share = found.count / recipe.parallel.pp
+        forward += share * (forward_s(found, *args) + CAST_BYTES * found.cast / rates.bandwidth)
     return {"teacher": setting.num_micro * (forward + _losses(setting) * _logits_s(shape, tokens, rates))}
 
 

@@ -22,13 +22,15 @@ from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
 
 
-def teacher_weights(skeleton: Skeleton) -> float:
-    """Bytes of all weights and buffers of a frozen model in FP32, from its skeleton."""
+def teacher_weights(skeleton: Skeleton, pp: int = 1) -> float:
+    """Bytes of all weights and buffers of a frozen model in FP32, from its skeleton; of so many ranks in a row a bound
+    for the one that has most: the largest layers, and both ends."""
     size = sum(tensor.nbytes for tensor in (*skeleton.model.parameters(), *skeleton.model.buffers()))
+    layers: list[int] = []
     for layer, indices in zip(skeleton.layers, skeleton.indices, strict=True):
         one = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
-        size += (len(indices) - 1) * one
-    return float(size)
+        size, layers = size - one, layers + [one] * len(indices)
+    return float(size + sum(sorted(layers, reverse=True)[: -(-len(layers) // pp)]))
 
 
 def teacher_recipe(recipe: Recipe, found: TeacherFolder) -> Recipe:
@@ -79,14 +81,15 @@ class ShapeFinder:
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
         """The shape of a model that learns from a teacher."""
         name = recipe.distill.teacher
-        key = (name, recipe.distill.divergence, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16")
+        pp = recipe.parallel.pp
+        key = (name, recipe.distill.divergence, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16", pp)
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
         teacher = self._teachers[key]
         notes = (
             *found.notes,
-            f"the teacher {name} is whole on each process: {format_bytes(teacher.weights)} on the device, counted as "
-            "the process's",
+            f"the teacher {name} is {'in stages too' if pp > 1 else 'whole on each process'}: "
+            f"{format_bytes(teacher.weights)} on the device, counted as the process's",
         )
         if recipe.distill.cache:
             notes += (
@@ -105,7 +108,9 @@ class ShapeFinder:
         beside = teacher_recipe(recipe, found)
         model = self._in_mode(beside, policy, policy.mode)
         hidden = float(model.dim * model.stream_bytes)
-        return TeacherShape(model, teacher_weights(self._skeleton(beside)), hidden, recipe.distill.divergence)
+        return TeacherShape(
+            model, teacher_weights(self._skeleton(beside), recipe.parallel.pp), hidden, recipe.distill.divergence
+        )
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
         skeleton = self._skeleton(recipe)

@@ -208,19 +208,29 @@ def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
 
 
 @torch.no_grad()
-def load_model(path: Path, model: nn.Module) -> None:
+def load_model(path: Path, model: nn.Module, *, whole: bool = True) -> None:
     """The model of a checkpoint into one that is whole on this process, in place.
+
+    Args:
+        path: of the checkpoint.
+        model: of the same names.
+        whole: False where it has some layers of the checkpoint's, under their names in the whole.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or cannot be read.
     """
-    targets = model_tensors(model)
-    _compare(f"{path} is a checkpoint of another model.", "model.", _shapes(targets), stored_tensors(path))
+    targets, stored = model_tensors(model), stored_tensors(path)
+    there = stored if whole else {name: kind for name, kind in stored.items() if name in targets}
+    _compare(f"{path} is a checkpoint of another model.", "model.", _shapes(targets), there)
     read_tensors(path, targets)
 
 
-def load_newest(run: Path, model: nn.Module) -> Path:
+def load_newest(run: Path, model: nn.Module, *, whole: bool = True) -> Path:
     """The weights of a run's newest valid checkpoint into a model, as `load_model`; the checkpoint's path.
+
+    Args:
+        run: its folder.
+        model, whole: see `load_model`.
 
     Raises:
         CheckpointError: there is none, or it is of another model.
@@ -238,7 +248,7 @@ def load_newest(run: Path, model: nn.Module) -> Path:
             try_=f"tilewright train {run / 'run.toml'}",
             where=str(run / "checkpoints"),
         )
-    load_model(path, model)
+    load_model(path, model, whole=whole)
     return path
 
 

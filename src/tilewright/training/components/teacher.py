@@ -2,8 +2,10 @@
 
 They and the weight of its head are all that `models.distill.loss` needs: logits are made there by chunks. A checkpoint
 holds the hash of the teacher's weights, so that a run is not continued with another teacher. Of several ranks each
-holds the whole teacher, which has neither gradients nor states, and runs it on its own rows. With `distill.cache` its
-likeliest tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
+holds the whole teacher, which has neither gradients nor states, and runs it on its own rows. Where the student is in
+stages, so is the teacher: one range of its layers per rank of the row, the last one where the student's loss is. All
+micro-batches of a step pass it before the student's first one, and the rank with the loss alone adds to them. With
+`distill.cache` its likeliest tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -22,12 +25,18 @@ from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import build_model
+from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.top_k import top_k_of
-from tilewright.models.teacher import find_teacher
-from tilewright.ops.kernels import Kernels
+from tilewright.models.teacher import TeacherFolder, find_teacher
 from tilewright.ops.linear import machines_linear
+from tilewright.parallel.agree import any_of, gather, sum_over
+from tilewright.parallel.fill import fill_from_meta
+from tilewright.parallel.parallelize import in_stages
+from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.staged import Staged
+from tilewright.parallel.world import World
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.checkpoint.state import load_newest
@@ -46,6 +55,7 @@ class Teacher(StepHook):
         device: where it is.
         open_rows: of the weights' hash the rows that are kept on disk; None: none are. Where some are there, the model
             is opened again with the first row that is not.
+        world: of the run.
     """
 
     name, repeatable = "teacher", True
@@ -56,14 +66,19 @@ class Teacher(StepHook):
         section: DistillSection,
         device: torch.device,
         open_rows: Callable[[str], TeacherRows] | None = None,
+        world: World = World.alone(),  # noqa: B008 (frozen)
     ) -> None:
+        self._world, self._row = world, world.row.handle
         self.device, self._path, self._open = device, section.teacher, open_model
         self._how = distill.how(section.temperature, section.weight, section.divergence)
         self._temperature = section.temperature
         model = self._opened()
-        self._digest = weights_hash(model)
-        self.rows = None if open_rows is None else open_rows(self._digest)
-        self._model: Model | None = None if self.rows is not None and len(self.rows) else model
+        self._digest = weights_hash(model, self._row)
+        self._teaches = not isinstance(model, Staged) or model.has_last
+        rows = None if open_rows is None else open_rows(self._digest)  # on all ranks of a row: one may not raise alone
+        self.rows = rows if self._teaches else None
+        self._keeps = rows is not None
+        self._model: Model | None = None if any_of(self._row, bool(rows), device) else model
         self._found, self._computed = 0, 0
 
     @property
@@ -77,43 +92,66 @@ class Teacher(StepHook):
         return self._open().eval().requires_grad_(False)  # type: ignore[attr-defined]
 
     def before_step(self, step: Step) -> Step:
-        """The step on the micro-batches with what the teacher makes of them."""
+        """The step on the micro-batches with what the teacher makes of them.
+
+        Raises:
+            ConfigError: ranks in a row do not read the same; nothing was sent.
+        """
+        if self._row is not None:
+            StepPlan.of(step.microbatches).check(self._world)
         return replace(step, microbatches=self.taught(step.microbatches))
 
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The micro-batches with what the teacher makes of them."""
-        if self.rows is not None:
-            return [{**batch, **self._kept(batch, self.rows)} for batch in microbatches]
+        """The micro-batches with what the teacher makes of them, on ranks that have the student's loss."""
+        if self._keeps:
+            return [{**batch, **self._kept(batch)} for batch in microbatches]
         found = []
         with evaluation(self.model):  # type: ignore[arg-type]
-            head = _head(self.model)  # once: a head that is rounded to integers is a copy
+            head = _head(self.model) if self._teaches else None  # once: a head that is rounded to integers is a copy
             for batch in microbatches:
-                extra = {distill.HIDDEN: self.model.hidden(self._there(batch)), distill.HEAD: head}
-                found.append({**batch, **extra, distill.HOW: self._how})
+                hidden = self._hidden(batch)
+                extra = {} if head is None or hidden is None else {distill.HIDDEN: hidden, distill.HEAD: head}
+                found.append({**batch, **(extra and extra | {distill.HOW: self._how})})
         return found
+
+    def _hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """What the teacher's head reads; None on ranks without it."""
+        model, there = self.model, self._there(batch)
+        return model.last_hidden(there) if isinstance(model, Staged) else model.hidden(there)
 
     def _there(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def _kept(self, batch: Mapping[str, Tensor], rows: TeacherRows) -> dict[str, Tensor]:
+    def _kept(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Likeliest tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
         is used is what is kept, bit for bit, so that a row teaches the same each time."""
-        found = rows.find(batch)
-        missing = [row for row, one in enumerate(found) if one is None]
-        self._found, self._computed = self._found + len(found) - len(missing), self._computed + len(missing)
+        count, rows = len(batch["input_ids"]), self.rows
+        found: list[Any] = [None] * count if rows is None else rows.find(batch)
+        missing = self._missing(found)
+        self._found, self._computed = self._found + count - len(missing), self._computed + len(missing)
         if missing:
-            part = {name: tensor[missing] for name, tensor in batch.items() if len(tensor) == len(found)}
+            part = {name: tensor[missing] for name, tensor in batch.items() if len(tensor) == count}
             with evaluation(self.model):  # type: ignore[arg-type]
-                rows.add(part, *self._likeliest(part, rows.top_k))
-            for row, one in zip(missing, rows.find(part), strict=True):
+                hidden_BSE = self._hidden(part)
+                if rows is not None and hidden_BSE is not None:
+                    rows.add(part, *self._likeliest(hidden_BSE, rows.top_k))
+            for row, one in zip(missing, () if rows is None else rows.find(part), strict=rows is not None):
                 found[row] = one
+        if rows is None:
+            return {}
         tokens, logs = (torch.stack(parts) for parts in zip(*_all(found), strict=True))
         return {distill.TOKENS: tokens, distill.LOGS: logs, distill.HOW: self._how}
 
-    def _likeliest(self, batch: Mapping[str, Tensor], top_k: int) -> tuple[Tensor, Tensor]:
+    def _missing(self, found: Sequence[tuple[Tensor, Tensor] | None]) -> list[int]:
+        """Rows that the disk does not have, on all ranks of a row as the one that reads it says."""
+        missing = torch.tensor([float(self._teaches and one is None) for one in found], device=self.device)
+        sum_over(self._row, [missing])
+        return missing.nonzero().flatten().tolist()
+
+    def _likeliest(self, hidden_BSE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, S, K] and log-probabilities of groups [B, S, G], on the host."""
-        head_VE, hidden_BSE = _head(self.model), self.model.hidden(self._there(batch))
+        head_VE = _head(self.model)
         chunk = max(1, self.model.kernels.loss_chunk_bytes // (4 * len(head_VE)))
         parts = [
             top_k_of((machines_linear(hidden_CE, head_VE).float() / self._temperature).log_softmax(-1), top_k)
@@ -125,10 +163,12 @@ class Teacher(StepHook):
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
         """Rows that were read and made since the last line, and records that were damaged, of the first process."""
-        if self.rows is None:
+        if not self._keeps:
             return {}
-        told = {"read": self._found, "made": self._computed, "damaged": self.rows.damaged}
-        self._found = self._computed = self.rows.damaged = 0
+        told = {"read": self._found, "made": self._computed, "damaged": 0 if self.rows is None else self.rows.damaged}
+        self._found = self._computed = 0
+        if self.rows is not None:
+            self.rows.damaged = 0
         return {"teacher_rows": told}
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,7 +191,13 @@ class Teacher(StepHook):
             )
 
 
-def open_teacher(recipe: Recipe, prepared: Any, student: Any, policy: Policy) -> Teacher | None:
+def open_teacher(
+    recipe: Recipe,
+    prepared: Any,
+    student: Any,
+    policy: Policy,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+) -> Teacher | None:
     """The teacher of a run; None where there is none.
 
     Args:
@@ -159,9 +205,11 @@ def open_teacher(recipe: Recipe, prepared: Any, student: Any, policy: Policy) ->
         prepared: data of the run, with the student's tokenizer.
         student: a causal language model; its kernels serve the teacher too.
         policy: of the student; the teacher computes in the same format, 8 bits and rules apart.
+        world: of the run. Of a row of ranks each has some of the teacher's layers.
 
     Raises:
-        ConfigError: no such run or folder, another tokenizer, or a cache of something else.
+        ConfigError: no such run or folder, another tokenizer, a cache of something else, or a teacher that cannot be
+            cut into stages where the student is.
         CheckpointError: weights that cannot be read.
         FitError: no room on the disk for a cache.
         DataError: a cache that cannot be read or written.
@@ -171,17 +219,22 @@ def open_teacher(recipe: Recipe, prepared: Any, student: Any, policy: Policy) ->
         return None
     found, kernels, device = find_teacher(section.teacher), student.kernels, torch.device(policy.device_type)
     mode = "bf16_mixed" if policy.matmul == "bf16" else "fp32"
-    words = find_heads(student)[-1].out_features
+    words = student.words if isinstance(student, Staged) else find_heads(student)[-1].out_features
+    vacant = world.row.size > 1 and not found.lora.rank  # adapters are merged into values
+    at, own = torch.device("meta") if vacant else device, _tokenizer_of(found)
 
     def open_model() -> Model:
+        rules = in_fp32(Policy.from_section(found.run.precision, device.type)).rules if found.run else ()
         if found.run is not None:
-            model, own, rules = _of_run(found.path, found.run, kernels, device)
+            plain = found.run.model_copy(update={"model": found.model.model_copy(update={"weights": "random"})})
+            model = build_adapted(plain, own.vocab_size, kernels, at)
+            if not vacant:
+                load_newest(found.path, model)
         else:
-            own, rules = load_tokenizer(folder_tokenizer(str(found.path))), ()
-            model = build_model(found.model, own.vocab_size, kernels, device)
+            model = build_model(found.model, own.vocab_size, kernels, at)
         _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], words)
         convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
-        return model
+        return _staged(model, found, student, world, device) if isinstance(student, Staged) else model
 
     def open_rows(weights: str) -> TeacherRows:
         top_k = min(section.cache_top_k, words - 1)  # of so few tokens all are known
@@ -194,23 +247,38 @@ def open_teacher(recipe: Recipe, prepared: Any, student: Any, policy: Policy) ->
         rows.check_room(min(steps, sum(prepared.num_rows.values())), recipe.data.seq_len)
         return rows
 
-    return Teacher(open_model, section, device, open_rows if section.cache else None)
+    return Teacher(open_model, section, device, open_rows if section.cache else None, world)
 
 
-def _of_run(run: Path, recipe: Recipe, kernels: Kernels, device: torch.device):
-    own = load_tokenizer(run / "tokenizer.json")
-    plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": "random"})})
-    model = build_adapted(plain, own.vocab_size, kernels, device)
-    load_newest(run, model)
-    return model, own, in_fp32(Policy.from_section(recipe.precision, device.type)).rules
+def _tokenizer_of(found: TeacherFolder) -> Tokenizer:
+    return load_tokenizer(found.path / "tokenizer.json" if found.run else folder_tokenizer(str(found.path)))
 
 
-def weights_hash(model: Model) -> str:
-    """Hash of all weights and buffers of a model that have dimensions."""
-    digest = xxhash.xxh3_64()
-    for tensor in model.state_dict().values():  # type: ignore[attr-defined]
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
-    return digest.hexdigest()
+def _staged(model: Model, found: TeacherFolder, student: Staged, world: World, device: torch.device) -> Model:
+    """This rank's layers of a teacher: as many on each rank, in such an order that the last one is where the student's
+    is. One on the meta device reads the values of these alone."""
+    last = student.pipeline.rank_of(student.pipeline.num_stages - 1)
+    pipeline = Pipeline(student.pipeline.pp, reverse=last != student.pipeline.pp - 1)
+    if not next(model.parameters()).is_meta:
+        whole: Any = in_stages(model, pipeline, world.row, device, None)
+        return whole
+    values = random_values(model, 0) if found.run is not None else stored_values(model, found.path)
+    part: Any = in_stages(model, pipeline, world.row, device, values)
+    fill_from_meta(part, values, device, fresh=found.run is None)
+    if found.run is not None:
+        load_newest(found.path, part, whole=False)
+    return part
+
+
+def weights_hash(model: Model, row: dist.ProcessGroup | None = None) -> str:
+    """Hash of all weights and buffers of a model that have dimensions, by name; of all ranks in a row together."""
+    own = {
+        name: xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        for name, tensor in model.state_dict().items()  # type: ignore[attr-defined]
+        if tensor.ndim
+    }
+    whole = {name: digest for of_rank in gather(row, own) for name, digest in of_rank.items()}
+    return xxhash.xxh3_64_hexdigest(repr(sorted(whole.items())).encode())
 
 
 def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int, vocab_size: int) -> None:

@@ -25,7 +25,8 @@ from tilewright.data.batches.microbatches import (
     sums_of_rows,
     to_device,
 )
-from tilewright.models.base.preference import TOLD, is_pairs
+from tilewright.models.base import preference
+from tilewright.models.distill import loss as distill
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.pipeline.balance.passes import PassClock
@@ -52,15 +53,18 @@ class PipelineExecutor(StandardExecutor):
         model: this rank's part.
         optimizer: over its parameters.
         world: of the run.
+        told: what the loss tells beside itself (`LossOutput.aux`), by name.
         options: see `StandardExecutor`.
 
     Raises:
         HardwareError: this torch has other pipelines.
     """
 
-    def __init__(self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, **options: Any) -> None:
+    def __init__(
+        self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, told: Sequence[str] = (), **options: Any
+    ) -> None:
         super().__init__(cast(Any, model), optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
-        self._world, self._staged = world, model
+        self._world, self._staged, self._names_told = world, model, tuple(told)
         self._steps = PipelineSteps(model, self.device, self._watch, traffic=world.traffic)
         self._tell_pass: Callable[[str], AbstractContextManager[None]] = _untold
         """Told of each pass, open while it runs."""
@@ -90,8 +94,8 @@ class PipelineExecutor(StandardExecutor):
             if result.loss_sum is not None:
                 loss_sum += result.loss_sum
             add_weighed(aux, result.aux or {}, count)
-        if microbatches and is_pairs(microbatches[0]):
-            self._tell_row(aux, TOLD)
+        if self._names_told:
+            self._tell_row(aux, self._names_told)
         told = [(result.each, batch) for result, batch in zip(results, microbatches, strict=True)]
         judged = self._judged(loss_sum, num_targets, scale)
         self.clock.until_now("gradients")
@@ -161,10 +165,13 @@ def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
     """The executor of a run whose layers are on different ranks."""
     model = inputs.model
     assert isinstance(model, Staged), "cut by `parallelize`"
+    recipe = inputs.recipe
+    of_teacher = distill.TOLD if recipe.distill.teacher else ()
     return PipelineExecutor(
         model,
         inputs.optimizer,
         world=inputs.world,
+        told=preference.TOLD if recipe.data.format == "preferences" else of_teacher,
         scaler=inputs.scaler,
         clip=inputs.clip,
         device=inputs.memory_tracker.device,

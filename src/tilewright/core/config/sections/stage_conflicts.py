@@ -22,12 +22,6 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
         "memory.plan", "A plan file", "settings that are the same for all layers", '--memory.plan auto',
     ),
     (
-        lambda r: bool(r.distill.teacher),
-        "distill.teacher", "A teacher",
-        "a loss of labels alone: a teacher is whole on a process, and the one with the last stage would wait for it",
-        '--distill.teacher ""',
-    ),
-    (
         lambda r: r.train.compile == "on" and r.model.kind == "hf" and r.parallel.schedule in DEFERRING,
         "train.compile", "Compiled layers of Hugging Face whose weight gradients wait",
         "tilewright's own decoder, layers in eager mode, or schedule 1f1b", "--train.compile auto",
