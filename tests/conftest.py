@@ -34,6 +34,8 @@ def pytest_configure():
     that: they have it as at a terminal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # pytest gives its handlers to loggers that do not propagate, and torch traces each compilation where one has any.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_finish():

@@ -50,9 +50,11 @@ MODELS = {
     "Qwen3": lambda: hf("Qwen3", tie_word_embeddings=True, head_dim=32),
     "Mistral": lambda: hf("Mistral", sliding_window=None),
 }
+TWINS = ("decoder", "Mistral")
+"""Of a decoder with other heads, and of Llama."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in TWINS else n for n in MODELS])
 def test_f16_gives_the_distributions_and_ids_of_our_model(name, tmp_path):
     model = MODELS[name]()
     tokenizer = our_tokenizer() if "decoder" in name else family_tokenizer(tmp_path / "tokenizer")
@@ -157,7 +159,11 @@ def normalizing(tokenizer: Tokenizer, normalizer) -> Tokenizer:
 
 @pytest.mark.parametrize(
     "normalizer",
-    [normalizers.NFC(), normalizers.Sequence([normalizers.NFC()]), normalizers.Sequence([normalizers.Sequence([])])],
+    [
+        pytest.param(normalizers.NFC(), marks=pytest.mark.slow),
+        normalizers.Sequence([normalizers.NFC()]),
+        normalizers.Sequence([normalizers.Sequence([])]),
+    ],
     ids=["NFC", "sequence", "empty sequence"],
 )
 def test_text_that_llama_cpp_does_not_normalise_is_refused_or_left_to_callers(normalizer, tmp_path):

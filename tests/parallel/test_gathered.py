@@ -114,6 +114,7 @@ def check(results):
         assert {dtype for _, _, dtypes in found.values() for dtype in dtypes} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_gathers_of_shards_that_have_copies():
     check(on_ranks(4, _compared, (2, 2), {"reduced each": MORE["reduced each"]}))
@@ -188,7 +189,11 @@ def _evaluated(rank, sharding):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding(reshard_after_forward=False)], ids=["zero3", "zero2"])
+@pytest.mark.parametrize(
+    "sharding",
+    [Sharding(), pytest.param(Sharding(reshard_after_forward=False), marks=pytest.mark.slow)],
+    ids=["zero3", "zero2"],
+)
 def test_evaluation_in_fp32_reads_fp32(sharding):
     narrow, wide = {torch.bfloat16}, {torch.float32}
     for found, seen in on_ranks(2, _evaluated, sharding):

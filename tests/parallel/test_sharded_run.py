@@ -157,7 +157,7 @@ def _bytes(rank, shards):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_per_rank_are_one_over_the_shards(shards):
     for seen, number in on_ranks(shards, _bytes, shards):
         for owner, each in {"parameters": 4, "gradients": 4, "optimizer": 8}.items():

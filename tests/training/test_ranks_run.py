@@ -122,7 +122,7 @@ def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
 SHARDS = {"parallel__dp_replicate": 1, "parallel__dp_shard": 2}
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 @pytest.mark.support("layer_major", "shards", "hsdp", refused=True)
 def test_layer_major_in_shards_is_refused(world, copies, data, tmp_path):
     sizes = {"parallel__dp_replicate": copies, "parallel__dp_shard": -1}
@@ -208,7 +208,7 @@ def taught_alone(data, teacher, tmp_path_factory):
     return rows(folder / "tiny" / "metrics.jsonl"), found
 
 
-@pytest.mark.parametrize("mesh", [*(m for m in MESHES if m != "hsdp"), pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["shards", *(pytest.param(m, marks=pytest.mark.slow) for m in ("copies", "hsdp"))])
 @pytest.mark.support("teacher", "copies", "shards", "hsdp")
 def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, taught_alone, tmp_path):
     """Each rank runs the whole teacher on its rows. Both parts of the loss are the means over all ranks."""
@@ -228,7 +228,9 @@ def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, tau
     assert found[0][2] == pytest.approx(evals, rel=2e-5)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"parallel__dp_shard": 1}], ids=["what is left", "one"])
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param({"parallel__dp_shard": 1}, marks=pytest.mark.slow)], ids=["what is left", "one"]
+)
 @pytest.mark.support("run", "one")
 def test_one_process_of_torchrun_is_the_plain_run_bit_for_bit(mesh, data, tmp_path):
     """The environment of torchrun, and a group of one rank that is there already: nothing is put around the model."""

@@ -130,7 +130,7 @@ def test_a_run_reads_what_an_earlier_one_kept(executor, teacher, data, tmp_path)
     assert told(second) == {"read": told(first)["made"] + told(first)["read"], "made": 0, "damaged": 0}
     (tensors, _), (expected, _) = last_state(second), last_state(first)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
-    other = {"data__weights": "{alpha = 3, beta = 1}", "run__seed": 3, "train__steps": 20}
+    other = {"data__weights": "{alpha = 3, beta = 1}", "run__seed": 3, "train__steps": 8}
     third = train(tiny(data, tmp_path, run__name="third", **options | other)).run_dir
     assert told(third)["read"] > 0
 

@@ -29,7 +29,7 @@ def ran(data, tmp_path_factory):
     launch(2, {"two": CUT | EXPORT, "from_one": CUT, "to_one": CUT | STOP, "shards": STOP,
                "mixed": CUT | mixed | STOP | {"train__sample_tokens": 0}})  # fmt: skip
     launch(1, {"to_one": {}})
-    launch(4, {"shards": FOUR, "both": CUT | EXPORT, "mixed": CUT | SPREAD | EXPORT | mixed})
+    launch(4, {"shards": FOUR, "mixed": CUT | SPREAD | EXPORT | mixed})
     return launch
 
 
@@ -37,9 +37,9 @@ def ran(data, tmp_path_factory):
 def more(data, tmp_path_factory):
     """Whose twins are among the runs above: "mixed" has latent attention, and goes on with twice as many ranks."""
     launch = Launches(data, tmp_path_factory.mktemp("more"), DENSE)
-    launch(1, {"alone": {}, "latent_alone": LATENT, "muon_alone": MUON})
+    launch(1, {"alone": EXPORT, "latent_alone": LATENT, "muon_alone": MUON})
     launch(2, {"from_two": CUT | STOP, "latent": CUT | LATENT, "muon": CUT | MUON})
-    launch(4, {"from_two": CUT | FULL})
+    launch(4, {"from_two": CUT | FULL, "both": CUT | EXPORT})
     return launch
 
 
@@ -49,7 +49,7 @@ def more(data, tmp_path_factory):
 @pytest.mark.support("accumulation", "tensor")
 @pytest.mark.parametrize(
     ("name", "world", "other"),
-    [("two", 2, "alone"), ("both", 4, "alone"), ("mixed", 4, "mixed_alone")],
+    [("two", 2, "alone"), ("mixed", 4, "mixed_alone")],
 )
 def test_it_is_the_run_of_one_process(ran, name, world, other):
     ran.check(name, world, other)
@@ -71,12 +71,18 @@ def test_it_goes_on_with_twice_as_many_ranks(more):
 
 
 @pytest.mark.slow
+def test_shards_of_what_is_cut(more):
+    more.check("both", 4, "alone")
+    test_its_folder_is_that_of_one_process(more, "both", "alone")
+
+
+@pytest.mark.slow
 def test_latent_attention_is_that_of_one_process(more):
     more.check("latent", 2, "latent_alone")
 
 
 @pytest.mark.support("export", "tensor")
-@pytest.mark.parametrize(("name", "other"), [("two", "alone"), ("both", "alone"), ("mixed", "mixed_alone")])
+@pytest.mark.parametrize(("name", "other"), [("two", "alone"), ("mixed", "mixed_alone")])
 def test_its_folder_is_that_of_one_process(ran, name, other):
     ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, other))
     assert ours.keys() == theirs.keys()
@@ -95,7 +101,7 @@ def test_muon_has_the_directions_of_whole_matrices(more):
 def test_parameters_are_told_of_all_ranks(ran):
     starts = [
         next(row for row in rows(ran.folder / name / "events.jsonl") if row["kind"] == "start")
-        for name in ("both", "alone")
+        for name in ("mixed", "mixed_alone")
     ]
     assert starts[0]["parameters"] == starts[1]["parameters"]
 

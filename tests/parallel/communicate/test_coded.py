@@ -173,7 +173,9 @@ def test_losses_and_weights_are_those_of_gathers_as_they_are(sizes, names):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("parameters", "wire", "most"), [("", "fp32", 0.26), ("bf16", "bf16", 0.52)])
+@pytest.mark.parametrize(
+    ("parameters", "wire", "most"), [("", "fp32", 0.26), pytest.param("bf16", "bf16", 0.52, marks=pytest.mark.slow)]
+)
 def test_a_weight_takes_one_byte(parameters, wire, most):
     """Of matrices of whole tiles: what is left as it is beside them is in both runs."""
     case = {"kind": "wide", "parameters": parameters}

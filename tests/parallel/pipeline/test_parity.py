@@ -47,11 +47,18 @@ def test_on_two_ranks():
 
 
 def test_with_shards_and_copies_on_four_ranks():
-    """Every schedule in shards, with tied ends, experts or neither; each kind of copies, recomputed layers, four
+    """Each kind of backward pass in shards, with tied ends, experts or neither; copies, recomputed layers, four
     stages."""
-    kinds = ("gqa_moe", "tied", "tied", "gqa", "gqa_moe", "gqa_moe", "tied")
-    cases = [(pipeline, kind, 2) for pipeline, kind in zip(SCHEDULES.values(), kinds, strict=True)]
-    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["dualpipe_v"], "gqa", 2, 1, "full"), (Pipeline(4), "tied")]
+    kinds = {"1f1b": "gqa_moe", "interleaved": "tied", "interleaved_zero_bubble": "gqa", "zbv": "gqa_moe"}
+    cases = [(SCHEDULES[name], kind, 2) for name, kind in kinds.items()]
+    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["dualpipe_v"], "tied", 2, 1, "full"), (Pipeline(4), "tied")]
+    _check(cases, on_ranks(4, _cases, cases))
+
+
+@pytest.mark.slow
+def test_more_with_shards_on_four_ranks():
+    kinds = {"gpipe": "tied", "interleaved_deferred": "gqa_moe", "zbv": "tied", "dualpipe_v": "gqa"}
+    cases = [(SCHEDULES[name], kind, 2) for name, kind in kinds.items()]
     _check(cases, on_ranks(4, _cases, cases))
 
 

@@ -44,7 +44,7 @@ def _held(rank, sizes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
+@pytest.mark.parametrize("sizes", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 4)])
 def test_a_rank_has_its_experts_as_one_process_has_them(sizes):
     of_ranks = on_ranks(sizes[1], _held, sizes)
     for names in zip(*of_ranks, strict=True):

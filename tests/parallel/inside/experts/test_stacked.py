@@ -121,6 +121,7 @@ def test_gradients_are_those_of_one_process():
     _check(on_ranks(2, _compared, MeshSizes(dp_shard=2, ep=2), CASES))
 
 
+@pytest.mark.slow
 def test_on_four_ranks_with_shards_of_experts():
     _check(on_ranks(4, _compared, MeshSizes(dp_shard=4, ep=2), [("qwen3_moe", 1, "fp32")]))
 
@@ -145,7 +146,7 @@ def _recomputed(rank, drift):
     return {name: relative(grad, want.grads[name]) for name, grad in seen.grads.items()}
 
 
-@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize("drift", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_that_is_recomputed_sends_tokens_where_they_were(drift):
     for errors in on_ranks(2, _recomputed, drift):
         worst = max(errors, key=errors.__getitem__)

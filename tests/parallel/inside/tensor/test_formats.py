@@ -123,7 +123,7 @@ def _switched(rank, shards):
 
 
 @pytest.mark.support("evaluation", "tensor")
-@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_formats_move_and_evaluation_is_in_fp32(world, shards):
     for outs in on_ranks(world, _switched, shards):
         assert max(outs) < 2e-6, outs

@@ -37,20 +37,21 @@ def test_more_on_two_ranks():
 
 
 def test_on_four_ranks():
-    cases = [Case(4, settings=FULL), Case(2, 2, kind="mla_q", settings=FULL), Case(2, 2, chunks=2)]
+    cases = [Case(4, settings=FULL), Case(2, 2, kind="mla_q", chunks=2)]
     check(cases, on_ranks(4, compare, cases))
 
 
 @pytest.mark.slow
 def test_more_on_four_ranks():
     cases = [Case(4, kind="mla", settings=FULL), Case(2, 2, reshard=False), Case(2, 2, kind="mla")]
+    cases += [Case(2, 2, kind="mla_q", settings=FULL), Case(2, 2, chunks=2), Case(2, copies=2)]
     cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3)]
     check(cases, on_ranks(4, compare, cases))
 
 
 def test_copies():
     """Of what is cut, and of experts in parts over the same ranks."""
-    cases = [Case(2, copies=2), Case(2, copies=2, ep=2, kind="moe", settings=FULL)]
+    cases = [Case(2, copies=2, ep=2, kind="moe", settings=FULL)]
     cases += [Case(2, copies=2, kind="mla", slices=False, number=3, options={"reduce_each": True})]
     check(cases, on_ranks(4, compare, cases))
 
