@@ -47,6 +47,12 @@ def test_experts_are_not_spread_in_stages():
         parity.compare(given, parse_sizes("pp=2,ep=2"))
 
 
+def test_weights_that_are_gathered_as_codes_are_whole():
+    given = load_recipe("default", {"precision.mode": "fp8_tile", "parallel.param_gather": "fp8"}, environ={})
+    with pytest.raises(ConfigError, match=r"gathered as codes[^@]*--parallel dp_shard=2"):
+        parity.compare(given, parse_sizes("dp_shard=2,tp=2"))
+
+
 def test_the_worst_of_its_tolerance_is_first():
     one = {"loss/step 1": np.array([2.0]), "gradient/a": np.ones(4), "weight/a": np.ones(4), "weight/b": np.ones(2)}
     other = one | {"gradient/a": np.full(4, 1.5), "weight/a": np.full(4, 1.001)}

@@ -62,6 +62,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled, copies)
     of_rest = [gemm for gemm in matmuls_of(skeleton.model, policy) if ".layers." not in f".{gemm.fqn}"]
     of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
+    angles = Line(0, seq_len * FP32 * config.rope_dim)  # cosines and sines of half of it, which all layers read
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
     return ModelShape(
         family="tilewright decoder",
@@ -74,7 +75,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
             indices=(-1,),
             weights=Weights(),
             active_parameters=0,
-            kept=of_head + rounding_kept(of_rest, seq_len, BYTES[policy.activation]),
+            kept=of_head + angles + rounding_kept(of_rest, seq_len, BYTES[policy.activation]),
             moved=read.times(element_passes(compiled)) + rounding_moved(of_rest, seq_len, compiled=False),
             fused=compiled,
         ),
@@ -200,10 +201,11 @@ class _Decoder:
         stored, sizes, config = BYTES[self.policy.storage], [], self.config
         without = replace(config, num_experts_per_token=0)
         share = self.chosen / config.num_experts_per_token
+        share *= 1.0 if storage.grouped else expert_rows(self.machine)  # what fills rows up is kept too
         for rows in (1, 2):
             tokens = rows * self.seq_len
             total = self._of_tokens(config, layer, mode, storage, tokens)
-            if share < 1:  # bytes are a straight line in the experts that a token goes through here
+            if share != 1:  # bytes are a straight line in the experts that a token goes through here
                 least = self._of_tokens(without, layer, mode, storage, tokens)
                 total = least + share * (total - least)
             copies = self.formulas.weight_copy_bytes(config, layer, mode, storage, stored) if self.copies else 0

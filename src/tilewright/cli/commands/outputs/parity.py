@@ -20,6 +20,7 @@ from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.precision import ScaledFormat
+from tilewright.core.config.sections.sync_conflicts import sync_conflicts
 from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
@@ -136,10 +137,9 @@ def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
 
 
 def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise ConfigError where a recipe's experts cannot be spread so, or its matrices not cut."""
-    mesh = {f"parallel.{axis}": size for axis, size in asdict(sizes).items()}
-    there = changed(recipe, mesh)
-    for found in (*expert_conflicts(there), *tensor_conflicts(there)):
+    """Raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its wire formats not had."""
+    there = changed(recipe, {f"parallel.{axis}": size for axis, size in asdict(sizes).items()})
+    for found in (*expert_conflicts(there), *tensor_conflicts(there), *sync_conflicts(there)):
         try_ = f"--parallel dp_shard={sizes.dp_shard if sizes.dp_shard > 1 else sizes.world}"
         raise ConfigError(found.what, got=found.got, need=found.need, try_=try_, where="--parallel")
 
