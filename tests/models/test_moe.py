@@ -112,6 +112,22 @@ def test_unused_experts_get_a_zero_gradient():
     assert any(not grad.any() for grad in grads)
 
 
+def test_an_expert_without_rows_keeps_those_of_no_other():
+    moe = make_decoder("gqa_moe").blocks[1].mlp
+    x_ND, kept = torch.randn(16, 64, requires_grad=True), []
+
+    def pack(tensor):
+        kept.append((tensor.numel(), tensor.untyped_storage().nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out_ND = moe.run_experts(x_ND, torch.ones(16, 2), torch.tensor([[0, 1]] * 16))
+    assert [nbytes for numel, nbytes in kept if not numel]
+    assert not any(nbytes for numel, nbytes in kept if not numel)
+    out_ND.sum().backward()
+    assert all(expert.up_proj.weight.grad is not None for expert in moe.experts)
+
+
 def test_experts_of_a_layer_that_is_compiled_whole_run_uncompiled():
     """Their shapes depend on the data; and nothing of torch's compiler is imported before something is compiled."""
     moe = make_decoder("gqa_moe").blocks[1].mlp.requires_grad_(False)

@@ -98,6 +98,19 @@ def test_a_rank_holds_its_experts(optim, shards, ep):
         assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
 
 
+@pytest.mark.parametrize(("shards", "ep", "mode"), [(4, 4, "bf16_mixed"), (4, 2, "bf16_mixed"), (4, 4, "fp32")])
+def test_casts_are_kept_of_experts_that_no_other_rank_has(shards, ep, mode):
+    model = MOE | {"num_experts": 8, "num_shared_experts": 0}
+    recipe = make_recipe(model=model, parallel={"dp_shard": shards, "ep": ep}, precision={"mode": mode})
+    decoder = build_model(recipe.model, 509, device="meta")
+    experts = sum(
+        param.numel() for name, param in decoder.named_parameters() if ".experts." in name and name.endswith("weight")
+    )
+    kept = 2 * experts // ep if ep == shards and mode == "bf16_mixed" else 0
+    machine = replace(CPU, cpu_features=frozenset(["avx512_bf16"]))
+    assert ShapeFinder(509, machine).find(recipe).weights.tensors.cast(shards) == kept
+
+
 @pytest.mark.parametrize(("tp", "shards"), [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("vocab", [509, 512])
 @pytest.mark.parametrize("model", [{"tie_embeddings": False, "num_heads": 4}, MLA | {"num_heads": 8}])

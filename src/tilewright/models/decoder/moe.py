@@ -216,6 +216,8 @@ def _row_multiple(mean_rows: int, device_type: str) -> int:
 def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int) -> Tensor:
     """expert(x), computed with zero rows at the end up to a multiple."""
     num_rows = len(x_ND)
+    if not num_rows:  # what is kept of a view of no rows is all rows
+        x_ND = x_ND.clone()
     missing = -num_rows % multiple
     return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
 

@@ -195,6 +195,7 @@ class LayerParts:
     def _standard(self) -> Iterator[Holding]:
         found, kind = self.found, self.choice.activations
         kept, mlp, mlp_work = found.kept(self.rows), 0.0, 0.0
+        kept += found.weights.tensors.cast(self.setting.shards.count)
         if self.choice.mlp_chunks > 1:  # the token-wise part keeps its input and is computed again, tile by tile
             mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_chunks
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_chunks

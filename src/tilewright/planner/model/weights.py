@@ -157,6 +157,16 @@ class Tensors:
         """Those that are in several parts: experts that one rank alone has are not put together."""
         return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
 
+    def cast(self, shards: int) -> int:
+        """Bytes of what backward keeps of weights that layers read in 16 bits, where these are cast and not gathered:
+        of experts that one rank alone has."""
+        alone = (
+            (kind, count // kind.spread)
+            for kind, count in self.kinds.items()
+            if kind.spread > 1 and kind.on_rank(shards) == (1, kind.spread) and kind.gathered < kind.size
+        )
+        return sum(prod(kind.shape) * kind.gathered * count for kind, count in alone)
+
     def whole_gradients(self, shards: int) -> int:
         """Bytes of the FP32 gradients of what a rank computes with, as backward makes them."""
         found = (

@@ -137,7 +137,7 @@ def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
 
 
 def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its wire formats not had."""
+    """Raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its tensors not sent."""
     there = changed(recipe, {f"parallel.{axis}": size for axis, size in asdict(sizes).items()})
     for found in (*expert_conflicts(there), *tensor_conflicts(there), *sync_conflicts(there)):
         try_ = f"--parallel dp_shard={sizes.dp_shard if sizes.dp_shard > 1 else sizes.world}"
