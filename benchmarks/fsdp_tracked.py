@@ -62,7 +62,6 @@ CASES = {
     "8B, layers recomputed": L8B | FULL,
     "8B, outputs of matmuls kept": L8B | SELECTIVE,
     "70B, layers recomputed": L70B | FULL,
-    "8B, layers recomputed, ZeRO-2": L8B | FULL | {"parallel.reshard_after_forward": "false"},
 }
 
 
