@@ -33,9 +33,10 @@ LINE = {"latency_s": 0.02, "bytes_per_s": 20e6, "fail_every": 50}
 """Of the address."""
 SETTINGS = {
     "run.name": "job", "run.threads": "1", "run.device": "cpu", "model.dim": "64", "model.num_layers": "2",
-    "model.num_heads": "2", "data.seq_len": "64", "train.steps": str(STEPS), "train.compile": "off",
+    "model.num_heads": "2", "data.seq_len": "32", "train.steps": str(STEPS), "train.compile": "off",
     "train.eval_interval": "0", "train.sample_tokens": "0", "train.log_interval": "8", "ops.cross_entropy": "native",
-    "checkpoint.interval": "6", "data.mixing.interval": "8", "data.streaming.backoff_s": "0.02",
+    "checkpoint.interval": "6", "data.mixing.interval": "4", "train.global_batch_size": "64",
+    "train.micro_batch_size": "64", "data.streaming.backoff_s": "0.02",
     "data.streaming.window": "1", "data.streaming.cache_bytes": "2MB", "log.report": "false",
 }  # fmt: skip
 

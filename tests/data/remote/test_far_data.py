@@ -1,6 +1,7 @@
 """A dataset at an address gives the rows that its documents have, once per epoch, whatever lies between."""
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -150,6 +151,29 @@ def test_each_shard_is_fetched_once_per_epoch_in_the_order_of_its_first_sample(d
     assert len(fetched) <= 1.1 * len(set(fetched)) + 8, "windows of the next epoch may have been read ahead"
     late = [abs(fetched.index(name) - at) for at, name in enumerate(wanted)]
     assert max(late) <= 4 * 2 * 2, "four threads take them in order; a window that was begun is fetched whole"
+
+
+def test_moves_of_weights_fetch_nothing_again(dataset, tmp_path):
+    """Windows come in another order then, and those that were read ahead are still wanted. What is being fetched while
+    it is let go is not held for ever."""
+    size = sum(path.stat().st_size for path in (dataset / "shards").glob("*.bin"))
+    address, server = serve(tmp_path.name, dataset, latency_s=0.002)
+    prepared = far(address, tmp_path, window=1, cache_bytes=size // 3)
+    total, fetched = sum(prepared.num_rows.values()), []
+    with stream(prepared) as batches:
+        for step in range(total // 8):
+            if step % 8 == 7:
+                factor = 3.0 if step % 16 == 7 else 0.3
+                batches.move({name: rows * factor**at for at, (name, rows) in enumerate(prepared.num_rows.items())}, "")
+            batches.next_step()
+            wanted = {prepared.reader.shards[place].digest for place in prepared.reader._uses}
+            fetched = [name for name in server.reads if name.endswith(".bin")]
+    deadline = time.monotonic() + 30
+    while set(prepared.reader.cache._held) - wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(prepared.reader.cache._held) <= wanted
+    assert len(fetched) <= 1.1 * len(set(fetched)), "a domain may begin its next epoch"
+    prepared.reader.close()
 
 
 def test_state_goes_on_from_the_same_sample(dataset, tmp_path):

@@ -37,7 +37,7 @@ class FarHook(StepHook):
         reader = self.prepared.reader
         if not self._resumed:
             for name in self.stream.away:
-                reader.suspect(name)
+                reader.suspect(name, "it was away when this checkpoint was written")
             self._resumed = True
         for place, why in list(reader.set_aside.items()):
             if place not in self._said:

@@ -14,13 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
+from tilewright.core.log import get_logger
 from tilewright.data.batches.build_rows import INDEX as INDEX_HERE
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
 from tilewright.data.build.finished.remote.index import INDEX, ShardIndex, TokenShard, by_domain
 from tilewright.data.build.units import fingerprint_of
 from tilewright.data.common.progress import ProgressBar
+
+log = get_logger(__name__)
 
 _LEFT = ("tokens/train.npy", "tokens/train.trained.npy")
 
@@ -35,6 +39,8 @@ class RemoteDataset:
     content: Mapping[str, Any]
     """Of `dataset.json`."""
     index: ShardIndex
+    away: str = ""
+    """Why the address cannot be read: the rest is as it was last found there."""
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
@@ -42,22 +48,32 @@ class RemoteDataset:
         return tuple(replace(one, domain=self.name or one.domain) for one in self.index.shards)
 
 
-def find_dataset(name: str, remote: Remote) -> RemoteDataset:
+def find_dataset(name: str, remote: Remote, known: Path | None = None) -> RemoteDataset:
     """The dataset at an address.
 
+    Args:
+        name: of its domain, where it is one of several.
+        remote: the address.
+        known: folder that keeps what addresses had, for when one cannot be read; None: what cannot be read is an error.
+
     Raises:
-        DataError: there is none, or one without shards, or it cannot be reached.
+        DataError: there is none, or one without shards, or it cannot be reached and was never found before.
     """
+    kept = None if known is None else known / f"{fingerprint_of([remote.address])}.json"
     try:
         content = json.loads(remote.fetch(DATASET))
         if content.get("format") != FORMAT:
             raise _refused(remote, "Dataset of another version of tilewright", f"format {content.get('format')}")
         if not content.get("shards"):
             raise _refused(remote, "Built dataset has no token shards", f"no shards in {DATASET}")
-        index = remote.fetch(INDEX, *content["shards"])
+        found = RemoteDataset(
+            name, remote, content, ShardIndex.of(remote.fetch(INDEX, *content["shards"]), remote.address)
+        )
     except DamagedFileError as error:
         raise _refused(remote, "No built dataset at this address", f"{DATASET}: {error}") from error
     except SourceAwayError as error:
+        if kept is not None and (found := _recalled(name, remote, kept, str(error))) is not None:
+            return found
         raise DataError(
             "Address of a dataset cannot be read",
             got=str(error),
@@ -67,7 +83,23 @@ def find_dataset(name: str, remote: Remote) -> RemoteDataset:
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise _refused(remote, "No built dataset at this address", f"{DATASET}: {error}") from error
-    return RemoteDataset(name, remote, content, ShardIndex.of(index, remote.address))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, json.dumps({DATASET: content, INDEX: json.loads(found.index.to_json())}, ensure_ascii=False))
+    return found
+
+
+def _recalled(name: str, remote: Remote, kept: Path, why: str) -> RemoteDataset | None:
+    """What an address had when it was last read; None where that is not known."""
+    try:
+        both = json.loads(kept.read_bytes())
+        index = ShardIndex.of(json.dumps(both[INDEX]).encode(), str(kept))
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or one that was cut short
+        return None
+    log.warning(
+        "%s cannot be read (%s): its dataset is taken to be the one that was last found there", remote.address, why
+    )
+    return RemoteDataset(name, remote, both[DATASET], index, why)
 
 
 def fingerprint(datasets: Sequence[RemoteDataset]) -> str:

@@ -15,6 +15,8 @@ from tilewright.data.common.progress import timed
 _FORMAT = 1  # of the cache entry
 SHARDS = "shards"
 """Folder of fetched shards, in that of prepared data."""
+ADDRESSES = "addresses"
+"""Folder of what addresses had when they were last read, there too."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ def open_far(
         seconds: get what phases took.
 
     Raises:
-        DataError: no dataset, one that cannot be reached, or not what the run wants.
+        DataError: no dataset, one that cannot be reached and was never found before, or not what the run wants.
     """
-    datasets = [find_dataset(name, _remote(address, streaming)) for name, address in addresses.items()]
+    known = root / ADDRESSES
+    datasets = [find_dataset(name, _remote(address, streaming), known) for name, address in addresses.items()]
     check_alike(datasets)
     names = {one.name for one in datasets if one.name}
     check_domains(domains, sorted(names or datasets[0].content["summary"]["domains"]))

@@ -64,6 +64,9 @@ class PreparedShards(PreparedData):
         self.reader = ReadAhead(
             index.shards, remotes, store, self.row_order, tuple(self.shard_rows), streaming.return_s
         )
+        for one in datasets:
+            for domain in {shard.domain for shard in one.shards} & set(self.shard_rows) if one.away else ():
+                self.reader.suspect(domain, one.away)
         self._tokens = ShardTokens(index, self.reader.bytes_of)
         self.blank_rows: dict[str, int] = {}
         """Rows that came without content, by domain."""

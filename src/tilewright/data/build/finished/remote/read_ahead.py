@@ -101,10 +101,10 @@ class ReadAhead:
         with self._lock:
             return {name: why for name, (_, why) in self._away.items()}
 
-    def suspect(self, domain: str) -> None:
-        """Take a source for away until it answers: it was when the state was saved that a run continues from."""
+    def suspect(self, domain: str, why: str) -> None:
+        """Take a source for away until it answers: it was when the run began, or when its checkpoint was written."""
         with self._lock:
-            self._away.setdefault(domain, (-math.inf, "it was away when this checkpoint was written"))
+            self._away.setdefault(domain, (-math.inf, why))
 
     def check_room(self) -> None:
         """Raise where the cache has no room for a window of each domain.
@@ -133,19 +133,24 @@ class ReadAhead:
             mixture: of samples.
             sample: the next one.
         """
-        block = sample // BLOCK
+        block, before = sample // BLOCK, list(self._uses)
         if mixture is not self._mixture or not self._block <= block <= self._head:
-            before, self._wanted, self._mixture, self._head = list(self._wanted.values()), {}, mixture, block
+            self._wanted, self._mixture, self._head = {}, mixture, block  # other weights: other windows come first
+            self._uses.clear()
         else:
             counts = mixture.counts(block * BLOCK)
-            before = [self._wanted.pop(one) for one in list(self._wanted) if self._is_behind(one, counts)]
-            for places in before:
-                self._let_go(places)
-            before = []
+            for one in [window for window in self._wanted if self._is_behind(window, counts)]:
+                self._uses.subtract(self._wanted.pop(one))
+            self._uses = +self._uses
         self._block = block
-        self._extend(block)
-        for places in before:  # of the order as it was, after what is still wanted of them has been counted
-            self._let_go(places)
+        coming = self._extend(block)
+        for place in before:  # first: what comes needs the room
+            if place not in self._uses:
+                self._let_go(place)
+        for place in coming:
+            with self._lock:
+                if place not in self._futures:
+                    self._submit(place)
         self._try_again()
 
     def bytes_of(self, place: int) -> bytes | Path | Unreadable:
@@ -189,25 +194,25 @@ class ReadAhead:
         self._uses.clear()
         self.cache.close()
 
-    def _extend(self, block: int) -> None:
-        """Want the windows of the next blocks, as far as there is room; those of the first block in any case."""
+    def _extend(self, block: int) -> list[int]:
+        """Want the windows of the next blocks, as far as there is room; those of the first block in any case. Their
+        shards, in the order in which they are needed."""
         assert self._mixture is not None, "of follow"
+        coming: list[int] = []
         for _ in range(_MOST_BLOCKS):
             if self._head > block and len(self._uses) == self._number:
-                return
+                break
             new = [one for one in self._windows(self._head) if one not in self._wanted]
             places = {place: None for one in new for place in self._shards(one)}
             size = sum(self.shards[place].size for place in places if place not in self._uses)
             if self._head > block and size and self._used() + size > self.cache.limit:
-                return
+                break
             for window in new:
                 self._wanted[window] = self._shards(window)
-                for place in self._wanted[window]:
-                    self._uses[place] += 1
-                    with self._lock:
-                        if place not in self._futures:
-                            self._submit(place)
+                self._uses.update(self._wanted[window])
+                coming += self._wanted[window]
             self._head += 1
+        return coming
 
     def _windows(self, block: int) -> list[Window]:
         """Windows of a block's samples, by their first ones."""
@@ -252,20 +257,20 @@ class ReadAhead:
         places = self.order.window_shards(self._mixture.seed, domain, epoch, number)
         return [self.places[domain][place] for place in places.tolist()]
 
-    def _let_go(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._uses[place] -= 1
-            if self._uses[place]:
-                continue
-            del self._uses[place]
-            with self._lock:
-                future = self._futures.pop(place, None)
-            if future is not None:
-                future.cancel()
-            digest = self.shards[place].digest  # of equal content in two domains there is one file
-            shared = any(self.shards[other].digest == digest for other in self._uses)
-            if self.shards[place].domain not in self.away and not shared:
-                self.cache.release(digest)
+    def _let_go(self, place: int) -> None:
+        with self._lock:
+            future = self._futures.pop(place, None)
+        if future is None:
+            self._release(place)
+            return
+        future.cancel()
+        future.add_done_callback(lambda _: self._release(place))  # one that is being read is held only at its end
+
+    def _release(self, place: int) -> None:
+        digest = self.shards[place].digest  # of equal content in two domains there is one file
+        shared = any(self.shards[other].digest == digest for other in list(self._uses))
+        if self.shards[place].domain not in self.away and not shared:
+            self.cache.release(digest)
 
     def _used(self) -> int:
         return sum(self.shards[place].size for place in self._uses)
