@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.planner.families import FAMILIES
 from tests.planner.rates import make_machine
 from tests.planner.test_trace import recipe_of
 from tilewright.models.base.checkpointing import CONTEXTS
 from tilewright.planner.model.skeleton import skeleton_of
+from tilewright.planner.trace.byte_counter import MatmulCounter
 from tilewright.planner.trace.fake_model import text_inputs
-from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _Checkpointed, _run
+from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _Checkpointed, _flops_behind_last_saved, _run
 from tilewright.planner.trace.trace import Tracer
 from tilewright.precision.policy.policy import Policy
 
@@ -62,3 +67,31 @@ def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
         [one.kept_selective, one.kept_matmuls, one.kept_attention, one.mlp_kept, one.mlp_work] for one in found
     ]
     assert all(one.kept_matmuls < one.kept_selective for one in found)
+
+
+@given(st.lists(st.sampled_from(("linear", "frozen", "silu", "tanh", "twice")), max_size=5))
+def test_flops_behind_what_is_saved_are_those_that_checkpoint_does_not_repeat(kinds):
+    """Also where backward wants nothing of the end (`twice`), or a result (`tanh`)."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(4, 4).requires_grad_(kind != "frozen") for kind in ("linear", *kinds))
+
+        def forward(self, x):
+            for kind, linear in zip(("linear", *kinds), self.linears, strict=True):
+                x = {"silu": F.silu, "tanh": torch.tanh, "twice": lambda x: 2 * x}.get(kind, linear)(x)
+            return x
+
+    layer, x = Layer(), torch.zeros(3, 4)
+
+    def flops(run):
+        edge = x.clone().requires_grad_()
+        with MatmulCounter() as counter:
+            out = run(edge)
+            once = counter.flops
+            out.backward(torch.empty_like(out), inputs=[edge])
+        return once, counter.flops
+
+    (forward, plain), (_, again) = flops(layer), flops(lambda x: checkpoint(layer, x, use_reentrant=False))
+    assert _flops_behind_last_saved(layer, (x,), {}) == forward - (again - plain)

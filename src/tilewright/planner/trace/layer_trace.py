@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tilewright.models.base.checkpointing import CONTEXTS, POLICIES
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, MatmulCounter, flops_of
@@ -159,10 +159,9 @@ class _LayerProbe:
                 mlp_work=0 if mlp is None else mlp.work,
             )
         if Measures.FLOPS in measures:
-            again = _flops_with_recomputation(layer, args, kwargs) - whole.live.flops
             self.flops = TracedFlops(
                 gemms=whole.gemms,
-                last_matmuls=max(0.0, flops_of(whole.gemms) + whole.attention - again),
+                last_matmuls=_flops_behind_last_saved(layer, args, kwargs),
                 mlp_matmuls=0.0 if mlp is None else flops_of(mlp.gemms),
                 attention=whole.attention,
             )
@@ -171,7 +170,7 @@ class _LayerProbe:
 class _Checkpointed:
     """A layer that is recomputed, but for what a `context_fn` keeps of it."""
 
-    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any] = noop_context_fn) -> None:
+    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any]) -> None:
         self.layer = layer
         self.context_fn = context_fn
 
@@ -296,17 +295,19 @@ def _run(
 
 
 @torch.enable_grad()
-def _flops_with_recomputation(layer: nn.Module, args: Any, kwargs: Any) -> float:
-    """FLOPs of a forward pass, and of a backward pass to the layer's input that recomputes the layer."""
+def _flops_behind_last_saved(layer: nn.Module, args: Any, kwargs: Any) -> float:
+    """FLOPs of a forward pass after the last tensor that backward wants: where torch's `checkpoint` stops to recompute."""
     first = _first((args, kwargs))
-    edge = first.detach().requires_grad_()
-    args, kwargs = _replaced((args, kwargs), first, edge)
-    torch.clear_autocast_cache()  # copies of weights that are there already are not made, and then missed in backward
-    counter = MatmulCounter()
-    with counter:
-        out = _first(_Checkpointed(layer)(*args, **kwargs))
-        out.backward(torch.empty_like(out), inputs=[edge])
-    return counter.flops
+    args, kwargs = _replaced((args, kwargs), first, first.detach().requires_grad_())
+    counter, before = MatmulCounter(), [0.0]
+
+    def saved(tensor: Tensor) -> Tensor:
+        before[0] = counter.flops
+        return tensor
+
+    with counter, torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        layer(*args, **kwargs)
+    return counter.flops - before[0]
 
 
 def _first(tree: Any) -> Tensor:
