@@ -11,7 +11,7 @@ import torch
 from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
-from tilewright.memory.offload.activation_stores import HostActivations
+from tilewright.memory.offload.activation_stores import CudaDiskActivations, HostActivations
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.ops.kernels import Kernels
 
@@ -236,3 +236,68 @@ def test_host_memory_of_a_gpu(monkeypatch):
     assert list(tier.store.sizes) == [(1, 0)]
     tier.close()
     assert tier.num_bytes == 0
+
+
+def test_a_disk_of_a_gpu(tmp_path, monkeypatch):
+    """Its streams are stand-ins that copy at once: bytes pass through registered memory of bounded size, a write waits
+    for its copy, a copy back for the computation, and no copy stops it."""
+    calls = []
+
+    class Stream:
+        def __init__(self, device):
+            self.record_event = lambda: SimpleNamespace(synchronize=lambda: calls.append("copied"))
+
+        def wait_stream(self, other):
+            calls.append("down waits")
+
+        def wait_event(self, event):
+            calls.append("up waits")
+
+        def synchronize(self):
+            calls.append("arrived")
+
+    inside = {"stream": lambda _: nullcontext(), "device": lambda _: nullcontext()}
+    for name, value in {"Stream": Stream, "current_stream": Stream, **inside}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("a copy through memory that is not registered"))
+    tier = CudaDiskActivations(tmp_path, torch.device("cpu"))
+    for size in (300, 200, 500):
+        keys = [(layer, micro) for layer in range(2) for micro in range(3)]
+        kept = {key: [torch.full((size, 3), sum(key)).to(torch.uint8), torch.randn(size)] for key in keys}
+        for key, tensors in kept.items():
+            tier.put(key, tensors)
+        for key in reversed(keys):
+            tier.prefetch(key)
+        for key in reversed(keys):
+            assert all(torch.equal(a, b) for a, b in zip(tier.get(key), kept[key], strict=True))
+        tier.prefetch(keys[0])  # and not asked for
+        for key in keys:
+            tier.drop(key)
+        assert tier.num_bytes == 0
+        tier.idle()
+        assert tier._buffers.num_bytes <= 3 * (500 * 7 + 512), "two on their way to the file, one back"
+    assert [calls.count(call) for call in ("down waits", "copied")] == [18, 18]
+    assert calls.count("up waits") == calls.count("arrived") in range(18, 22)
+    tier.close()
+    assert tier._buffers.num_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_of_a_gpu_that_fails_is_said_and_gives_all_back(tmp_path, monkeypatch):
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, synchronize=lambda: None)
+    stream.record_event = lambda: stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    tier = CudaDiskActivations(tmp_path, torch.device("cpu"))
+    tier.put((0, 0), [torch.ones(10)])
+    tier.idle()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        tier.put((0, 1), [torch.ones(10)])
+        with pytest.raises(HardwareError, match="cannot be written"):
+            tier.idle()
+    assert tier.get((0, 0))[0].tolist() == [1.0] * 10
+    tier.close()
+    assert tier._buffers.num_bytes == 0

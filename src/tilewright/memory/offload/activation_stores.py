@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.pinned import PinnedBuffers
 from tilewright.memory.offload.stores import DiskStore, HostStore, Store
 
 Key = tuple[int, int]
@@ -84,7 +85,7 @@ class HostActivations(_InStore):
     def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
         while self._going and (len(self._going) >= MAX_UNDER_WAY or self._going[0][0].query()):
             self._going.popleft()[0].synchronize()
-        layout = Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
+        layout = _layout(tensors)
         self.store.fit(key, layout.num_bytes, self.idle)
         places = list(layout.views(self.store.view(key)).values())
         self._down.wait_stream(torch.cuda.current_stream(self._device))
@@ -190,6 +191,69 @@ class DiskActivations(_InStore):
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kept]
         self.store.read(key, [_flat(tensor) for tensor in tensors])
         return tensors
+
+
+class CudaDiskActivations(DiskActivations):
+    """For a GPU: the thread moves bytes between the file and registered host memory, which two streams beside the
+    computation's copy from and to.
+
+    At most `MAX_UNDER_WAY` tensors are on their way to the file, and one on its way back, so there are as many host
+    buffers, of the largest tensors.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        super().__init__(folder, device)
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._buffers = PinnedBuffers(device)
+
+    def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        self._settle(MAX_UNDER_WAY - 1)
+        layout = _layout(tensors)
+        self.store.fit(key, layout.num_bytes, self.idle)
+        buffer = self._buffers.take(layout.num_bytes)
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            for place, tensor in zip(layout.views(buffer).values(), tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+            copied = self._down.record_event()
+        self._kept[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._writes.append(self._thread.submit(self._write, key, buffer[: layout.num_bytes], copied, tensors))
+        self._writes[-1].add_done_callback(lambda _: self._buffers.give(buffer))
+
+    def prefetch(self, key: Key) -> None:
+        if key not in self._coming:
+            # Made on the stream that will use them; the copies wait for what may still read that memory.
+            arrived = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._kept[key]]
+            before = torch.cuda.current_stream(self._device).record_event()
+            self._coming[key] = self._thread.submit(self._fetch, key, arrived, before)
+
+    def close(self) -> None:
+        super().close()
+        self._down.synchronize()  # what was cancelled is still copied
+        self._buffers.close()
+
+    def _write(self, key: Key, flat: Tensor, copied: torch.cuda.Event, _: Sequence[Tensor]) -> None:
+        """`_`: alive until they are copied."""
+        copied.synchronize()
+        self.store.write(key, [flat])
+
+    def _fetch(self, key: Key, arrived: list[Tensor], before: torch.cuda.Event) -> list[Tensor]:
+        layout = _layout(arrived)
+        buffer = self._buffers.take(layout.num_bytes)
+        try:
+            self.store.read(key, [buffer[: layout.num_bytes]])
+            with torch.cuda.device(self._device), torch.cuda.stream(self._up):
+                self._up.wait_event(before)
+                for tensor, place in zip(arrived, layout.views(buffer).values(), strict=True):
+                    tensor.copy_(place, non_blocking=True)
+            self._up.synchronize()
+        finally:
+            self._buffers.give(buffer)
+        return arrived
+
+
+def _layout(tensors: Sequence[Tensor]) -> Layout:
+    return Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -25,7 +25,13 @@ from tilewright.core.config.recipe import CheckpointInputs, Tier
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import FP8_ROW, TiledTensor
-from tilewright.memory.offload.activation_stores import DeviceActivations, DiskActivations, HostActivations, Key
+from tilewright.memory.offload.activation_stores import (
+    CudaDiskActivations,
+    DeviceActivations,
+    DiskActivations,
+    HostActivations,
+    Key,
+)
 from tilewright.ops.kernels import Kernels
 
 
@@ -111,7 +117,8 @@ class ActivationStore:
     def _make(self, tier: Tier) -> DeviceActivations | HostActivations | DiskActivations:
         if tier == "disk":
             assert self._folder is not None, "checked by place()"
-            return DiskActivations(Path(self._folder), self._device)
+            on_disk = CudaDiskActivations if self._device.type == "cuda" else DiskActivations
+            return on_disk(Path(self._folder), self._device)
         return HostActivations(self._device) if tier == "host" and self._device.type != "cpu" else DeviceActivations()
 
     @torch.no_grad()

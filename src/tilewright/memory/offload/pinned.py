@@ -5,6 +5,7 @@ is registered costs its own bytes.
 """
 
 import logging
+import threading
 
 import torch
 from torch import Tensor
@@ -63,3 +64,62 @@ def unpin(buffer: Tensor, device: torch.device) -> None:
     """Take a buffer of `pinned_empty` back from the driver; nothing may be copying to or from it any more."""
     if device.type == "cuda" and buffer.nbytes:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+class PinnedBuffers:
+    """Buffers of `pinned_empty` that are taken and given back, from any thread: as many as were taken at once.
+
+    Args:
+        device: whose copies they are for.
+
+    Example:
+        >>> buffers = PinnedBuffers(torch.device("cpu"))
+        >>> buffers.give(buffers.take(100))
+        >>> len(buffers.take(60)), buffers.num_bytes
+        (100, 100)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._all: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        with self._lock:
+            return sum(map(len, self._all))
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8, at least so many. Where none is free that is large enough, one takes the place of a smaller one.
+
+        Raises:
+            FitError: the system has not so much memory.
+            HardwareError: the driver refuses.
+        """
+        with self._lock:
+            self._free.sort(key=len)
+            for place, buffer in enumerate(self._free):
+                if len(buffer) >= num_bytes:
+                    return self._free.pop(place)
+            if self._free:
+                self._let_go(self._free.pop())
+            self._all.append(pinned_empty(num_bytes, self._device))
+            return self._all[-1]
+
+    def give(self, buffer: Tensor) -> None:
+        """Nothing copies to or from it any more."""
+        with self._lock:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        """Give all back to the system, those too that were not given back; nothing copies to or from them any more."""
+        with self._lock:
+            self._free.clear()
+            for buffer in list(self._all):
+                self._let_go(buffer)
+
+    def _let_go(self, buffer: Tensor) -> None:
+        self._all = [other for other in self._all if other is not buffer]
+        unpin(buffer, self._device)

@@ -296,7 +296,7 @@ def _run(
 
 @torch.enable_grad()
 def _flops_behind_last_saved(layer: nn.Module, args: Any, kwargs: Any) -> float:
-    """FLOPs of a forward pass after the last tensor that backward wants: where torch's `checkpoint` stops to recompute."""
+    """FLOPs of a forward pass after the last tensor that backward wants, where `checkpoint` stops to recompute."""
     first = _first((args, kwargs))
     args, kwargs = _replaced((args, kwargs), first, first.detach().requires_grad_())
     counter, before = MatmulCounter(), [0.0]
