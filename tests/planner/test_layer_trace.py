@@ -26,7 +26,7 @@ CASES = [
     pytest.param("gpt2", "bf16_mixed", marks=pytest.mark.slow),
     pytest.param("mixtral", "fp8_tile", marks=pytest.mark.slow),
     pytest.param("gemma3_text", "fp8_tile", marks=pytest.mark.slow),
-    pytest.param("granitemoe", "pure_fp16", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", "pure_fp16", marks=pytest.mark.slow),
 ]
 
 
@@ -66,7 +66,8 @@ def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
     assert apart == [
         [one.kept_selective, one.kept_matmuls, one.kept_attention, one.mlp_kept, one.mlp_work] for one in found
     ]
-    assert all(one.kept_matmuls < one.kept_selective for one in found)
+    # Attention with dropout is no fused operation on a CPU, and its products are matmuls like others.
+    assert all((one.kept_matmuls < one.kept_selective) == (name != "gpt2") for one in found)
 
 
 @given(st.lists(st.sampled_from(("linear", "frozen", "silu", "tanh", "twice")), max_size=5))
@@ -76,10 +77,11 @@ def test_flops_behind_what_is_saved_are_those_that_checkpoint_does_not_repeat(ki
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linears = nn.ModuleList(nn.Linear(4, 4).requires_grad_(kind != "frozen") for kind in ("linear", *kinds))
+            self.kinds = ("linear", *kinds)
+            self.linears = nn.ModuleList(nn.Linear(4, 4).requires_grad_(kind != "frozen") for kind in self.kinds)
 
         def forward(self, x):
-            for kind, linear in zip(("linear", *kinds), self.linears, strict=True):
+            for kind, linear in zip(self.kinds, self.linears, strict=True):
                 x = {"silu": F.silu, "tanh": torch.tanh, "twice": lambda x: 2 * x}.get(kind, linear)(x)
             return x
 
