@@ -5,8 +5,9 @@ the mesh of a run: `pp` is its outermost axis.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tilewright.planner.simulate.table import Kind, Slot, StagePass
 
@@ -30,7 +31,12 @@ class KindSeconds:
 
     def of(self, kind: Kind) -> float:
         """Of a pass of this kind."""
-        return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}[kind]
+        return self.by_kind[kind]
+
+    @cached_property
+    def by_kind(self) -> Mapping[Kind, float]:
+        """The same of all kinds."""
+        return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}
 
     @property
     def total(self) -> float:
@@ -68,8 +74,11 @@ class PassCosts:
 
     def seconds(self, row: int, rank: int, slot: Slot) -> float:
         """Of a slot of a rank of a row."""
-        work, shares, speed = self.work[row], self.shares[row], self.speeds[row][rank]
-        return sum(self.kinds.of(one.kind) * work[one.microbatch] * shares[one.stage] for one in slot) / speed
+        work, shares, kinds = self.work[row], self.shares[row], self.kinds.by_kind
+        found = 0.0
+        for stage, kind, microbatch in slot:
+            found += kinds[kind] * work[microbatch] * shares[stage]
+        return found / self.speeds[row][rank]
 
     def held(self, row: int, one: StagePass) -> float:
         """What a pass keeps for the backward pass, in micro-batches of work 1 through a stage of share 1."""

@@ -9,14 +9,14 @@ over a link, on which messages follow each other in the order in which they were
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from tilewright.core.errors import ConfigError
 from tilewright.planner.simulate.costs import StepCosts
 from tilewright.planner.simulate.table import Place, ScheduleTable, Slot, slot_text
 
 
-@dataclass(frozen=True)
-class SlotTimes:
+class SlotTimes(NamedTuple):
     """When a slot was worked on, in seconds since the step's beginning."""
 
     begin_s: float
@@ -112,13 +112,16 @@ class _Run:
         heapq.heappush(self._events, (time, self._count, row, place, maker, sent))
 
     def _try(self, row: int, rank: int, time: float) -> None:
-        number = len(self._found[row][rank])
-        if self._busy[row][rank] or number == len(self._table.rows[rank]) or self._open[row][rank, number]:
+        if self._busy[row][rank]:
             return
-        place = (rank, number)
-        sent, maker = self._last[row].get(place, (0.0, None))
-        end = time + self._costs.passes.seconds(row, rank, self._slot(place))
-        self._found[row][rank].append(SlotTimes(time, end, sent, maker, place in self._last[row] and maker is None))
+        found, slots = self._found[row][rank], self._table.rows[rank]
+        place = rank, len(found)
+        if place[1] == len(slots) or self._open[row][place]:
+            return
+        needed = self._last[row].get(place)
+        sent, maker = needed or (0.0, None)
+        end = time + self._costs.passes.seconds(row, rank, slots[place[1]])
+        found.append(SlotTimes(time, end, sent, maker, needed is not None and maker is None))
         self._busy[row][rank] = True
         self._later(end, row, place, place, time)
 

@@ -17,6 +17,7 @@ from tilewright.core.errors import ConfigError
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _PASS = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAP = ")OVERLAP_F_B"
 _SKIPPED = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
@@ -175,8 +176,9 @@ def _read_by(one: StagePass, places: Mapping[StagePass, Place]) -> Iterator[Stag
 def _slots(row: str, where: str) -> Iterable[Slot]:
     for text in row.split(","):
         found = []
-        inner = re.sub(r"^\((.*)\)OVERLAP_F_B$", r"\1", text.strip())
-        for part in filter(None, (each.strip() for each in inner.split(";"))):
+        text = text.strip()
+        inner = text[1:].removesuffix(_OVERLAP) if text.startswith("(") and text.endswith(_OVERLAP) else text
+        for part in filter(None, map(str.strip, inner.split(";"))):
             match = _PASS.fullmatch(part)
             if match:
                 found.append(StagePass(int(match[1]), cast(Kind, match[2]), int(match[3])))
