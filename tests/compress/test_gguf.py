@@ -1,6 +1,7 @@
 """GGUF files in llama.cpp itself: distributions, token ids, and what it cannot hold."""
 
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -41,10 +42,19 @@ def proven(target, model, tokenizer, tmp_path):
     return row, written, path
 
 
+def own_layers(*shapes):
+    """Our decoder with layers of these shapes."""
+    shape = decoder().config.shape
+    return decoder(num_layers=len(shapes), layers=tuple(replace(shape, **changes) for changes in shapes))
+
+
 MODELS = {
     "decoder": lambda: decoder(),
     "decoder, untied, all heads": lambda: decoder(tie_embeddings=False, num_kv_heads=4),
     "decoder, one key head, wide heads": lambda: decoder(num_kv_heads=1, head_dim=32),
+    "decoder, layers of their own": lambda: own_layers(
+        {"num_heads": 2, "ffn_dim": 32}, {"num_heads": 0, "num_kv_heads": 0}, {"num_kv_heads": 4}
+    ),
     "Llama": lambda: hf("Llama", tie_word_embeddings=False),
     "Qwen2": lambda: hf("Qwen2", tie_word_embeddings=True),
     "Qwen3": lambda: hf("Qwen3", tie_word_embeddings=True, head_dim=32),
@@ -66,6 +76,12 @@ def test_f16_gives_the_distributions_and_ids_of_our_model(name, tmp_path):
     assert row["quantized"]["f16"] == sum(t.dim() > 1 for t in state(model).values())
     assert min(row["prefill_s"].values()) > 0
     assert row["cached_token_s"] > 0
+
+
+def test_layers_without_an_ffn_are_refused(tmp_path):
+    """llama.cpp reads such a file, and computes another model: it goes to the next layer before it adds attention."""
+    given = source(own_layers({"ffn_dim": 0}, {"num_heads": 2}), our_tokenizer(), tmp_path / "run")
+    assert "layers without an FFN" in (why_not(F16, given) or "")
 
 
 @pytest.mark.parametrize(("target", "asked", "share"), [(Q8_0, "q8_0", 0.27), (Q4_0, "q4_0", 0.16)])

@@ -4,7 +4,7 @@ Reads the Hugging Face config of a model, which our decoder has too (`hf_config.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +12,14 @@ from torch import Tensor
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import spec_of
+from tilewright.models.decoder.config import DecoderConfig
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama"}
 """model_type of config.json -> architecture of llama.cpp that computes the same."""
-_INTERLEAVED = ("llama",)
+OWN_LAYERS = "deci"
+"""The architecture of llama.cpp that is Llama with numbers of its own in each layer; no FFN is none of them, since its
+layers without one drop their attention."""
+_INTERLEAVED = ("llama", OWN_LAYERS)
 """Architectures whose rotary pairs are neighbours (2i, 2i + 1); Hugging Face's are (i, i + D/2)."""
 _PLAIN = {"hidden_act": ("silu",), "mlp_bias": (False, None), "use_sliding_window": (False, None)}
 """Keys that may only be absent or have these values."""
@@ -28,9 +32,10 @@ class GGUFShape:
     arch: str
     num_layers: int
     dim: int
-    ffn_dim: int
-    num_heads: int
-    num_kv_heads: int
+    ffn_dim: int | list[int]
+    """One number, or one for each layer; so the next two."""
+    num_heads: int | list[int]
+    num_kv_heads: int | list[int]
     head_dim: int
     vocab_size: int
     context: int
@@ -53,6 +58,8 @@ def why_no_shape(model: Model, task: str) -> str | None:
     except CheckpointError as error:
         return "; ".join(f"{problem.what}: {problem.got}" for problem in error.problems)
     kind = raw.get("model_type")
+    if any(not layer.ffn_dim for layer in own_layers(model)):
+        return "layers without an FFN: llama.cpp leaves out their attention"
     if kind == "deepseek_v3":
         return (
             "latent attention and experts are not written: llama.cpp computes them as deepseek2, whose tensors this "
@@ -74,12 +81,20 @@ def why_no_shape(model: Model, task: str) -> str | None:
 
 
 def hf_config(model: Model) -> Mapping[str, Any]:
-    """The model's config.json as a mapping.
+    """The model's config.json as a mapping; where layers have shapes of their own, of the same model without them.
 
     Raises:
         CheckpointError: no Hugging Face layout describes it.
     """
-    return spec_of(model.architecture).folder_config(model.config, "float32")
+    config = replace(model.config, layers=()) if own_layers(model) else model.config
+    return spec_of(model.architecture).folder_config(config, "float32")
+
+
+def own_layers(model: Model) -> list[DecoderConfig]:
+    """The shape of each layer of a decoder whose layers have shapes of their own; else empty."""
+    config = model.config
+    listed = isinstance(config, DecoderConfig) and config.layers
+    return [config.at(layer) for layer in range(config.num_layers)] if listed else []
 
 
 def state(model: Model) -> dict[str, Tensor]:
@@ -97,13 +112,16 @@ def shape_of(model: Model, context: int) -> GGUFShape:
     """
     raw = hf_config(model)
     rope = raw.get("rope_parameters") or {}
+    own = own_layers(model)
     return GGUFShape(
-        arch=ARCHITECTURES[raw["model_type"]],
+        arch=OWN_LAYERS if own else ARCHITECTURES[raw["model_type"]],
         num_layers=raw["num_hidden_layers"],
         dim=raw["hidden_size"],
-        ffn_dim=raw["intermediate_size"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        ffn_dim=[layer.ffn_dim for layer in own] or raw["intermediate_size"],
+        num_heads=[layer.num_heads for layer in own] or raw["num_attention_heads"],
+        num_kv_heads=[layer.num_kv_heads for layer in own]
+        or raw.get("num_key_value_heads")
+        or raw["num_attention_heads"],
         head_dim=_head_dim(raw),
         vocab_size=raw["vocab_size"],
         context=context,
