@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.compress.prune.kinds import Kind
-from tilewright.compress.prune.units import ROUTER_BIAS, Place, UnitGroup, stored
+from tilewright.compress.prune.shares import ROUTER_BIAS, Place, Share, UnitGroup, stored
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import decoder_shapes, materialize
 from tilewright.models.decoder.config import DecoderConfig
@@ -41,19 +41,21 @@ def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
     Returns:
         A model of the same class, mode and dtypes; it shares no memory with the old one.
     """
-    sizes = {len(numbers) for numbers in kept.values()}
+    sizes = {len(numbers) / units.parts.get(place, 1) for place, numbers in kept.items()}
     if len(sizes) != 1 or kept.keys() != set(units.places):
         raise AssertionError("as many units stay at each place")
-    numbers = kept[()].tolist() if units.kind == "layers" else range(sizes.pop())
+    numbers = kept[()].tolist() if units.kind == "layers" else range(int(sizes.pop()))
     made = _made(model, units.count.fewer(numbers))
     own = stored(model)
-    shares = {share.tensor: (place, share) for place, all_of in units.shares.items() for share in all_of}
+    shares: dict[str, list[tuple[Place, Share]]] = {}
+    for place, all_of in units.shares.items():
+        for share in all_of:
+            shares.setdefault(share.tensor, []).append((place, share))
     for name, target in stored(made).items():
         source = _old_name(name, units, kept)
         value = own[source]
-        if source in shares:
-            place, share = shares[source]
-            value = value.index_select(share.dim, share.index(kept[place], units.count.units).to(value.device))
+        for place, share in shares.get(source, ()):
+            value = value.index_select(share.dim, share.index(kept[place], units.size(place)).to(value.device))
         if value.shape != target.shape:
             raise AssertionError(f"{name}: {list(value.shape)} is cut, {list(target.shape)} in the smaller model")
         target.data = value.detach().clone()
@@ -136,10 +138,11 @@ def _without(model: nn.Module, units: UnitGroup, kept: Kept) -> Iterator[None]:
         with _fewer_layers(model, listed, kept[()]):
             yield
         return
-    own, count = stored(model), units.count.units
+    own = stored(model)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
         for place, shares in units.shares.items():
+            count = units.size(place)
             dropped = torch.tensor(sorted(set(range(count)) - set(kept[place].tolist())), dtype=torch.int64)
             for share in shares:
                 tensor = own[share.tensor].data

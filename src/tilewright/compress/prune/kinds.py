@@ -6,16 +6,18 @@ number is found by making the shape with one less (`units`).
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tilewright.models.decoder.config import DecoderConfig
 
-Kind = Literal["ffn", "heads", "experts", "expert_channels", "layers"]
+Kind = Literal["ffn", "heads", "experts", "expert_channels", "channels", "layers"]
 """ffn: channels of a feed-forward layer. heads: key/value heads, each with the query heads that read it (of MLA:
-heads). experts: routed experts. expert_channels: hidden channels of experts. layers."""
-KINDS: tuple[Kind, ...] = ("ffn", "heads", "experts", "expert_channels", "layers")
+heads). experts: routed experts. expert_channels: hidden channels of experts. channels: of convolutions, in equal parts
+of all stages. layers."""
+KINDS: tuple[Kind, ...] = ("ffn", "heads", "experts", "expert_channels", "channels", "layers")
 Fewer = Callable[[Sequence[int]], Any]
 """The shape with these units, by their numbers; of layers it matters which."""
 
@@ -116,6 +118,8 @@ def _of_transformers(config: Any) -> dict[Kind, Count | Whole]:
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         found["heads"] = _heads(config, values, heads)
+    if isinstance(values.get("hidden_sizes"), list) and isinstance(values.get("embedding_size"), int):
+        found["channels"] = _channels(config, values)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int):
         found["layers"] = Count(layers, lambda kept: _layers(config, layers, kept))
@@ -143,6 +147,25 @@ def _heads(config: Any, values: dict[str, Any], heads: int) -> Count | Whole:
         return changed(config, fixed | both)
 
     return Count(groups, fewer)
+
+
+_REDUCTION = 4
+"""Of ResNet's bottlenecks: inner channels are this part of the outer ones."""
+
+
+def _channels(config: Any, values: dict[str, Any]) -> Count | Whole:
+    """A unit is an equal part of each stage, as small as whole channels allow."""
+    widths = {"embedding_size": values["embedding_size"], "hidden_sizes": list(values["hidden_sizes"])}
+    inner = values["hidden_sizes"] if values.get("layer_type") == "bottleneck" else []
+    if any(size % _REDUCTION for size in inner):
+        return Whole(f"its widths are no multiples of {_REDUCTION}, which bottlenecks divide them by")
+    parts = math.gcd(values["embedding_size"], *values["hidden_sizes"], *(size // _REDUCTION for size in inner))
+
+    def fewer(kept: Sequence[int]) -> Any:
+        sizes = [size // parts * len(kept) for size in widths["hidden_sizes"]]
+        return changed(config, {"embedding_size": widths["embedding_size"] // parts * len(kept), "hidden_sizes": sizes})
+
+    return Count(parts, fewer)
 
 
 def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:

@@ -8,6 +8,7 @@ Legend: U units.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from tilewright.compress.prune.cut import Kept, cut, difference, limit
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.scores import Batch, Method, Scores, score
-from tilewright.compress.prune.units import UnitGroup, find_units
+from tilewright.compress.prune.shares import Place, UnitGroup
+from tilewright.compress.prune.units import find_units
 from tilewright.core.errors import ConfigError, NumericsError, Problem
 
 MULTIPLE: Mapping[Kind, int] = {"ffn": 32, "expert_channels": 32}
@@ -104,14 +106,19 @@ def left(units: UnitGroup, share: float, multiple: int) -> int:
     return min(count.units, max(rounded, -(-count.least // multiple) * multiple))
 
 
-def best(scores: Scores, number: int) -> Kept:
+def best(scores: Scores, number: int, parts: Mapping[Place, int] = MappingProxyType({})) -> Kept:
     """The units with the highest scores at each place, in ascending order; of equal ones the first.
+
+    Args:
+        scores: of units.
+        number: that stays.
+        parts: see `UnitGroup`.
 
     Example:
         >>> best({(0,): torch.tensor([1.0, 3.0, 2.0, 3.0])}, 2)
         {(0,): tensor([1, 3])}
     """
-    return {place: _best(score_U, number) for place, score_U in scores.items()}
+    return {place: _best(score_U, number * parts.get(place, 1)) for place, score_U in scores.items()}
 
 
 def _best(score_U: Tensor, number: int) -> Tensor:
@@ -124,7 +131,7 @@ def _cut_kind(
     """Cut in the first way of laying tensors out whose result is right."""
     model, kind, seen = pruned.model, ways[0].kind, []
     for units in ways:
-        kept = best(score(model, units, importance, batches, seed), number)
+        kept = best(score(model, units, importance, batches, seed), number, units.parts)
         made = cut(model, units, kept)
         seen.append(difference(model, units, kept, made))
         if seen[-1] <= limit(model, kind):

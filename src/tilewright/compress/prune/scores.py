@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tilewright.compress.prune.units import Place, Share, UnitGroup, stored
+from tilewright.compress.prune.shares import Place, Share, UnitGroup, stored
 from tilewright.core.errors import ConfigError, NumericsError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.init import name_seed
@@ -69,21 +69,25 @@ def score(model: Any, units: UnitGroup, method: Method, batches: Sequence[Batch]
 
 def _drawn(units: UnitGroup, place: Place, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(name_seed(seed, f"{units.kind} {place}"))
-    return torch.rand(units.count.units, generator=generator, dtype=torch.float64)
+    return torch.rand(units.size(place), generator=generator, dtype=torch.float64)
 
 
 def _reduced(model: Any, units: UnitGroup, of: Callable[[Tensor], Tensor]) -> Scores:
     """A number for each weight, summed over all weights of a unit."""
-    own, count = stored(model), units.count.units
-    found = {place: torch.zeros(count, dtype=torch.float64) for place in units.places}
+    own = stored(model)
+    found = _zeros(units)
     for place, shares in units.shares.items():
         for share in shares:
-            found[place] += per_unit(of(own[share.tensor]), share, count)
+            found[place] += per_unit(of(own[share.tensor]), share, units.size(place))
     for place, listed in units.listed.items():
-        for unit in range(count):
+        for unit in range(units.count.units):
             within = (tensor for name, tensor in own.items() if name.startswith(f"{listed}.{unit}."))
             found[place][unit] += sum(float(of(tensor).sum()) for tensor in within if tensor.is_floating_point())
     return found
+
+
+def _zeros(units: UnitGroup) -> Scores:
+    return {place: torch.zeros(units.size(place), dtype=torch.float64) for place in units.places}
 
 
 def per_unit(values: Tensor, share: Share, count: int) -> Tensor:
@@ -98,7 +102,7 @@ def per_unit(values: Tensor, share: Share, count: int) -> Tensor:
 
 
 def _taylor(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
-    found = {place: torch.zeros(units.count.units, dtype=torch.float64) for place in units.places}
+    found = _zeros(units)
     with evaluation(model), _own_gradients(model):
         for batch in batches:
             model.zero_grad(set_to_none=True)
@@ -132,7 +136,7 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
 
 def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
     """Mean magnitude of what linear layers read of a unit, times the magnitude of the weights that read it."""
-    count, own = units.count.units, stored(model)
+    own = stored(model)
     readers = [
         (place, share, module)
         for place, shares in units.shares.items()
@@ -147,18 +151,20 @@ def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
             try_="importance l1 (--importance l1)",
         )
     means = _input_means(model, [module for _, _, module in readers], batches)
-    found = {place: torch.zeros(count, dtype=torch.float64) for place in units.places}
+    found = _zeros(units)
     for (place, share, _), mean_K in zip(readers, means, strict=True):
         weight = own[share.tensor].detach().double().abs()
         read_K = weight.movedim(share.dim, 0).flatten(1).sum(1)
-        found[place] += per_unit(mean_K * read_K, Share(share.tensor, 0, share.parts, share.width), count)
+        found[place] += per_unit(mean_K * read_K, Share(share.tensor, 0, share.parts, share.width), units.size(place))
     return found
 
 
 def _reader(model: nn.Module, share: Share) -> nn.Module | None:
-    """The linear layer whose input channels a share is; None where it is something else."""
+    """The linear layer or convolution whose input channels a share is; None where it is something else."""
     owner, _, name = share.tensor.rpartition(".")
     module = model.get_submodule(owner)
+    if isinstance(module, nn.Conv2d):
+        return module if name == "weight" and share.dim == 1 else None
     if name != "weight" or getattr(module, name).dim() != 2:
         return None
     transposed = hasattr(module, "nf")  # transformers' Conv1D keeps [in, out]
@@ -167,12 +173,14 @@ def _reader(model: nn.Module, share: Share) -> nn.Module | None:
 
 
 def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Batch]) -> list[Tensor]:
-    """Mean magnitude of each input channel of some layers, FP64; zeros where no token came by."""
+    """Mean magnitude of each input channel of some layers, FP64, over tokens or pixels; zeros where none came by."""
     sums: list[Any] = [0.0] * len(modules)
     tokens = [0] * len(modules)
 
     def add(place: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
+        given = args[0].detach()
+        given = given.movedim(1, -1) if isinstance(module, nn.Conv2d) else given
+        x_MK = given.reshape(-1, given.shape[-1])
         sums[place] = sums[place] + x_MK.double().abs().sum(0)
         tokens[place] += x_MK.shape[0]
 

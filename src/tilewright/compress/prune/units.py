@@ -7,67 +7,13 @@ dimension of several numbers per unit is laid out (one unit after another, or pa
 `cut.check` tries with numbers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from tilewright.compress.prune.channels import find_channels
 from tilewright.compress.prune.kinds import Count, Kind, Whole, counts
+from tilewright.compress.prune.shares import ROUTER_BIAS, Place, Share, UnitGroup, place_of, stored
 from tilewright.models.build import spec_of
-
-ROUTER_BIAS = "e_score_correction_bias"
-"""End of the name of a router's bias per expert, which takes part in the choice alone."""
-Place = tuple[int, ...]
-"""The numbers in a tensor's name: of its layer, and of its expert where experts are modules. Units are chosen apart
-for each."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Units along a dimension of one tensor."""
-
-    tensor: str
-    dim: int
-    parts: int = 1
-    """The dimension is so many runs of all units, such as gate and up projection in one matrix."""
-    width: int = 1
-    """Consecutive numbers that belong to one unit, in each run."""
-
-    def index(self, units: Tensor, count: int) -> Tensor:
-        """Where some of `count` units are in the dimension, in their order.
-
-        Example:
-            >>> Share("gate_up", 0, parts=2).index(torch.tensor([0, 2]), 3)
-            tensor([0, 2, 3, 5])
-            >>> Share("q", 0, width=2).index(torch.tensor([0, 2]), 3)
-            tensor([0, 1, 4, 5])
-        """
-        inner = (units[:, None] * self.width + torch.arange(self.width)).flatten()
-        return (torch.arange(self.parts)[:, None] * (count * self.width) + inner).flatten()
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """All units of a kind.
-
-    Args:
-        kind: of what.
-        count: how many a layer has, and the shape with fewer.
-        shares: where they are in tensors, by place.
-        listed: of units that are modules: the list, by place; its name ends before the number.
-    """
-
-    kind: Kind
-    count: Count
-    shares: Mapping[Place, tuple[Share, ...]]
-    listed: Mapping[Place, str]
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Where units are chosen apart."""
-        return tuple(sorted({**dict.fromkeys(self.shares), **dict.fromkeys(self.listed)}))
 
 
 def find_units(model: Any) -> tuple[dict[Kind, tuple[UnitGroup, ...]], dict[Kind, str]]:
@@ -96,6 +42,8 @@ def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
     smaller = _shapes(model, count)
     if isinstance(smaller, str):
         return smaller
+    if kind == "channels":
+        return find_channels(model, count, smaller)
     own = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
     missing = own.keys() - smaller.keys()
     if smaller.keys() - own.keys():
@@ -163,20 +111,3 @@ def _prefixes(name: str) -> list[str]:
     """Of the modules around a tensor, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def place_of(name: str) -> Place:
-    """The numbers in a tensor's name.
-
-    Example:
-        >>> place_of("model.layers.3.mlp.experts.11.up_proj.weight")
-        (3, 11)
-    """
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
-def stored(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; of tied ones the first name only."""
-    seen: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}

@@ -170,7 +170,7 @@ class HFModel(Model):
     def short_batch(self) -> dict[str, Tensor]:
         """Two short rows of the kind that the model learns from, for trying something out."""
         if self.task == "image_classification":
-            return short_images(self.net.config, self.net.device)
+            return short_images(self.net.config, self.net.device, self.net.dtype)
         return short_texts(self.vocab_size, self.net.device)
 
     def new_cache(self, rows: int, length: int) -> HFCache | None:

@@ -61,11 +61,11 @@ def check_taught(net: nn.Module, style: InputStyle, *, packed: bool) -> None:
     )
 
 
-def short_images(config: Any, device: torch.device) -> dict[str, Tensor]:
+def short_images(config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Two images as small as a network takes them, and their classes."""
     size = getattr(config, "image_size", 64)  # a network of convolutions takes any
     height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.linspace(-1, 1, 2 * config.num_channels * height * width, device=device)
+    pixels = torch.linspace(-1, 1, 2 * config.num_channels * height * width, device=device, dtype=dtype)
     shape = (2, config.num_channels, height, width)
     return {"pixel_values": pixels.view(shape), "labels": torch.tensor([0, 1], device=device)}
 
