@@ -10,6 +10,8 @@ from tests.training.tiny import tiny, write_text
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import build_model
 from tilewright.models.distill import loss as distill
+from tilewright.models.distill.top_k import handed_on_bytes, top_k_of
+from tilewright.models.teacher import note_rows, stream_of
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost import teacher as costs
 from tilewright.planner.cost.choices import Links
@@ -98,6 +100,56 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence
     planned = costs.loss_bytes(beside(models[1], models[0], divergence), tokens, chunk) + gradient
     print(f"{planned=:.0f}, counted {counted.peak}")
     assert counted.peak == pytest.approx(planned, rel=0.15)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("chunk_rows", [256, 512])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(mode, chunk_rows, temperature):
+    words, tokens, width, top_k, chunk = 4000, 512, 64, 32, 4 * 4000 * chunk_rows
+    dtype = torch.float32 if mode == "fp32" else torch.bfloat16
+    kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk)
+    head = torch.nn.Linear(width, words, bias=False)
+    if mode != "fp32":
+        head.compute_dtype = dtype
+    x_ND = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    ids, logs = top_k_of(torch.randn(tokens, words).log_softmax(-1), top_k)
+    batch = {
+        "labels": torch.randint(words, (1, tokens)),
+        distill.TOKENS: ids[None],
+        distill.LOGS: logs[None],
+        distill.HOW: distill.how(temperature, 0.5, "forward_kl"),
+    }
+    counted = LiveBytes()
+    with counted:
+        distill.batch_loss(kernels, head, x_ND, batch).loss_sum.backward()
+    shape = Planner(recipe := make_recipe(model={"dim": width, "num_heads": 2}, precision={"mode": mode}), words,
+                    make_machine(), make_rates()).shape(recipe)  # fmt: skip
+    taught = replace(shape, teacher=TeacherShape(shape, 0.0, 0.0, temperature=temperature, top_k=top_k))
+    planned = costs.loss_bytes(taught, tokens, chunk) + 4 * words * width
+    print(f"{planned=:.0f}, counted {counted.peak}")
+    assert counted.peak == pytest.approx(planned, rel=0.15)
+
+
+@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+def test_a_teacher_whose_rows_are_all_kept_is_not_counted(executor, teacher, tmp_path):
+    """Neither its weights nor its forward pass; what is read is handed on as likeliest tokens."""
+    section = {"teacher": str(teacher), "cache": str(tmp_path), "cache_top_k": 8}
+    sections = {"train": {"steps": 5, "compile": "off"}, "memory": {"executor": executor}}
+    found = []
+    for steps in (4, 5):
+        note_rows(tmp_path, stream_of(make_recipe(distill=section, **sections)), steps)
+        recipe = make_recipe(distill=section, **sections)
+        planner = Planner(recipe, VOCAB, make_machine(), make_rates())
+        found.append(planner.as_it_stands(Budget(1e12, 1e12, Links(None, None))))
+    counted, kept = found
+    assert "forward, teacher" in counted.phases
+    assert "forward, teacher" not in kept.phases
+    assert kept.seconds.get("teacher", 0.0) < counted.seconds["teacher"]
+    process = [one.phases[next(iter(one.phases))]["process"] for one in found]
+    assert process[0] - process[1] == pytest.approx(counted.shape.teacher.weights)
+    assert kept.shape.teacher.hidden == handed_on_bytes(8)
+    assert "has all rows of this run" in kept.shape.notes[-1]
 
 
 def test_its_forward_pass_is_a_phase_of_the_plan(teacher):

@@ -10,6 +10,7 @@ from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.top_k import top_k_of
+from tilewright.models.teacher import all_rows_are_kept
 from tilewright.ops.kernels import Kernels
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher
@@ -128,6 +129,10 @@ def test_a_run_reads_what_an_earlier_one_kept(executor, teacher, data, tmp_path)
     second = train(tiny(data, tmp_path, run__name="second", **options)).run_dir
     assert told(first)["made"] > 0
     assert told(second) == {"read": told(first)["made"] + told(first)["read"], "made": 0, "damaged": 0}
+    recipe = lambda **more: tiny(data, tmp_path, **options | more).recipe  # noqa: E731
+    assert all_rows_are_kept(recipe())
+    for other in ({"train__steps": 99}, {"run__seed": 3}, {"data__seq_len": 16}, {"distill__cache": tmp_path}):
+        assert not all_rows_are_kept(recipe(**other)), other
     (tensors, _), (expected, _) = last_state(second), last_state(first)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
     other = {"data__weights": "{alpha = 3, beta = 1}", "run__seed": 3, "train__steps": 8}

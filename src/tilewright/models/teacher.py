@@ -1,7 +1,11 @@
-"""Where the teacher of `[distill]` is and what model it is, from its configuration alone."""
+"""Where the teacher of `[distill]` is, what model it is, and whether a run needs it, from files alone."""
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import LoraSection, Recipe
@@ -62,3 +66,47 @@ def find_teacher(name: str) -> TeacherFolder:
             where="distill.teacher",
         )
     return TeacherFolder(run, recipe)
+
+
+READ = "read.json"
+"""In the folder of `distill.cache`: steps of a stream of rows that are all there, by the stream."""
+
+
+def stream_of(recipe: Recipe) -> str:
+    """What a recipe's rows, and their order, are a function of, as a hash; "" where they depend on the run itself."""
+    if recipe.data.mixing.policy not in ("off", "static"):
+        return ""
+    data = recipe.data.model_dump_json(exclude={"cache_dir"})
+    rest = (recipe.run.seed, recipe.train.global_batch_size, recipe.data.tokenizer or recipe.model.path)
+    return xxhash.xxh3_64_hexdigest(f"{data} {rest} {recipe.distill.teacher}".encode())
+
+
+def all_rows_are_kept(recipe: Recipe) -> bool:
+    """Whether `distill.cache` has each row of the recipe's steps: a run on the same stream read as many."""
+    section, steps = recipe.distill, recipe.train.steps
+    if not section.cache or not steps:
+        return False
+    return _streams(Path(section.cache).expanduser()).get(stream_of(recipe), 0) >= steps
+
+
+def note_rows(folder: Path, stream: str, steps: int) -> None:
+    """Say that each row of so many steps of a stream is in a folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    before = _streams(folder)
+    if stream and before.get(stream, 0) < steps:
+        own = folder / f"{READ}.{os.getpid()}"  # ranks write the same
+        own.write_text(json.dumps(before | {stream: steps}) + "\n", encoding="utf-8")
+        own.replace(folder / READ)
+
+
+def _streams(folder: Path) -> dict[str, int]:
+    """Steps by stream; none of a file that is not there or damaged."""
+    try:
+        found = json.loads((folder / READ).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    rows = found.items() if isinstance(found, dict) else ()
+    return {name: steps for name, steps in rows if isinstance(steps, int)}

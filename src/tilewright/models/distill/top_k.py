@@ -35,6 +35,16 @@ def bytes_per_position(top_k: int, vocab_size: int) -> int:
     return top_k * _token_bytes(vocab_size) + 2 * (top_k + 1)
 
 
+def handed_on_bytes(top_k: int) -> int:
+    """Bytes of a position in a batch: tokens in int64, log-probabilities of groups in FP32.
+
+    Example:
+        >>> handed_on_bytes(32)
+        388
+    """
+    return 8 * top_k + 4 * (top_k + 1)
+
+
 def top_k_of(log_CV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens.
 

@@ -270,7 +270,7 @@ def _standard(
 
 def _taught(shape: ModelShape, setting: GlobalConfig, always: Mapping[str, float]) -> list[Phase]:
     """The forward pass of a teacher, before that of its student: nothing of the student is kept then."""
-    if shape.teacher is None:
+    if shape.teacher is None or not shape.teacher.runs:
         return []
     return [Phase(TEACHER, {**always, "work": forward_bytes(shape, setting.micro_batch_size)})]
 

@@ -2,8 +2,10 @@
 
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
-chunk made twice: in forward, and again in backward. Of several ranks each has the whole teacher and exchanges nothing
-for it; in a row (`parallel.pp`) each has some of its layers, and passes all micro-batches through these.
+chunk made twice: in forward, and again in backward. With a cache it hands on its likeliest tokens, and a single chunk
+of the student's logits is made once; where the cache has all rows of the run it is not there at all. Of several ranks
+each has the whole teacher and exchanges nothing for it; in a row (`parallel.pp`) each has some of its layers, and passes
+all micro-batches through these.
 """
 
 from tilewright.core.config.recipe import Recipe
@@ -12,7 +14,7 @@ from tilewright.planner.cost.choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import forward_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.roofline import CAST_BYTES, head_s, loss_s
-from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.shape import ModelShape, TeacherShape
 
 FP32 = 4
 ALIVE = 0.7
@@ -21,6 +23,12 @@ widths, in FP32 and in BF16)."""
 CHUNKS = {"forward_kl": 7.0, "reverse_kl": 7.0, "jensen_shannon": 10.0}
 """FP32 chunks of logits alive at once in backward of the loss, by divergence (counted: about 6.5 in BF16, 7 in FP32;
 three more with the middle of two distributions)."""
+TOP_K_CHUNKS, TOP_K_SCALED_CHUNKS = 2.0, 4.0
+"""The same of a loss from likeliest tokens (counted: 1.9 to 2.1 at temperature one, 3.9 to 4.0 at others)."""
+TOP_K_AGAIN = 2.0
+"""More chunks where there are several, each of which is made again in backward (counted: 1.6 to 2.2)."""
+TOP_K_LOSSES = 1.4
+"""Times the eager loss, as below (measured in pairs: 1.37)."""
 LOSSES = 2.5
 """Times the eager FP32 loss of a student without a teacher, matmuls left out (measured on a busy CPU: 1.8 to 4.0 with
 300 and 4,000 words; larger vocabularies were not)."""
@@ -28,12 +36,13 @@ LOSSES = 2.5
 
 def held_bytes(shape: ModelShape, tokens: int) -> float:
     """On the device all the time: the weights, and what it hands on of so many tokens of a step."""
-    return shape.teacher.weights + tokens * shape.teacher.hidden if shape.teacher else 0.0
+    teacher = shape.teacher
+    return 0.0 if teacher is None else teacher.runs * teacher.weights + tokens * teacher.hidden
 
 
 def forward_bytes(shape: ModelShape, rows: int) -> float:
     """While it runs on a micro-batch of so many rows, in addition."""
-    if shape.teacher is None:
+    if shape.teacher is None or not shape.teacher.runs:
         return 0.0
     model = shape.teacher.model
     layer = max((found.kept(rows) for found in (*model.classes, model.rest)), default=0.0)
@@ -45,9 +54,15 @@ def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int) -> float:
     gradient of the student's head, and a 16-bit copy of that where matmuls are in 16 bits."""
     row = FP32 * shape.vocab_size
     chunk = min(tokens, max(1, chunk_bytes // row)) * row
+    several = chunk < tokens * row
     copies = 2 if shape.matmul_bytes < FP32 else 1
-    chunks = CHUNKS[shape.teacher.divergence if shape.teacher else "forward_kl"]
-    return chunks * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
+    return _chunks(shape.teacher, several) * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
+
+
+def _chunks(teacher: TeacherShape | None, several: bool) -> float:
+    if teacher is not None and teacher.top_k:
+        return (TOP_K_CHUNKS if teacher.temperature == 1 else TOP_K_SCALED_CHUNKS) + several * TOP_K_AGAIN
+    return CHUNKS["forward_kl" if teacher is None else teacher.divergence]
 
 
 def teacher_s(
@@ -58,12 +73,17 @@ def teacher_s(
     if shape.teacher is None or shape.teacher.model.unknown:
         return {}
     model, tokens = shape.teacher.model, setting.micro_batch_size * shape.seq_len
+    logits = _losses(setting) * _logits_s(shape, tokens, setting.loss_chunk_bytes, rates)
+    if not shape.teacher.runs:
+        return {"teacher": setting.num_micro * logits}
     args = (LayerMemory(), setting, model, recipe, rates, links)
     forward = forward_s(model.rest, *args)
     for found in model.classes:
         share = found.count / recipe.parallel.pp
         forward += share * (forward_s(found, *args) + CAST_BYTES * found.cast / rates.bandwidth)
-    return {"teacher": setting.num_micro * (forward + _losses(setting) * _logits_s(shape, tokens, rates))}
+    if shape.teacher.top_k:  # its own logits are made once, whatever passes the student takes
+        forward += _head_s(shape, tokens, model.dim, rates)
+    return {"teacher": setting.num_micro * (forward + logits)}
 
 
 def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> dict[str, float]:
@@ -73,16 +93,24 @@ def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> d
     logits, times = tokens * shape.vocab_size, setting.num_micro * _losses(setting)
     loss = loss_s(logits, shape.loss_compiled, fmt, rates)
     if shape.teacher is not None:
-        loss = LOSSES * loss_s(logits, False, "fp32", rates)
+        times_plain = TOP_K_LOSSES if shape.teacher.top_k else LOSSES
+        loss = times_plain * loss_s(logits, False, "fp32", rates)
     return {"head": times * head_s(tokens, shape.dim, shape.vocab_size, fmt, rates), "loss": times * loss}
 
 
-def _logits_s(shape: ModelShape, tokens: int, rates: Ceilings) -> float:
-    """Both passes of the teacher's head, and one more of the student's: each a third of `head_s`."""
+def _logits_s(shape: ModelShape, tokens: int, loss_chunk_bytes: int, rates: Ceilings) -> float:
+    """Both passes of the teacher's head, and one more of the student's. From likeliest tokens the student's alone,
+    where there is more than one chunk."""
     assert shape.teacher is not None
-    words, fmt = shape.vocab_size, shape.matmul_format
-    theirs, ours = (head_s(tokens, dim, words, fmt, rates) / 3 for dim in (shape.teacher.model.dim, shape.dim))
-    return 2 * theirs + ours
+    ours = _head_s(shape, tokens, shape.dim, rates)
+    if shape.teacher.top_k:
+        return ours if tokens * FP32 * shape.vocab_size > loss_chunk_bytes else 0.0
+    return 2 * _head_s(shape, tokens, shape.teacher.model.dim, rates) + ours
+
+
+def _head_s(shape: ModelShape, tokens: int, dim: int, rates: Ceilings) -> float:
+    """A forward pass of a head: a third of `head_s`."""
+    return head_s(tokens, dim, shape.vocab_size, shape.matmul_format, rates) / 3
 
 
 def _losses(setting: GlobalConfig) -> int:

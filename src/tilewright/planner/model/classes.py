@@ -12,7 +12,8 @@ from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
-from tilewright.models.teacher import TeacherFolder, find_teacher
+from tilewright.models.distill.top_k import handed_on_bytes
+from tilewright.models.teacher import TeacherFolder, all_rows_are_kept, find_teacher
 from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
 from tilewright.planner.model.shape import ModelShape, TeacherShape
@@ -80,12 +81,16 @@ class ShapeFinder:
 
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
         """The shape of a model that learns from a teacher."""
-        name = recipe.distill.teacher
-        pp = recipe.parallel.pp
-        key = (name, recipe.distill.divergence, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16", pp)
+        name, pp, kept = recipe.distill.teacher, recipe.parallel.pp, all_rows_are_kept(recipe)
+        key = (recipe.distill, kept, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16", pp)
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
         teacher = self._teachers[key]
+        if kept:
+            note = (
+                f"{recipe.distill.cache} has all rows of this run: the teacher {name} is in neither bytes nor seconds"
+            )
+            return replace(found, teacher=replace(teacher, runs=False), notes=(*found.notes, note))
         notes = (
             *found.notes,
             f"the teacher {name} is {'in stages too' if pp > 1 else 'whole on each process'}: "
@@ -107,10 +112,10 @@ class ShapeFinder:
         policy = Policy("bf16_mixed" if bf16 else "fp32", own, device_type=device)
         beside = teacher_recipe(recipe, found)
         model = self._in_mode(beside, policy, policy.mode)
-        hidden = float(model.dim * model.stream_bytes)
-        return TeacherShape(
-            model, teacher_weights(self._skeleton(beside), recipe.parallel.pp), hidden, recipe.distill.divergence
-        )
+        section, weights = recipe.distill, teacher_weights(self._skeleton(beside), recipe.parallel.pp)
+        top_k = min(section.cache_top_k, self.vocab_size - 1) if section.cache else 0
+        hidden = handed_on_bytes(top_k) if top_k else model.dim * model.stream_bytes
+        return TeacherShape(model, weights, float(hidden), section.divergence, section.temperature, top_k)
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
         skeleton = self._skeleton(recipe)

@@ -306,9 +306,14 @@ class TeacherShape:
     weights: float
     """Bytes on the device of each process: whole and in FP32, with buffers."""
     hidden: float
-    """Bytes that it hands on, per token of a step: its last hidden values."""
+    """Bytes that it hands on, per token of a step."""
     divergence: str = "forward_kl"
     """What its student's loss compares distributions by."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """Tokens of each position that it hands on, with `distill.cache`; 0: its hidden values."""
+    runs: bool = True
+    """Whether it is on the device and runs at all: not where each row of the run is in the cache."""
 
 
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:

@@ -28,7 +28,7 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.top_k import top_k_of
-from tilewright.models.teacher import TeacherFolder, find_teacher
+from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of
 from tilewright.ops.linear import machines_linear
 from tilewright.parallel.agree import any_of, gather, sum_over
 from tilewright.parallel.fill import fill_from_meta
@@ -99,7 +99,10 @@ class Teacher(StepHook):
         """
         if self._row is not None:
             StepPlan.of(step.microbatches).check(self._world)
-        return replace(step, microbatches=self.taught(step.microbatches))
+        taught = replace(step, microbatches=self.taught(step.microbatches))
+        if self.rows is not None:
+            self.rows.has_read(step.number)
+        return taught
 
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -242,7 +245,10 @@ def open_teacher(
             "format": 1, "teacher": weights, "data": prepared.fingerprint, "top_k": top_k, "vocab_size": words,
             "temperature": section.temperature, "computed_in": mode,
         }  # fmt: skip
-        rows = TeacherRows(Path(section.cache).expanduser(), made_of, top_k=top_k, vocab_size=words)
+        rows = TeacherRows(
+            Path(section.cache).expanduser(), made_of, top_k=top_k, vocab_size=words, stream=stream_of(recipe),
+            steps=recipe.train.steps,
+        )  # fmt: skip
         steps = recipe.train.steps * recipe.train.global_batch_size
         rows.check_room(min(steps, sum(prepared.num_rows.values())), recipe.data.seq_len)
         return rows

@@ -26,6 +26,7 @@ from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.json_text import to_json
 from tilewright.core.units import format_bytes
 from tilewright.models.distill.top_k import bytes_per_position, decode, encode
+from tilewright.models.teacher import note_rows
 
 FILE = "teacher.json"
 _HEAD = struct.Struct("<16sQI")
@@ -39,14 +40,25 @@ class TeacherRows:
         folder: made where it is missing.
         made_of: what the bytes depend on: plain JSON values by name.
         top_k, vocab_size: format of a position.
+        stream, steps: of the run that reads: its rows, see `models.teacher.stream_of`, and how many steps of them.
 
     Raises:
         ConfigError: the folder is of another teacher, of other data or in another format.
         DataError: it cannot be read or made.
     """
 
-    def __init__(self, folder: Path, made_of: Mapping[str, Any], *, top_k: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        made_of: Mapping[str, Any],
+        *,
+        top_k: int,
+        vocab_size: int,
+        stream: str = "",
+        steps: int = 0,
+    ) -> None:
         self.folder, self.top_k, self._vocab_size = folder, top_k, vocab_size
+        self._stream, self._steps = stream, steps
         self._width = bytes_per_position(top_k, vocab_size)
         self._places: dict[bytes, tuple[Path, int, int, int]] = {}  # hash: file, offset, positions, hash of the bytes
         self._readers: dict[Path, BinaryIO] = {}
@@ -102,6 +114,21 @@ class TeacherRows:
                     self._write(key, encode(ids_SK, log_SG, self._vocab_size).tobytes(), len(ids_SK))
                 except OSError as error:
                     raise self._unusable(error) from error
+
+    def has_read(self, step: int) -> None:
+        """Note, after the last step, that each row of the run is here. Plans read it.
+
+        Args:
+            step: counted from 1.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        if step == self._steps:
+            try:
+                note_rows(self.folder, self._stream, step)
+            except OSError as error:
+                raise self._unusable(error) from error
 
     def _write(self, key: bytes, kept: bytes, positions: int) -> None:
         if self._writer is None:
