@@ -82,8 +82,8 @@ SURFACE = {
         *("--table", "--verbose", "--virtual-stages", "--wgrad"),
     ],
     "compress": [
-        *("--budget", "--controls", "--cut", "--dry-run", "--goal", "--help", "--importance", "--json", "--out"),
-        *("--quiet", "--steps", "--targets", "--time-limit", "--tries", "--verbose", "run"),
+        *("--budget", "--controls", "--cut", "--dry-run", "--goal", "--help", "--importance", "--json"),
+        *("--no-refit", "--out", "--quiet", "--steps", "--targets", "--time-limit", "--tries", "--verbose", "run"),
     ],
     "data": ["--help"],
     "precision": ["--help"],

@@ -70,7 +70,7 @@ COMMANDS = {
     ),
     "compress": (
         "tilewright.cli.commands.outputs.compress:compress",
-        "Cut, recover and export a run inside a loss budget, with controls.",
+        "Cut, recover and export a run or a model inside a loss budget, with controls.",
     ),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (

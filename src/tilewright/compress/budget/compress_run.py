@@ -82,7 +82,7 @@ class Compression:
         if "sensitivity" not in self.record:
             found = sensitivities(
                 self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
-                self._training_batches(), self.say,
+                self._training_batches(), self.say, refit=self.settings.refit,
             )  # fmt: skip
             self.record["sensitivity"] = [cost.to_json() for cost in found]
         costs = [CutCost(**row) for row in self.record["sensitivity"]]
@@ -142,7 +142,7 @@ class Compression:
         folder = self.out / "cut" / plan.name
         made = prune(
             self.model, {cut.kind: cut.share for cut in plan.cuts}, importance=self.settings.importance,
-            batches=self._training_batches(),
+            batches=self._training_batches(), refit=self.settings.refit,
         )  # fmt: skip
         write_model(self.source, made.model, folder)
         before = row_losses_of(made.model, self.batches)

@@ -53,6 +53,8 @@ def sensitivities(
     importance: Method,
     batches: Sequence[Mapping[str, Tensor]],
     say: Say,
+    *,
+    refit: bool,
 ) -> list[CutCost]:
     """Each kind cut to each number.
 
@@ -62,8 +64,9 @@ def sensitivities(
         held_out: rows by domain.
         kinds: that may be cut; those that this model cannot be cut in are left out, and said.
         importance: which units stay.
-        batches: training text, for importance.
+        batches: training text, for importance and fits.
         say: told what was measured, a line each.
+        refit: fit the layers behind each cut.
 
     Raises:
         ConfigError: none of the kinds can be cut.
@@ -86,7 +89,7 @@ def sensitivities(
         widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
         widths.pop(units[kind][0].count.units, None)
         for number, share in sorted(widths.items(), reverse=True):
-            made = prune(model, {kind: share}, importance=importance, batches=batches).model
+            made = prune(model, {kind: share}, importance=importance, batches=batches, refit=refit).model
             losses = row_losses_of(made, held_out)
             rise, error = losses.rise_over(whole)
             seconds, before = seconds_beside(made, model)

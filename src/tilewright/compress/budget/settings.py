@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilewright.compress.export.target import Target
-from tilewright.compress.export.targets import find_targets
+from tilewright.compress.export.targets import chosen, find_targets
 from tilewright.compress.prune.kinds import KINDS, Kind
 from tilewright.compress.prune.scores import Method
 from tilewright.core.errors import ConfigError
@@ -30,7 +30,8 @@ class CompressSettings:
         tries: cuts that are recovered at most, the largest first.
         goal: what is made small.
         controls: which are run; all: the teacher with as many extra steps, recovery without it, the shape from scratch.
-        batches: of training text, for importance; and held-out ones of each domain.
+        batches: of training text, for importance and fits; and held-out ones of each domain.
+        refit: fit the layers behind each cut before anything is trained (`prune.refit`).
     """
 
     budget: float
@@ -42,6 +43,7 @@ class CompressSettings:
     goal: Goal = "bytes"
     controls: Controls = "all"
     batches: int = 8
+    refit: bool = True
 
     @classmethod
     def of(cls, budget: str, targets: str, kinds: str, **others: Any) -> "CompressSettings":
@@ -80,18 +82,10 @@ class CompressSettings:
             "goal": self.goal,
             "controls": self.controls,
             "batches": self.batches,
+            "refit": self.refit,
         }
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in asked if name not in KINDS]
-    if unknown or not asked:
-        raise ConfigError(
-            "No such kind of unit",
-            got=", ".join(unknown) or "an empty list",
-            need="one or more of " + ", ".join(KINDS),
-            try_="--cut ffn,heads",
-            where="--cut",
-        )
+    asked = chosen(text, KINDS, what="No such kind of unit", try_="--cut ffn,heads", where="--cut")
     return tuple(kind for kind in KINDS if kind in asked)

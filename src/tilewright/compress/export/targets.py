@@ -1,5 +1,7 @@
 """All export targets, in the order in which they are written and shown."""
 
+from collections.abc import Sequence
+
 from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, missing
@@ -28,18 +30,32 @@ def find_targets(names: str) -> list[Target]:
         >>> [target.name for target in find_targets("gguf-q8_0, hf")]
         ['hf', 'gguf-q8_0']
     """
-    asked = [name.strip() for name in names.split(",") if name.strip()]
     known = [target.name for target in TARGETS]
+    asked = chosen(names, known, what="No such export target", try_="--to hf,gguf-q8_0", where="--to")
+    return [target for target in TARGETS if target.name in asked]
+
+
+def chosen(text: str, known: Sequence[str], *, what: str, try_: str, where: str) -> list[str]:
+    """The names of a comma-separated list, each known and each once, in the order of `known`.
+
+    Raises:
+        ConfigError: a name is not known, or there is none.
+
+    Example:
+        >>> chosen("b, a", ("a", "b", "c"), what="No such letter", try_="--letters a", where="--letters")
+        ['a', 'b']
+    """
+    asked = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in asked if name not in known]
     if unknown or not asked:
         raise ConfigError(
-            "No such export target",
+            what,
             got=", ".join(unknown) or "an empty list",
             need="one or more of " + ", ".join(known),
-            try_="--to hf,gguf-q8_0",
-            where="--to",
+            try_=try_,
+            where=where,
         )
-    return [target for target in TARGETS if target.name in asked]
+    return [name for name in known if name in asked]
 
 
 def default_targets(source: ExportSource) -> list[Target]:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from tilewright.compress.prune.cut import Kept, cut, difference, limit
 from tilewright.compress.prune.kinds import Kind
-from tilewright.compress.prune.scores import Batch, Method, Scores, score
+from tilewright.compress.prune.readers import Batch
+from tilewright.compress.prune.refit import refit as fit_readers
+from tilewright.compress.prune.scores import Method, Scores, score
 from tilewright.compress.prune.shares import Place, UnitGroup
 from tilewright.compress.prune.units import find_units
 from tilewright.core.errors import ConfigError, NumericsError, Problem
@@ -51,6 +53,7 @@ def prune(
     batches: Sequence[Batch] = (),
     multiple: Mapping[Kind, int] = MULTIPLE,
     seed: int = 0,
+    refit: bool = False,
 ) -> Pruned:
     """Cut a share of the units of some kinds. The given model is left as it was.
 
@@ -61,9 +64,10 @@ def prune(
         model: a `models.base.protocols.Model` on the host, FP32 or FP64.
         shares: how much goes, by kind: at least 0, below 1. The number that stays is rounded to `multiple`.
         importance: which units stay, see `scores`.
-        batches: for importance by activation and taylor.
+        batches: for importance by activation and taylor, and for `refit`.
         multiple: of what stays, by kind.
         seed: of random importance.
+        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`).
 
     Raises:
         ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it.
@@ -81,6 +85,8 @@ def prune(
     _check_shares(shares)
     found, whole = find_units(model)
     missing = [kind for kind in shares if kind not in found]
+    if refit and not batches:
+        raise AssertionError("refit needs batches")
     if missing:
         raise ConfigError.from_problems([_no_such(kind, found, whole) for kind in missing])
     pruned = Pruned(model, whole=dict(whole))
@@ -89,7 +95,7 @@ def prune(
         number = left(ways[0], shares[kind], multiple.get(kind, 1))
         pruned.before[kind], pruned.after[kind] = ways[0].count.units, number
         if number < ways[0].count.units:
-            pruned = _cut_kind(pruned, ways, number, importance, batches, seed)
+            pruned = _cut_kind(pruned, ways, number, importance, batches, seed, refit)
     return pruned
 
 
@@ -126,7 +132,13 @@ def _best(score_U: Tensor, number: int) -> Tensor:
 
 
 def _cut_kind(
-    pruned: Pruned, ways: Sequence[UnitGroup], number: int, importance: Method, batches: Sequence[Batch], seed: int
+    pruned: Pruned,
+    ways: Sequence[UnitGroup],
+    number: int,
+    importance: Method,
+    batches: Sequence[Batch],
+    seed: int,
+    refit: bool,
 ) -> Pruned:
     """Cut in the first way of laying tensors out whose result is right."""
     model, kind, seen = pruned.model, ways[0].kind, []
@@ -135,6 +147,8 @@ def _cut_kind(
         made = cut(model, units, kept)
         seen.append(difference(model, units, kept, made))
         if seen[-1] <= limit(model, kind):
+            if refit:
+                fit_readers(model, units, kept, made, batches)
             return Pruned(made, pruned.before, pruned.after, pruned.kept | {kind: kept}, pruned.whole)
     if not all(map(torch.isfinite, torch.tensor(seen))):
         raise NumericsError(

@@ -11,15 +11,15 @@ Ranks hold before recovery; after it they may not.
 Legend: U units  M tokens  K in features.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from tilewright.compress.prune.readers import Batch, find_readers, run_through
 from tilewright.compress.prune.shares import Place, Share, UnitGroup, stored
 from tilewright.core.errors import ConfigError, NumericsError
 from tilewright.models.base.eval_mode import evaluation
@@ -27,7 +27,6 @@ from tilewright.models.decoder.init import name_seed
 
 Method = Literal["l1", "activation", "taylor", "random"]
 METHODS: tuple[Method, ...] = ("l1", "activation", "taylor", "random")
-Batch = Mapping[str, Tensor]
 Scores = dict[Place, Tensor]
 """FP64 [U] of each place."""
 
@@ -137,12 +136,7 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
 def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
     """Mean magnitude of what linear layers read of a unit, times the magnitude of the weights that read it."""
     own = stored(model)
-    readers = [
-        (place, share, module)
-        for place, shares in units.shares.items()
-        for share in shares
-        if (module := _reader(model, share)) is not None
-    ]
+    readers = find_readers(model, units)
     if not readers or units.listed:
         raise ConfigError(
             f"Importance by activation is not known of {units.kind}",
@@ -150,26 +144,15 @@ def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
             need="l1, taylor or random for this kind",
             try_="importance l1 (--importance l1)",
         )
-    means = _input_means(model, [module for _, _, module in readers], batches)
+    means = _input_means(model, [reader.module for reader in readers], batches)
     found = _zeros(units)
-    for (place, share, _), mean_K in zip(readers, means, strict=True):
+    for reader, mean_K in zip(readers, means, strict=True):
+        share = reader.share
         weight = own[share.tensor].detach().double().abs()
         read_K = weight.movedim(share.dim, 0).flatten(1).sum(1)
-        found[place] += per_unit(mean_K * read_K, Share(share.tensor, 0, share.parts, share.width), units.size(place))
+        flat = Share(share.tensor, 0, share.parts, share.width)
+        found[reader.place] += per_unit(mean_K * read_K, flat, units.size(reader.place))
     return found
-
-
-def _reader(model: nn.Module, share: Share) -> nn.Module | None:
-    """The linear layer or convolution whose input channels a share is; None where it is something else."""
-    owner, _, name = share.tensor.rpartition(".")
-    module = model.get_submodule(owner)
-    if isinstance(module, nn.Conv2d):
-        return module if name == "weight" and share.dim == 1 else None
-    if name != "weight" or getattr(module, name).dim() != 2:
-        return None
-    transposed = hasattr(module, "nf")  # transformers' Conv1D keeps [in, out]
-    is_linear = isinstance(module, nn.Linear) or transposed
-    return module if is_linear and share.dim == (0 if transposed else 1) else None
 
 
 def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Batch]) -> list[Tensor]:
@@ -184,8 +167,8 @@ def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Bat
         sums[place] = sums[place] + x_MK.double().abs().sum(0)
         tokens[place] += x_MK.shape[0]
 
-    handles = [module.register_forward_pre_hook(partial(add, place)) for place, module in enumerate(modules)]
-    _run_through(model, batches, handles)
+    hook = lambda: [m.register_forward_pre_hook(partial(add, place)) for place, m in enumerate(modules)]  # noqa: E731
+    run_through(model, batches, hook)
     return [torch.as_tensor(total).cpu() / max(1, number) for total, number in zip(sums, tokens, strict=True)]
 
 
@@ -201,18 +184,8 @@ def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
         cosine = torch.cosine_similarity(before.double(), behind.double(), dim=-1)
         found[place] += (1 - cosine).mean().cpu() / len(batches)
 
-    handles = [layer.register_forward_hook(partial(see, place), with_kwargs=True) for place, layer in enumerate(layers)]
-    _run_through(model, batches, handles)
+    hook = lambda: [  # noqa: E731
+        layer.register_forward_hook(partial(see, place), with_kwargs=True) for place, layer in enumerate(layers)
+    ]
+    run_through(model, batches, hook)
     return {(): found}
-
-
-@torch.no_grad()
-def _run_through(model: Any, batches: Sequence[Batch], handles: Sequence[RemovableHandle]) -> None:
-    """All batches through the model while hooks see them."""
-    try:
-        with evaluation(model):
-            for batch in batches:
-                model.loss(batch)
-    finally:
-        for handle in handles:
-            handle.remove()

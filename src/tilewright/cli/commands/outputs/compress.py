@@ -50,6 +50,7 @@ PAGE = "compress.html"
     show_default=True,
     help="Runs to compare with; equal: the run itself for as many more steps.",
 )
+@click.option("--no-refit", is_flag=True, help="Do not fit the layers behind a cut before recovery.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of all stages. Default: RUN-compressed.")
 @click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
 @click.option("--dry-run", is_flag=True, help="Measure each cut, print what would be tried, and train nothing.")
@@ -70,6 +71,7 @@ def compress(
     """
     from tilewright.compress.budget.settings import CompressSettings
 
+    asked["refit"] = not asked.pop("no_refit")
     settings = CompressSettings.of(asked.pop("budget"), asked.pop("targets"), asked.pop("kinds"), **asked)
     from tilewright.cli.load_run import open_to_compress, open_to_export
     from tilewright.compress.budget.compress_run import Compression
