@@ -155,9 +155,10 @@ def test_targets_that_missed_by_rounding_are_trained_for():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # consumers in processes of their own
-def test_artefacts_that_rounding_took_out_of_the_budget_are_made_again(run, tmp_path):
+def test_artefacts_that_rounding_took_out_of_the_budget_are_made_again(run, tmp_path, monkeypatch):
     """The same target twice: rounded after recovery, and with the codes that were trained. A second command adds
     nothing."""
+    monkeypatch.setattr("tilewright.compress.export_run.BASELINES", ())
     asked, best = recovered(run, tmp_path, targets="onnx-int8")
     asked.settings = replace(asked.settings, budget=-1.0)  # nothing is inside
     asked._export(best)
