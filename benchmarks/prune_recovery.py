@@ -1,5 +1,5 @@
-"""What FFN channels cut by a quarter and by half cost a small run, before recovery and after it, with distillation and
-without, beside the run that got the same further steps.
+"""What FFN channels cut by a quarter and by half cost a small run, fitted, then recovered with distillation or without
+it, beside the run that got the same further steps.
 
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
 the run as it is, and over the run with as many more steps. The file is written after each seed; the same command
@@ -23,7 +23,7 @@ SHARES = (0.25, 0.5)
 
 def of_share(study: Study, share: float) -> dict[str, Any]:
     """Rises of a cut, and of both ways of recovery."""
-    made = prune(study.source.model, {"ffn": share}, batches=study.seen).model
+    made = prune(study.source.model, {"ffn": share}, batches=study.seen, refit=True).model
     found: dict[str, Any] = {"parameters": [parameters(study.source.model), parameters(made)]}
     found["before"] = study.rises(row_losses_of(made, study.batches))
     for name, taught in (("with teacher", True), ("without teacher", False)):
