@@ -16,7 +16,7 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Reader:
+class ChannelReader:
     """A linear layer or a convolution.
 
     Args:
@@ -30,10 +30,10 @@ class Reader:
     module: nn.Module
 
 
-def find_readers(model: nn.Module, units: UnitGroup) -> list[Reader]:
+def find_readers(model: nn.Module, units: UnitGroup) -> list[ChannelReader]:
     """All readers of a kind of unit."""
     return [
-        Reader(place, share, module)
+        ChannelReader(place, share, module)
         for place, shares in units.shares.items()
         for share in shares
         if (module := _reader(model, share)) is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.compress.prune.cut import Kept
-from tilewright.compress.prune.readers import Batch, Reader, find_readers, is_transposed, run_through
+from tilewright.compress.prune.readers import Batch, ChannelReader, find_readers, is_transposed, run_through
 from tilewright.compress.prune.shares import Share, UnitGroup, stored
 
 _NEAR = 1e-3
@@ -72,7 +72,7 @@ def _fitted(weight_OK: Tensor, gram_KK: Tensor, index_S: Tensor) -> Tensor:
     return torch.cholesky_solve(given_OS.T, torch.linalg.cholesky(inner_SS)).T
 
 
-def _grams(model: Any, readers: Sequence[Reader], batches: Sequence[Batch]) -> list[Tensor]:
+def _grams(model: Any, readers: Sequence[ChannelReader], batches: Sequence[Batch]) -> list[Tensor]:
     """Sums of x x^T of each reader, FP64 on the host; zeros where nothing came by."""
     sums = [torch.zeros(_inner(reader), _inner(reader), dtype=torch.float64) for reader in readers]
 
@@ -95,12 +95,12 @@ def _rows(module: nn.Module, x: Tensor) -> Tensor:
     return windows.movedim(1, -1).flatten(0, 1)
 
 
-def _flat(reader: Reader, weight: Tensor) -> Tensor:
+def _flat(reader: ChannelReader, weight: Tensor) -> Tensor:
     """[O, K]."""
     return weight.T if is_transposed(reader.module) else weight.flatten(1)
 
 
-def _inputs(reader: Reader) -> Share:
+def _inputs(reader: ChannelReader) -> Share:
     """The share along K."""
     if not isinstance(reader.module, nn.Conv2d):
         return reader.share
@@ -108,14 +108,14 @@ def _inputs(reader: Reader) -> Share:
     return Share(reader.share.tensor, 1, width=reader.share.width * window)
 
 
-def _inner(reader: Reader) -> int:
+def _inner(reader: ChannelReader) -> int:
     """K."""
     return _flat(reader, reader.module.weight).shape[1]  # type: ignore[arg-type]
 
 
-def _runs(readers: Sequence[Reader]) -> Iterator[list[Reader]]:
+def _runs(readers: Sequence[ChannelReader]) -> Iterator[list[ChannelReader]]:
     """Readers whose sums are collected together: as many as fit, at least one."""
-    found: list[Reader] = []
+    found: list[ChannelReader] = []
     for reader in readers:
         if found and 8 * sum(_inner(one) ** 2 for one in (*found, reader)) > _AT_ONCE:
             yield found

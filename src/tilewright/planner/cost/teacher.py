@@ -4,8 +4,8 @@ Its weights and last hidden values are there all the time. It runs forward on al
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
 chunk made twice: in forward, and again in backward. With a cache it hands on its likeliest tokens, and a single chunk
 of the student's logits is made once; where the cache has all rows of the run it is not there at all. Of several ranks
-each has the whole teacher and exchanges nothing for it; in a row (`parallel.pp`) each has some of its layers, and passes
-all micro-batches through these.
+each has the whole teacher and exchanges nothing for it; in a row (`parallel.pp`) each has some of its layers, and
+passes all micro-batches through these.
 """
 
 from tilewright.core.config.recipe import Recipe
