@@ -201,13 +201,17 @@ class _Decoder:
         stored, sizes, config = BYTES[self.policy.storage], [], self.config
         without = replace(config, num_experts_per_token=0)
         share = self.chosen / config.num_experts_per_token
-        share *= 1.0 if storage.grouped else expert_rows(self.machine)  # what fills rows up is kept too
+        filled = share * (expert_rows(self.machine) - 1) * (not storage.grouped)  # what fills rows up is kept too
+        bare = replace(storage, spread=False)
         for rows in (1, 2):
             tokens = rows * self.seq_len
             total = self._of_tokens(config, layer, mode, storage, tokens)
-            if share != 1:  # bytes are a straight line in the experts that a token goes through here
+            if share < 1:  # bytes are a straight line in the experts that a token goes through here
                 least = self._of_tokens(without, layer, mode, storage, tokens)
                 total = least + share * (total - least)
+            if filled:
+                of_rows = (self._of_tokens(one, layer, mode, bare, tokens) for one in (config, without))
+                total += filled * (next(of_rows) - next(of_rows))
             copies = self.formulas.weight_copy_bytes(config, layer, mode, storage, stored) if self.copies else 0
             sizes.append(total + copies)
         return Line.through(*sizes)
