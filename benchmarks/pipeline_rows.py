@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from benchmarks.claim_rows import Row, read
 from benchmarks.common import RESULTS
-from benchmarks.verdict import turns
+from benchmarks.verdict import once, turns
 
 _CASES = (
     ("fixed count, 1f1b", None, "a fixed number of documents per micro-batch, 1F1B"),
@@ -24,6 +24,21 @@ def rows() -> Iterator[Row]:
     yield from _recipe()
     yield from _real_layers()
     yield from _memory()
+    yield from _parity()
+
+
+def _parity() -> Iterator[Row]:
+    """A row per mesh: its worst gradient, and how many of its cases have run."""
+    if not (RESULTS / "pipeline_parity.json").exists():
+        return
+    result = read("pipeline_parity")
+    for mesh in dict.fromkeys(name.partition(": ")[0] for name in result.results):
+        found = {name: one for name, one in result.results.items() if name.startswith(f"{mesh}: ")}
+        models = dict.fromkeys(name.partition(": ")[2].partition(", ")[0] for name in found)
+        worst = max(one["error"] for one in found.values())
+        metric = f"worst gradient of stages against one process, {mesh}: {', '.join(models)}, each with its schedules"
+        text = f"{worst:.1e} ({len(found)} cases of model and schedule)"
+        yield Row(f"pipeline_parity {mesh}", metric, "at most 2e-6", once(worst, text, at_most=2e-6), result)
 
 
 def _memory() -> Iterator[Row]:

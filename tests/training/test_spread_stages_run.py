@@ -30,7 +30,7 @@ def test_it_is_the_run_of_one_process_and_goes_on_on_one(launch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_more_ways(data, tmp_path):
     """Its folder; from shards without stages; experts of 8-bit rows, against these without stages."""
     launch = Launches(data, tmp_path, SETTINGS)

@@ -15,6 +15,7 @@ def _spread(name, kind, shards=2, copies=1, recompute="none", tp=1, ep=2):
     return SCHEDULES[name], kind, shards, copies, recompute, tp, True, ep
 
 
+@pytest.mark.timeout(600)
 def test_on_four_ranks():
     """Of DeepSeek-V3 the first stage is dense."""
     cases = [_spread("zbv", "deepseek", recompute="full"), _spread("1f1b", "deepseek_v3")]
