@@ -7,11 +7,11 @@ from tilewright.core.config.sections.tensor_conflicts import REFUSED_WITH_TENSOR
 
 CUT = {"parallel.tp": "2"}
 REFUSED = {
-    "model.kind": {"model.kind": "hf", "model.path": "some/folder"},
+    "model.kind": {"model.kind": "tests.models.own:SPEC"},
+    "parallel.pp": {"model.kind": "hf", "model.path": "some/folder", "parallel.pp": "2"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
     "lora.rank": {"lora.rank": "4"},
-    "distill.teacher": {"distill.teacher": "some/folder"},
     "optim.master_weights": {"optim.master_weights": "stochastic"},
     "precision.mode": {"precision.mode": "pure_fp16"},
     "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
@@ -31,13 +31,11 @@ def test_each_row_of_the_table_has_a_case():
     assert {field for _, field, *_ in REFUSED_WITH_TENSORS} == set(REFUSED)
 
 
-@pytest.mark.support("hf", "tensor", refused=True)
 @pytest.mark.support("lora", "tensor", refused=True)
 @pytest.mark.support("fp16", "tensor", refused=True)
 @pytest.mark.support("controller", "tensor", refused=True)
 @pytest.mark.support("offload", "tensor", refused=True)
 @pytest.mark.support("integers", "tensor", refused=True)
-@pytest.mark.support("teacher", "tensor", refused=True)
 @pytest.mark.support("compiled", "tensor", refused=True)
 @pytest.mark.support("layer_major", "tensor", refused=True)
 @pytest.mark.parametrize("field", REFUSED)

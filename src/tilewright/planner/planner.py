@@ -264,7 +264,7 @@ class Planner:
         rows: list[PlanRow] = []
         for found in table.classes:
             mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
-            args = (setting, shape, self.recipe, self.rates, budget.links)
+            args = (table.setting, shape, self.recipe, self.rates, budget.links)
             costs = {choice: layer_cost(found, choice, *args) for choice in dict.fromkeys(mine)}
             for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
                 taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
@@ -287,6 +287,7 @@ class Planner:
         budget: Budget,
         homes: OffloadFlags | None = None,
     ) -> _Table:
+        setting = replace(setting, shards=setting.shards.beside(shape))
         ends = [
             end_class(name, weights, shape)
             for name, weights in (("embedding", shape.embedding), ("head", shape.head))

@@ -42,6 +42,12 @@ def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
     return x_ND.to(dtype), weight_VD
 
 
+def whole_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """`head_operands` with the rows of all ranks, where a head's are cut over them."""
+    part = getattr(head, "part", None)
+    return head_operands(head, x_ND) if part is None else part.whole_operands(x_ND)
+
+
 def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tensor) -> list[Tensor]:
     """`head_loss` of each row alone."""
     return [head_loss(kernels, head, x_SD, labels_S)[0] for x_SD, labels_S in zip(x_BSD, labels_BS, strict=True)]

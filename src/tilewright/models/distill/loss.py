@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
+from tilewright.models.base.head import IGNORED_LABEL, head_loss, whole_operands
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.top_k import top_k_loss
@@ -64,7 +64,7 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     if not is_taught(batch):
         loss_sum, count, each_N = head_loss(kernels, head, x_ND, labels_N)
         return LossOutput(loss_sum, count, each=each_N.view_as(batch["labels"]))
-    x_ND, weight_VD = head_operands(head, x_ND)
+    x_ND, weight_VD = whole_operands(head, x_ND)
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     temperature, weight, place = batch[HOW].tolist()
     how = Teaching(temperature, weight, DIVERGENCES[int(place)])

@@ -75,7 +75,7 @@ class Shards:
             wire=parallel.grad_sync,
             feedback=parallel.grad_feedback,
         )
-        if count == 1 and not apart:
+        if count == 1 and not apart and not (parallel.tp > 1 and recipe.model.kind == "hf"):
             return alike
         return replace(
             alike,
@@ -85,6 +85,11 @@ class Shards:
             offload=parallel.cpu_offload,
             experts_apart=apart,
         )
+
+    def beside(self, shape: ModelShape) -> "Shards":
+        """The same of a model whose recipe does not say that it has experts, which are in parts of their own."""
+        apart = any(kind.times > 1 for kind in shape.weights.tensors.kinds)
+        return replace(self, experts_apart=True) if apart else self
 
     @property
     def processes(self) -> int:

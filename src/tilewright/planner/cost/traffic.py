@@ -196,7 +196,7 @@ def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, t
     if tp == 1:
         return CutPasses()
     last = 0 if shards > 1 else 1  # sums that are not made again
-    tokens, sliced = rows * shape.seq_len, recipe.parallel.sequence_parallel
+    tokens, sliced = rows * shape.seq_len, _in_slices(recipe)
     whole = float(tokens * shape.dim)
     stream = whole * shape.matmul_bytes
     readers = [[one for one in found.matmuls if role(one.fqn) in names] for names in _READERS]
@@ -228,10 +228,15 @@ def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int)
     if tp == 1:
         return CutPasses()
     stream = float(rows * shape.seq_len * shape.dim * shape.matmul_bytes)
-    gathered = stream if recipe.parallel.sequence_parallel else 0.0
+    gathered = stream if _in_slices(recipe) else 0.0
     summed = stream if cuts_vocabulary(shape.vocab_size, tp, shards) else 0.0
     one = RankTraffic(gathered, 0.0, summed)
     return CutPasses(one, RankTraffic(), one)
+
+
+def _in_slices(recipe: Recipe) -> bool:
+    """Whether each rank has some positions of the stream."""
+    return recipe.parallel.sequence_parallel and recipe.model.kind != "hf"
 
 
 def cut_traffic(

@@ -7,6 +7,7 @@ many of each class are treated how. Everything is a straight line in the rows of
 
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 from tilewright.core.config.recipe import DistillSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
@@ -38,9 +39,9 @@ def teacher_recipe(recipe: Recipe, found: TeacherFolder) -> Recipe:
     """A recipe of the teacher's model as it runs beside a student: eager, forward alone, on the student's rows."""
     train = recipe.train.model_copy(update={"compile": "off", "activation_checkpoint": "none"})
     memory = recipe.memory.model_copy(update={"executor": "standard"})
-    return recipe.model_copy(
-        update={"model": found.model, "lora": found.lora, "train": train, "memory": memory, "distill": DistillSection()}
-    )
+    alone = recipe.parallel.model_copy(update={"tp": 1, "ep": 1})  # whole on each process
+    sections = {"train": train, "memory": memory, "parallel": alone, "distill": DistillSection()}
+    return recipe.model_copy(update={"model": found.model, "lora": found.lora, **sections})
 
 
 class ShapeFinder:
@@ -61,6 +62,10 @@ class ShapeFinder:
         self._traces: dict[object, tuple[Trace, Trace] | str] = {}
         self._calls: dict[ModelSection, ModelCalls] = {}
         self._teachers: dict[object, TeacherShape] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was traced goes to other processes; models, with their hooks, are made there."""
+        return vars(self) | {"_skeletons": {}}
 
     def find(self, recipe: Recipe) -> ModelShape:
         """The shape of a recipe's model: seconds of the precision mode that it ends in, and bytes of the widest mode
@@ -103,6 +108,10 @@ class ShapeFinder:
             )
         if teacher.model.unknown:
             notes += (f"the teacher's forward pass is in neither bytes nor seconds: {teacher.model.unknown}",)
+        if found.vocab_size < teacher.model.vocab_size:  # of a head that is cut, whose rows are put together
+            whole = teacher.model.vocab_size
+            head = float(found.matmul_bytes * whole * found.dim)
+            found, teacher = replace(found, vocab_size=whole), replace(teacher, weights=teacher.weights + head)
         return replace(found, teacher=teacher, notes=notes)
 
     def _teacher(self, recipe: Recipe, *, bf16: bool) -> TeacherShape:
@@ -123,7 +132,7 @@ class ShapeFinder:
             return decoder_shape(skeleton, recipe, policy, self.machine)
         train = recipe.train
         kept = () if skeleton.names else (train.activation_checkpoint, train.checkpoint_inputs)
-        sizes = (recipe.data.seq_len, recipe.data.image_size)
+        sizes = (recipe.data.seq_len, recipe.data.image_size, *_cuts(recipe))
         key = (recipe.model, recipe.lora, recipe.precision, recipe.optim.master_weights != "fp32", mode, sizes, kept)
         if key not in self._traces:  # seconds for a large model, and most settings change nothing of it
             calls = self._calls.setdefault(recipe.model, ModelCalls())
@@ -131,8 +140,7 @@ class ShapeFinder:
         return foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])
 
     def _skeleton(self, recipe: Recipe) -> Skeleton:
-        parallel = recipe.parallel
-        alike = (recipe.model, recipe.lora, parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1)
+        alike = (recipe.model, recipe.lora, *_cuts(recipe))
         own = (*alike, recipe.memory.executor)
         found = self._skeletons.get(alike) or self._skeletons.get(own)
         if found is None:
@@ -140,3 +148,9 @@ class ShapeFinder:
             self._skeletons[alike if found.serves_all else own] = found
         check_checkpointing(found, recipe)
         return found
+
+
+def _cuts(recipe: Recipe) -> tuple[int, int]:
+    """What decides the shapes of the parts of matrices that a rank has."""
+    parallel = recipe.parallel
+    return parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1

@@ -61,7 +61,9 @@ def foreign_shape(
 ) -> ModelShape:
     """The shape; of a model that could not be traced its weights alone."""
     model = skeleton.model
-    embedding, layers, head = skeleton.weights(policy, coded=skeleton.gathered_coded(policy, recipe.parallel))
+    embedding, layers, head = skeleton.weights(
+        policy, ep=recipe.parallel.ep, tp=recipe.parallel.tp, coded=skeleton.gathered_coded(policy, recipe.parallel)
+    )
     net = model.net
     images = model.task == "image_classification"
     seq_len = 1 if images else recipe.data.seq_len
@@ -93,7 +95,7 @@ def foreign_shape(
         plain_head=plain,
         seq_len=seq_len,
         dim=output.in_features if plain and output is not None else width,
-        vocab_size=output.out_features if plain and output is not None else 0,
+        vocab_size=len(output.weight) if plain and output is not None else 0,
         stream_bytes=BYTES[policy.stream],
         matmul_bytes=BYTES[policy.matmul],
         matmul_format=policy.matmul,

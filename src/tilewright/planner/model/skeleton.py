@@ -15,7 +15,9 @@ from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.kernels import Kernels
+from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
+from tilewright.parallel.inside.tensor.foreign import cut_shapes
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import decide_all
@@ -91,7 +93,9 @@ class Skeleton:
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
         mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
-        spread = {module: (ep, tp) for mixture in mixtures for module in mixture.experts.modules()}
+        spread = {module: (ep, tp, 1) for mixture in mixtures for module in mixture.experts.modules()}
+        if ep > 1 or tp > 1:
+            spread |= {module: (ep, tp, _number(module)) for _, module in stacked_experts(self.model)}
         layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread, coded) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices, coded=coded)
 
@@ -100,15 +104,24 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
     """The skeleton of a recipe's model, with its adapters.
 
     Raises:
-        ConfigError: the model cannot be built.
+        ConfigError: the model cannot be built, or its matrices not be cut (`parallel.tp`).
         CheckpointError: its folder cannot be read.
     """
     if spec_of(recipe.model.kind).formulas is not None:
         return _short_decoder(recipe, vocab_size)
-    model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
+    model: Any = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
     _adapt(model, recipe.lora, recipe.lora.targets)
     whole = recipe.memory.can.whole_model and not model.layers  # its layers cannot be checkpointed one by one
-    return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
+    found = Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
+    if recipe.parallel.tp > 1:
+        cut_shapes(model, recipe.parallel.tp, max(1, recipe.parallel.dp_shard))
+    return found
+
+
+def _number(module: nn.Module) -> int:
+    """Of experts in a stack."""
+    assert isinstance(module.num_experts, int), "that is how it was found"
+    return module.num_experts
 
 
 def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:

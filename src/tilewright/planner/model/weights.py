@@ -242,7 +242,7 @@ class Weights:
         seen: set[int],
         matrices: Collection[Tensor] = (),
         narrow: Collection[nn.Module] = (),
-        spread: Mapping[nn.Module, tuple[int, int]] = MappingProxyType({}),
+        spread: Mapping[nn.Module, tuple[int, int, int]] = MappingProxyType({}),
         coded: Collection[nn.Module] = (),
     ) -> "Weights":
         """The weights of some modules, each counted once.
@@ -253,7 +253,8 @@ class Weights:
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
-            spread: of modules in experts how many ranks hold other ones, and how many times as many share them.
+            spread: of modules in experts how many ranks hold other ones, how many times as many share them, and how
+                many are in one tensor.
             coded: linear layers whose weight ranks send as codes.
         """
         total = cls()
@@ -266,10 +267,10 @@ class Weights:
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
                 gathered = _NARROW if module in narrow and tensor is module.weight else each
-                ranks, codes = spread.get(module, (1, 1)), module in coded and tensor is module.weight
-                total += cls.of_kind(
-                    TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden, gathered, *ranks, codes)
-                )
+                (*ranks, many), codes = spread.get(module, (1, 1, 1)), module in coded and tensor is module.weight
+                shape = tuple(tensor.shape[1:] if many > 1 else tensor.shape)
+                kind = TensorKind(shape, each, scales, trained, parameter, hidden, gathered, *ranks, codes)
+                total += cls.of_kind(kind).times(many)
         return total
 
 

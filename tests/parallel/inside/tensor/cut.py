@@ -15,6 +15,7 @@ from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.distill.loss import HEAD, HIDDEN, HOW, how
 from tilewright.parallel.inside.experts.hold import mixtures
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.parallelize import parallelize
@@ -49,6 +50,8 @@ class Case:
     """Of the rows, 16 at most."""
     documents: bool = False
     """Several in each row, and padding behind the last."""
+    taught: bool = False
+    """By a teacher, whose hidden values and head the batches have."""
     slices: bool = True
     """Of the residual stream on each rank."""
     kind: str = "gqa"
@@ -112,6 +115,12 @@ def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
         batch["segments"] = torch.where(place < 5, 0, torch.where(place < case.length - 2, 1, -1))
         batch["positions"] = torch.where(place < 5, place, place - 5)
         batch["labels"] = batch["labels"].masked_fill(batch["segments"] < 0, -100)
+    generator = torch.Generator().manual_seed(rank)
+    for batch in batches if case.taught else ():
+        shape, words = batch["labels"].shape, CONFIGS[case.kind].vocab_size
+        batch[HIDDEN] = torch.randn(*shape, 24, generator=generator)
+        batch[HEAD] = 0.1 * torch.randn(words, 24, generator=torch.Generator().manual_seed(9))
+        batch[HOW] = how(2.0, 0.5, "forward_kl")
     return batches
 
 

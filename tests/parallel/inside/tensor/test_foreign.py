@@ -110,12 +110,16 @@ def compare(rank, cases):
         assert {name: tuple(param.shape) for name, param in model.named_parameters()} == shapes, "whole names, shapes"
         parts = {name for name, param in model.named_parameters() if is_part(param)}
         seen, result = step(model, world, microbatches(world.data.rank, case.number))
+        sums = {kind: one.exchanges for kind, one in world.traffic.total.items()}
+        model.loss(microbatches(0, 1)[0]).loss_sum.backward()
+        again = {kind: one.exchanges - sums[kind] for kind, one in world.traffic.total.items()}
         assert seen.grads.keys() == want.keys()
         errors = {name: relative(grad, want[name]) for name, grad in seen.grads.items()}
         ours = _logits(model)
         found.append({
             "errors": errors, "parts": parts, "notes": list(model.notes), "evaluated": relative(ours, theirs),
             "loss": abs(result.loss / alone.loss - 1), "norm": abs(result.grad_norm / alone.grad_norm - 1),
+            "sums": again.get(("tp", "all_reduce", "fp32"), 0), "layers": len(model.layers),
             "exact": (result.loss, result.grad_norm),
         })  # fmt: skip
     return found
@@ -144,7 +148,11 @@ def test_on_two_ranks():
         Case("qwen3_moe", ep=2),
         Case("deepseek_v3"),
     ]
-    check(cases, on_ranks(2, compare, cases))
+    of_ranks = on_ranks(2, compare, cases)
+    check(cases, of_ranks)
+    for found in of_ranks:
+        llama = found[0]
+        assert llama["sums"] == 4 * llama["layers"] + 2 + 2, "two each way, both ends, and two numbers of each token"
 
 
 @pytest.mark.slow

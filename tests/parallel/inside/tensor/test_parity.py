@@ -21,8 +21,10 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
 
 @pytest.mark.support("decoder", "tensor")
 @pytest.mark.support("accumulation", "tensor")
+@pytest.mark.support("teacher", "tensor")
 def test_on_two_ranks():
     cases = [Case(2), Case(2, kind="mla_q", settings=FULL), Case(2, kind="odd_vocabulary", chunks=2, number=3)]
+    cases += [Case(2, taught=True, number=1), Case(2, kind="untied", taught=True, number=1, slices=False)]
     check(cases, on_ranks(2, compare, cases))
 
 

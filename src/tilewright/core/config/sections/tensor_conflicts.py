@@ -9,8 +9,14 @@ from tilewright.core.config.sections.refused import Refused, refused
 
 REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
     (
-        lambda r: r.model.kind != "decoder",
-        "model.kind", "Other models", "tilewright's own decoder", "--parallel.tp 1: shards take any model",
+        lambda r: r.model.kind not in ("decoder", "hf"),
+        "model.kind", "An architecture of one's own",
+        "tilewright's decoder, or a Hugging Face model that transformers has a plan for",
+        "--parallel.tp 1: shards take any model",
+    ),
+    (
+        lambda r: r.model.kind == "hf" and r.parallel.pp > 1,
+        "parallel.pp", "Stages of a Hugging Face model", "all layers on each process", "--parallel.pp 1",
     ),
     (
         lambda r: r.parallel.cpu_offload,
@@ -23,10 +29,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
     (
         lambda r: r.lora.rank > 0,
         "lora.rank", "Adapters", "weights that are trained themselves", "--lora.rank 0",
-    ),
-    (
-        lambda r: bool(r.distill.teacher),
-        "distill.teacher", "A teacher", "no teacher: it asks for all logits of all tokens", "--distill.teacher ''",
     ),
     (
         lambda r: r.optim.master_weights != "fp32",

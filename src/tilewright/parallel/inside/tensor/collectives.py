@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,10 @@ class TensorRanks:
 
     group: Group
     traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False)
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Itself: the ranks of a model's copy are the same."""
+        return self
 
     @staticmethod
     def of(world: World) -> "TensorRanks":

@@ -10,6 +10,7 @@ but get some of the tokens of each rank, as in tilewright's own decoder; their s
 See: transformers, `distributed.tensor_parallel`, whose styles put DTensors through the layers and replace `forward`.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tilewright.core.errors import ConfigError
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_stored, cuts_vocabulary, uneven_rows
-from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts
+from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts, shape_along
+from tilewright.parallel.inside.tensor.shapes import ShapeRanks
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.world import World
 
@@ -38,13 +39,16 @@ class _Cut:
 
     model: HFModel
     ranks: TensorRanks
-    mesh: DeviceMesh
+    part: Callable[[nn.Parameter, int], nn.Parameter]
+    """This rank's part of a parameter along a dim."""
     shards: int
     """Ranks along `dp_shard`, which cut the rows of what is left."""
     modules: frozenset[nn.Module]
     """Those that the plan names."""
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parts by whole parameter: tied ones stay tied."""
+    inputs: dict[nn.Module, "_OneSpread"] = field(default_factory=dict)
+    """What layers side by side read, by the module around them."""
 
     def keep(self, module: nn.Module, dims: Mapping[str, int], *, hidden: tuple[str, ...] = ()) -> None:
         """Keep this rank's part of a module's parameters, and let it compute on them.
@@ -59,9 +63,17 @@ class _Cut:
             if whole is None:
                 continue
             if whole not in self.made:
-                self.made[whole] = part_along(whole, self.mesh, dim)
+                self.made[whole] = self.part(whole, dim)
             module.register_parameter(name, self.made[whole])
         run_on_parts(module, hidden)
+
+    def spread(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        """What spreads a module's input: with the modules beside it that read the same one."""
+        parent = next(one for one in self.model.net.modules() if any(child is module for child in one.children()))
+        if parent not in self.inputs:
+            self.inputs[parent] = _OneSpread(self.ranks)
+            parent.register_forward_hook(self.inputs[parent].forget, always_call=True)
+        return self.inputs[parent]
 
 
 def cut_foreign(model: HFModel, world: World) -> None:
@@ -76,27 +88,46 @@ def cut_foreign(model: HFModel, world: World) -> None:
             weights are stored in 16 bits.
     """
     assert world.mesh is not None, "tp > 1 has a mesh"
+    part = functools.partial(part_along, world.mesh["tp"])
+    _cut(model, TensorRanks.of(world), part, world.sizes.dp_shard)
+    model.notes.append(
+        "Matrices of a Hugging Face model are cut without slices of the sequence: norms run on all positions."
+    )
+
+
+def cut_shapes(model: HFModel, tp: int, shards: int) -> None:
+    """Give a model the shapes of what the first of `tp` ranks has, in place: its layers compute on them, and exchange
+    nothing. For plans.
+
+    Args:
+        model: on meta; its parameters are new objects, plain ones.
+        tp, shards: ranks along `tp` and `dp_shard`.
+
+    Raises:
+        ConfigError: see `cut_foreign`.
+    """
+    _cut(model, ShapeRanks.of_size(tp), functools.partial(shape_along, tp), shards)
+
+
+def _cut(model: HFModel, ranks: TensorRanks, part: Callable[[nn.Parameter, int], nn.Parameter], shards: int) -> None:
     styles = list(planned(model))
     modules = frozenset(module for _, module, _ in styles)
-    cut = _Cut(model, TensorRanks.of(world), world.mesh["tp"], world.sizes.dp_shard, modules)
+    cut = _Cut(model, ranks, part, shards, modules)
     if not styles:
         raise ConfigError(
             "Model that transformers has no plan of tensor parallelism for",
-            got=f"{type(model.net).__name__}, parallel.tp = {world.sizes.tp}",
+            got=f"{type(model.net).__name__}, parallel.tp = {ranks.size}",
             need="a model with a `tp_plan`, as those of the Llama, Qwen and DeepSeek kind, or tilewright's own decoder",
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
-    check_stored(model, world.sizes.tp)
+    check_stored(model, ranks.size)
     for name, module, style in styles:  # before anything is cut
         _check(name, module, style, cut)
     for _, module, style in styles:
         STYLES[style](module, cut)
     for _, module in stacked_experts(model.net):
-        _each_some_tokens(module, cut.ranks)
-    model.notes.append(
-        "Matrices of a Hugging Face model are cut without slices of the sequence: norms run on all positions."
-    )
+        _each_some_tokens(module, ranks)
 
 
 def planned(model: HFModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -125,7 +156,7 @@ def _by_kind(name: str) -> str:
 def _outputs(module: nn.Module, cut: _Cut) -> None:
     """Outputs are cut: each rank has some of them, of an input that all have."""
     cut.keep(module, {"weight": 0, "bias": 0})
-    _before(module, cut.ranks.spread)
+    _before(module, cut.spread(module))
 
 
 def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
@@ -248,6 +279,28 @@ def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
 
 
 # ---- hooks ----
+
+
+class _OneSpread:
+    """Spreads what several layers read once, so that their gradients are added up before ranks exchange them.
+
+    Args:
+        ranks: hold other parts of the layers.
+    """
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self._ranks = ranks
+        self._last: tuple[Any, Any] | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """The input, the same object for each layer."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._ranks.spread(x)
+        return self._last[1]
+
+    def forget(self, *_: Any) -> None:
+        """At the end of what is around the layers."""
+        self._last = None
 
 
 def _before(module: nn.Module, change: Callable[[Any], Any]) -> None:

@@ -56,7 +56,7 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
     for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():
         whole = module.weight
         if whole not in made:
-            made[whole] = part_along(whole, world.mesh["tp"], dim)
+            made[whole] = part_along(world.mesh["tp"], whole, dim)
         module.register_parameter("weight", made[whole])
         run_on_parts(module)
     slices = model.slices = SequenceSlices(ranks) if sequence_parallel else None

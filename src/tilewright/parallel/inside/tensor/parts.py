@@ -14,18 +14,36 @@ from tilewright.ops.base.parts import computed_part
 
 
 @torch.no_grad()
-def part_along(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+def part_along(mesh: DeviceMesh, whole: nn.Parameter, dim: int) -> nn.Parameter:
     """This rank's part of a parameter.
 
     Args:
-        whole: on meta, or with memory.
         mesh: of one axis.
+        whole: on meta, or with memory.
         dim: along which it is cut; comes out even.
     """
     local = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
     part = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
     param = nn.Parameter(part, whole.requires_grad)
+    param.__dict__.update(whole.__dict__)
+    return param
+
+
+def shape_along(parts: int, whole: nn.Parameter, dim: int) -> nn.Parameter:
+    """A parameter of the shape of a part, without memory.
+
+    Args:
+        parts: how many there are.
+        whole: the parameter.
+        dim: along which it is cut; comes out even.
+
+    Example:
+        >>> shape_along(2, nn.Parameter(torch.ones(4, 6)), 1).shape
+        torch.Size([4, 3])
+    """
+    shape = [size // parts if place == dim else size for place, size in enumerate(whole.shape)]
+    param = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
     param.__dict__.update(whole.__dict__)
     return param
 

@@ -3,7 +3,7 @@
 A token's row is on one rank, and the others add zeros. The loss takes this rank's logits tile by tile, and two small
 reductions over the ranks join each row's log-sum-exp: of its maximum, then of the sums, beside which the label's logit
 travels from the rank that has it. So no rank holds the logits of all classes. Where logits themselves are asked for
-(samples), they are gathered.
+(samples), they are gathered; where a teacher's distributions are compared, the rows of the head are.
 
 Legend: B rows  S positions  C tokens of a tile  N tokens  D width.
 """
@@ -66,6 +66,12 @@ class HeadPart:
             join = functools.partial(_join, ranks=self.ranks)
             classes = ClassSlice(self.ranks.rank * own, own, own * self.ranks.size, join)
             return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, queue_now(self.head), classes=classes)
+
+    def whole_operands(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """See `models.base.head.whole_operands`. All ranks compute with all of them, and have the same gradients."""
+        with self.on_part(self.head):
+            x_ND, weight_VD = head_operands(self.head, x_ND)
+            return x_ND, self.ranks.all_rows(weight_VD, weight_VD.shape[0] * self.ranks.size)
 
 
 def _join(lse_C: Tensor, logit_C: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
