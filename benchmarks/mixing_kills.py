@@ -3,10 +3,11 @@ weights, moves and samples those of an undisturbed run, bit by bit?
 
 python -m benchmarks.mixing_kills --kills 20
 
-The recipe `mixing_cpu` with a smaller model and shorter steps. A process is killed after a step that is drawn, and a
-drawn part of a second behind it, every fifth one while it starts; the next one continues. Where a run ends, its last
-checkpoint (weights, optimizer, position, policy), its log of moves and the losses of all steps are compared with those
-of the undisturbed run. Kills are kept in results/mixing_kills_runs.jsonl as they happen; the command continues there.
+The recipe `mixing_cpu` with a smaller model, shorter steps and the policy exp3. A process is killed after a step that
+is drawn, and a drawn part of a second behind it, every fifth one while it starts; the next one continues. Where a run
+ends, its last checkpoint (weights, optimizer, position, policy), its log of moves and the losses of all steps are
+compared with those of the undisturbed run. Kills are kept in results/mixing_kills_runs.jsonl as they happen; the
+command continues there.
 """
 
 import argparse
@@ -35,8 +36,8 @@ SETTINGS = {
     "run.name": "job", "run.threads": "1", "run.device": "cpu", "model.dim": "64", "model.num_layers": "2",
     "model.num_heads": "2", "data.seq_len": "32", "train.steps": str(STEPS), "train.compile": "off",
     "train.eval_interval": "0", "train.sample_tokens": "0", "train.log_interval": "8", "ops.cross_entropy": "native",
-    "checkpoint.interval": "6", "data.mixing.interval": "4", "train.global_batch_size": "64",
-    "train.micro_batch_size": "64", "data.streaming.backoff_s": "0.02",
+    "data.mixing.policy": "exp3", "data.mixing.interval": "4", "checkpoint.interval": "6",
+    "train.global_batch_size": "64", "train.micro_batch_size": "64", "data.streaming.backoff_s": "0.02",
     "data.streaming.window": "1", "data.streaming.cache_bytes": "2MB", "log.report": "false",
 }  # fmt: skip
 
