@@ -390,6 +390,8 @@ UNUSED = {
     "mesh_search": "what a search takes of a core; processor seconds beside other jobs; the log has the numbers",
     "mesh_memory": "bytes of ranks of small runs beside the search; the log has the numbers",
     "fsdp_tracked": "bytes of a rank of 256 as torch's tracker counts them, beside the search; the log has the numbers",
+    "mixing_costs": "counts and processor seconds of policies and of the stream's state; the how-to has the numbers",
+    "loader_peer": "measured beside other jobs on the same cores; the claim waits for a quiet machine",
     "data_scores_avx512": "noise that is made, in the text of one Python; processor time, beside other jobs",
     "encodings": "files of another project's tests, which are not in this repository; the changelog has the number",
     "golden_avx512": "reference values of a test, not a claim",

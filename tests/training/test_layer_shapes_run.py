@@ -1,4 +1,4 @@
-"""A run whose layers have shapes of their own: both executors, stopped and resumed, inside what its plan predicts."""
+"""A run whose layers have shapes of their own: both executors, stopped and resumed."""
 
 import pytest
 import torch
