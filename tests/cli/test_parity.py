@@ -41,12 +41,6 @@ def test_a_dense_model_has_no_experts_to_spread():
         parity.compare(load_recipe("default", {}, environ={}), parse_sizes("ep=2"))
 
 
-def test_experts_are_not_spread_in_stages():
-    given = load_recipe("default", {"model.num_experts": "4"}, environ={})
-    with pytest.raises(ConfigError, match=r"Stages of a pipeline [^@]*--parallel dp_shard=2"):
-        parity.compare(given, parse_sizes("pp=2,ep=2"))
-
-
 def test_weights_that_are_gathered_as_codes_are_whole():
     given = load_recipe("default", {"precision.mode": "fp8_tile", "parallel.param_gather": "fp8"}, environ={})
     with pytest.raises(ConfigError, match=r"gathered as codes[^@]*--parallel dp_shard=2"):

@@ -82,7 +82,8 @@ def returned():
         del blocks
     live, kept = tracker._probe.live_and_kept()
     peak, before = tracker.take_step_peak(), tracker._probe.current()
-    assert peak >= before > 300 * mib
+    assert before > 300 * mib
+    assert peak >= before - mib, "the kernel counts pages in batches for each processor"
     assert kept > 100 * mib
     FreeHeap(tracker, peak).give_back()
     now, after = tracker._probe.live_and_kept(), tracker._probe.current()

@@ -108,7 +108,7 @@ class ShapeFinder:
             )
         if teacher.model.unknown:
             notes += (f"the teacher's forward pass is in neither bytes nor seconds: {teacher.model.unknown}",)
-        if found.vocab_size < teacher.model.vocab_size:  # of a head that is cut, whose rows are put together
+        if recipe.parallel.tp > 1:  # rows of the head, which is cut, are put together for the loss
             whole = teacher.model.vocab_size
             head = float(found.matmul_bytes * whole * found.dim)
             found, teacher = replace(found, vocab_size=whole), replace(teacher, weights=teacher.weights + head)
