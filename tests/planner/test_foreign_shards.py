@@ -7,11 +7,12 @@ from math import prod
 
 import pytest
 
-from tests.planner.rates import make_machine, make_recipe
+from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.test_tensor_hf import write_model
 from tilewright.models.build import build_model
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes
 from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.simulate.mesh.model import MeshModel, ShapeKey
 
 ENDS, MLP, ATTENTION = r"embed_tokens|lm_head", r"(mlp|shared_experts)\.(gate|up|down)_proj", r"[qkvo]_proj"
 CUT = {
@@ -47,6 +48,15 @@ def test_a_rank_holds_its_parts_of_cut_matrices(tmp_path, family, tp, shards, ep
     assert setting.shards.beside(shape).cut == (shards > 1 or (tp > 1 and family != "llama"))
     assert not shape.unknown
     assert pickle.loads(pickle.dumps(finder)).find(recipe) == shape, "it goes to other processes"
+
+
+@pytest.mark.parametrize(("tp", "shards"), [(1, 2), (2, 1), (2, 2)])
+def test_a_simulated_rank_holds_the_experts_of_its_plan(tmp_path, tp, shards):
+    model = {name.removeprefix("model__"): value for name, value in write_model(tmp_path, "qwen3_moe").items()}
+    recipe = make_recipe(model=model, parallel={"dp_shard": shards, "tp": tp, "ep": 2}, precision={"mode": "fp32"})
+    planned = ShapeFinder(300, make_machine()).find(recipe)
+    simulated = MeshModel(recipe, 300, make_machine(), make_rates()).shape(ShapeKey("fp32", 2, tp, shards))
+    assert simulated.weights.part(shards).stored == planned.weights.part(shards).stored > 0
 
 
 def test_layers_are_traced_on_their_parts(tmp_path):

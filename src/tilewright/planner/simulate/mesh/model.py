@@ -147,15 +147,20 @@ class MeshModel:
         alone |= {"parallel.tp": 1, "parallel.ep": 1}
         return changed(self.recipe, alone | {"optim.master_weights": master})
 
-    def _marked(self, master: str, tp: int, shards: int, spread: bool, staged: bool) -> ModelShape:
-        """Experts that are spread each on a rank of its own, so that their tensors are known by that."""
-        cut = {"parallel.tp": tp, "parallel.dp_shard": shards, "parallel.ep": self.experts if spread else 1}
+    def _marked(self, master: str, tp: int, shards: int, spread: int, staged: bool) -> ModelShape:
+        """Experts spread over so many ranks, so that their tensors are known by that."""
+        cut = {"parallel.tp": tp, "parallel.dp_shard": shards, "parallel.ep": spread}
         cut |= {"parallel.pp": 2 if staged else 1}
         return self._finder.find(changed(self.recipe_with(master), cut)).known()
 
+    def _spread(self, ep: int) -> int:
+        """Ranks that experts are marked with: one for each expert, so that one shape serves all meshes, where their
+        number is known."""
+        return 1 if ep == 1 else self.experts or ep
+
     def _shape(self, key: ShapeKey) -> ModelShape:
         """With experts spread over so many ranks."""
-        shape = self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged)
+        shape = self.marked(key.master, key.tp, key.shards, self._spread(key.ep), key.staged)
         classes = tuple(replace(found, weights=_spread_over(found.weights, key.ep)) for found in shape.classes)
         return replace(shape, classes=classes)
 
@@ -214,7 +219,9 @@ class MeshModel:
             kind: what it keeps.
             key: of the rank's part of the model.
         """
-        found = self._local(self.marked(key.master, key.tp, key.shards, key.ep > 1, key.staged).classes[place], key)
+        found = self._local(
+            self.marked(key.master, key.tp, key.shards, self._spread(key.ep), key.staged).classes[place], key
+        )
         return self._parts(found, rows, kind, key)
 
     def _local(self, found: LayerClass, key: ShapeKey) -> LayerClass:
