@@ -1,4 +1,4 @@
-"""A run in stages whose experts are on several ranks is the run of one process; it goes on elsewhere; rows travel in 8
+"""A run in stages whose experts are on several ranks is the run of one process; it resumes elsewhere; rows travel in 8
 bits as they do without stages."""
 
 import pytest

@@ -84,7 +84,7 @@ PLANNED = {
 @pytest.mark.timeout(600)
 @pytest.mark.support("plan", "tensor")
 def test_bytes_of_each_rank_are_those_of_the_plan(data, tmp_path):
-    """Of parts of matrices, and of experts in parts of their own."""
+    """Of parts of matrices, and of experts that are sharded apart."""
     one_row = UNCOMPILED | CUT | {"ops__cross_entropy": "native", "train__micro_batch_size": 4}
     cases = {family: write_model(tmp_path, family) | one_row | more for family, more in PLANNED.items()}
     for rank, found in enumerate(on_ranks(2, held, str(data), str(tmp_path), cases, seconds=550)):

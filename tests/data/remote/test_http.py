@@ -1,4 +1,4 @@
-"""Datasets at http addresses, by a server of this process that fails as it is told."""
+"""Datasets at http addresses, by a server of this process that fails on request."""
 
 import functools
 import threading

@@ -87,7 +87,7 @@ class Shards:
         )
 
     def beside(self, shape: ModelShape) -> "Shards":
-        """The same of a model whose recipe does not say that it has experts, which are in parts of their own."""
+        """The same of a model whose recipe does not say that it has experts, which are sharded apart."""
         apart = any(kind.times > 1 for kind in shape.weights.tensors.kinds)
         return replace(self, experts_apart=True) if apart else self
 

@@ -170,7 +170,7 @@ class ReadAhead:
                 break
             if gone:
                 self.cache.release(self.shards[place].digest)
-            with self._lock:  # the source has returned since, or the file was let go and removed: read anew
+            with self._lock:  # the source has returned since, or the file was removed: read it again
                 if self._futures.get(place) is future:
                     del self._futures[place]
         self.counts.wait_s += time.perf_counter() - began
