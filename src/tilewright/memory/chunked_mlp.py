@@ -97,7 +97,8 @@ def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None
             note(f"{name} is not cut into chunks: another tool has replaced its forward.")
         else:
             derive(module, _chunked)
-            module.chunking = _Chunking(chunks, note, type(module).plain, compile, told)
+            assert isinstance(module, _Chunked)
+            module.chunking = _Chunking(chunks, note, module.plain, compile, told)
             found.append(name)
     if experts:
         note(f"memory.mlp_chunks leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
@@ -138,7 +139,8 @@ class _Chunking:
             if x.numel() < TRIED * x.shape[-1]:
                 return "too few tokens to try it"
             self.verdicts[modes] = why_not_token_wise(module, plain, x)
-        return None if self.verdicts[modes] is None else self._tell(self.verdicts[modes])
+        why = self.verdicts[modes]
+        return None if why is None else self._tell(why)
 
     def _tell(self, why: str) -> str:
         """Note once for each class and reason, without the numbers in it."""
@@ -185,16 +187,16 @@ def run_chunked(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, ch
         chunks: how many; fewer where they would be small and not whole multiples of 128 tokens.
         module: whose tensors `function` reads. Parameters that are trained get one gradient each, in FP32 at least.
     """
-    x = _value(x)
-    rows_ND = x.reshape(*(1,) * (x.ndim - 2), x.shape[:-1].numel(), x.shape[-1])
+    value: Tensor = _value(x)
+    rows_ND = value.reshape(*(1,) * (value.ndim - 2), value.shape[:-1].numel(), value.shape[-1])
     size = -(-rows_ND.shape[-2] // chunks)
     if size > _ALIGN:
         size = -(-size // _ALIGN) * _ALIGN
     if size >= rows_ND.shape[-2]:
-        return function(x)
+        return function(value)
     held = _Held.of(module)
     out = _ChunkedFunction.apply(function, size, module.training, held, rows_ND, *held.trained)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    return out.view(*value.shape[:-1], out.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: 
             out = part.new_empty(*rows_ND.shape[:-1], part.shape[-1])
         out[..., start : start + size, :] = part
         start += size
+    assert out is not None, "there are rows"
     return out
 
 
@@ -292,7 +295,8 @@ def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
     for place, grad in enumerate(grads):
         if grad is not None:
             high = torch.promote_types(grad.dtype, torch.float32)
-            sums[place] = grad.to(high) if sums[place] is None else sums[place].add_(grad)
+            held = sums[place]
+            sums[place] = grad.to(high) if held is None else held.add_(grad)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            return args[0] if args else (kwargs or {})["input"]
         return func(*args, **(kwargs or {}))
 
 

@@ -70,8 +70,11 @@ def other_layers(asked: int, there: int) -> ConfigError:
 
 def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int, Tier]:
     """Where the input of each layer group waits, by its place; the last one's output waits for the loss."""
-    found = {place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)}
-    return found | {len(layer_groups.groups): memory_plan.head.inputs}
+    found: dict[int, Tier] = {
+        place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)
+    }
+    found[len(layer_groups.groups)] = memory_plan.head.inputs
+    return found
 
 
 def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None:
@@ -153,7 +156,7 @@ class PlanApplier:
         before = self.now
         wanted = by_group(memory_plan, self._run.layer_groups)
         check_same_numbers(memory_plan, before, exact=self._run.inputs.kind == "exact")
-        homes = {name: (layer.parameters, layer.states) for name, layer in wanted.items()}
+        homes: dict[str, Homes] = {name: (layer.parameters, layer.states) for name, layer in wanted.items()}
         self._run.inputs.place(input_tiers(memory_plan, self._run.layer_groups))
         try:
             self._move(homes)
@@ -169,8 +172,10 @@ class PlanApplier:
 
     def _told(self, part: LayerGroup, place: int | None = None) -> Mapping[str, Tier]:
         parameters, states = self._run.offloader.homes(part)
-        told = {"parameters": parameters, "states": states}
-        return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
+        told: dict[str, Tier] = {"parameters": parameters, "states": states}
+        if place is not None:
+            told["inputs"] = self._run.inputs.tier_of(place)
+        return told
 
     def _move(self, homes: Mapping[str, Homes]) -> None:
         """Move layer groups, those that make room on the device first; move them back where one of them cannot."""

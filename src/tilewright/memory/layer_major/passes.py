@@ -258,7 +258,7 @@ class LayerMajor:
         self._graphs.clear()
 
     @staticmethod
-    def _finish(part: LayerGroup, done: Callable[[LayerGroup], None]) -> None:
+    def _finish(part: LayerGroup, done: Callable[[LayerGroup], object]) -> None:
         done(part)
         for param in part.params:
             param.grad = None

@@ -47,7 +47,7 @@ def rebind_saved_views(params: Sequence[Tensor]) -> Iterator[None]:
         param = owners.get(saved.untyped_storage().data_ptr())
         if param is None:
             return saved
-        distance = saved.storage_offset() * saved.itemsize - param.storage_offset() * param.itemsize
+        distance = int(saved.storage_offset()) * saved.itemsize - int(param.storage_offset()) * param.itemsize
         return _SavedView(param, distance, saved.size(), saved.stride(), saved.dtype)
 
     def unpack(saved: Tensor | _SavedView) -> Tensor:

@@ -9,9 +9,10 @@ interface.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tilewright.memory.offload.stores import DiskStore, HostStore, Store
 
 Key = tuple[int, int]
 """Number of the layer and of the micro-batch."""
+Event = torch.cuda.Event | torch.Event
 MAX_UNDER_WAY = 2
 """Tensors being written at once: they stay in memory until they are."""
 
@@ -61,7 +63,7 @@ class _InStore:
     store: Store
 
     def forget(self, gone: Callable[[int], bool]) -> None:
-        keys = [key for key in self.store.sizes if gone(key[0])]
+        keys = [key for key in cast(Iterable[Key], self.store.sizes) if gone(key[0])]
         if keys:
             self.idle()
             self.store.give_back(keys)
@@ -78,8 +80,8 @@ class HostActivations(_InStore):
         self._device = device
         self.store = HostStore(device)
         self._kept: dict[Key, list[Tensor]] = {}
-        self._coming: dict[Key, tuple[torch.cuda.Event, list[Tensor]]] = {}
-        self._going: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        self._coming: dict[Key, tuple[Event, list[Tensor]]] = {}
+        self._going: deque[tuple[Event, Sequence[Tensor]]] = deque()
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
@@ -232,12 +234,12 @@ class CudaDiskActivations(DiskActivations):
         self._down.synchronize()  # what was cancelled is still copied
         self._buffers.close()
 
-    def _write(self, key: Key, flat: Tensor, copied: torch.cuda.Event, _: Sequence[Tensor]) -> None:
+    def _write(self, key: Key, flat: Tensor, copied: Event, _: Sequence[Tensor]) -> None:
         """`_`: alive until they are copied."""
         copied.synchronize()
         self.store.write(key, [flat])
 
-    def _fetch(self, key: Key, arrived: list[Tensor], before: torch.cuda.Event) -> list[Tensor]:
+    def _fetch(self, key: Key, arrived: list[Tensor], before: Event) -> list[Tensor]:
         layout = _layout(arrived)
         buffer = self._buffers.take(layout.num_bytes)
         try:

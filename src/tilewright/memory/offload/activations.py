@@ -34,6 +34,8 @@ from tilewright.memory.offload.activation_stores import (
 )
 from tilewright.ops.kernels import Kernels
 
+_Keeper = DeviceActivations | HostActivations | DiskActivations
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -83,7 +85,9 @@ class ActivationStore:
         self._kernels = kernels
         self._entries: dict[Key, _Entry] = {}
         self._device, self._folder = torch.device(device), folder
-        self._keepers: dict[Tier, DeviceActivations | HostActivations | DiskActivations] = {}
+        self._keepers: dict[Tier, _Keeper] = {}
+        self._rest: Tier = "device"
+        self._by_layer: dict[int, Tier] = {}
         self.place(tier)
 
     def place(self, tier: Tier | Mapping[int, Tier]) -> None:
@@ -97,12 +101,12 @@ class ActivationStore:
             HardwareError: the disk failed before.
         """
         assert not self._entries, "inputs are kept: place() between steps"
-        rest: Tier = tier if isinstance(tier, str) else "device"
-        by_layer: dict[int, Tier] = {} if isinstance(tier, str) else dict(tier)
-        wanted = {rest, *by_layer.values()}
+        rest: Tier = "device" if isinstance(tier, Mapping) else tier
+        by_layer: dict[int, Tier] = dict(tier) if isinstance(tier, Mapping) else {}
+        wanted: set[Tier] = {rest, *by_layer.values()}
         if "disk" in wanted and self._folder is None:
             raise ValueError("the disk tier needs a folder")
-        made = {name: self._keepers.get(name) or self._make(name) for name in sorted(wanted)}
+        made: dict[Tier, _Keeper] = {name: self._keepers.get(name) or self._make(name) for name in sorted(wanted)}
         for name, keeper in made.items():
             keeper.forget(lambda layer, name=name: by_layer.get(layer, rest) != name)
         for name, keeper in self._keepers.items():
@@ -114,7 +118,7 @@ class ActivationStore:
         """Where a layer's inputs are kept."""
         return self._by_layer.get(layer, self._rest)
 
-    def _make(self, tier: Tier) -> DeviceActivations | HostActivations | DiskActivations:
+    def _make(self, tier: Tier) -> _Keeper:
         if tier == "disk":
             assert self._folder is not None, "checked by place()"
             on_disk = CudaDiskActivations if self._device.type == "cuda" else DiskActivations
@@ -140,6 +144,7 @@ class ActivationStore:
         tier: Tier = "device" if here else self.tier_of(layer)
         keeper = self._keepers.setdefault(tier, DeviceActivations()) if here else self._keepers[tier]
         if coded:
+            assert self._kernels is not None, "checked by the constructor"
             tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), FP8_ROW)
             keeper.put((layer, micro), [tiled.qdata.contiguous(), tiled.scale_inv.contiguous()])
         else:

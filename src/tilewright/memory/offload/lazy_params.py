@@ -35,7 +35,7 @@ def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
                 continue
             if param not in made:
                 made[param] = nn.Parameter(placeholder(param.shape, param.dtype, device), param.requires_grad)
-                made[param].__dict__.update(param.__dict__)
+                vars(made[param]).update(vars(param))
             module._parameters[name] = made[param]
         for name, buffer in (module._buffers | codes_of(module)).items():
             if buffer is not None and buffer.is_meta:

@@ -6,6 +6,7 @@ is registered costs its own bytes.
 
 import logging
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         ) from error
     if device.type == "cuda" and num_bytes:
         buffer.zero_()  # all cores make its pages; the driver would do it on one
-        status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        status = int(_runtime().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         if status:
             _forget_error(device)
             raise HardwareError(
@@ -49,6 +50,12 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
                 try_='the tier "device" or "disk" for parameters, states or inputs, or a larger limit',
             )
     return buffer
+
+
+def _runtime() -> Any:
+    runtime = torch.cuda.cudart()
+    assert runtime is not None, "a device of CUDA has one"
+    return runtime
 
 
 def _forget_error(device: torch.device) -> None:
@@ -63,7 +70,7 @@ def _forget_error(device: torch.device) -> None:
 def unpin(buffer: Tensor, device: torch.device) -> None:
     """Take a buffer of `pinned_empty` back from the driver; nothing may be copying to or from it any more."""
     if device.type == "cuda" and buffer.nbytes:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        _runtime().cudaHostUnregister(buffer.data_ptr())
 
 
 class PinnedBuffers:

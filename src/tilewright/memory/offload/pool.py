@@ -20,7 +20,7 @@ for tensors that several layer groups read, as a head tied to the embedding. A t
 Which layer group goes where is the caller's choice; the bytes move in `transfer`, and are in `stores`. Not for several
 threads."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +33,15 @@ from tilewright.memory.offload.layout import Layout, placeholder
 from tilewright.memory.offload.slots import StagingBuffers
 from tilewright.memory.offload.stores import Store, make_store
 from tilewright.memory.offload.transfer import Traffic, Transfer, make_transfer
-from tilewright.models.base.protocols import InitialValues
+
+Fill = Callable[[dict[str, Tensor]], None]
+"""Writes the initial values of tensors on the host, by name."""
 
 
 @dataclass(eq=False)
 class _Slice:
     tensors: dict[str, Tensor]
-    fill: InitialValues | None
+    fill: Fill | None
     tier: Tier
     fixed: bool = False
     """Never moves from the device."""
@@ -100,7 +102,7 @@ class OffloadPool:
         slice_id: Hashable,
         tensors: Mapping[str, Tensor],
         *,
-        fill: InitialValues | None = None,
+        fill: Fill | None = None,
         tier: Tier | None = None,
         resident: bool = False,
     ) -> None:
@@ -142,7 +144,8 @@ class OffloadPool:
         """
         assert not self._sealed, "seal() once"
         self._sealed = True
-        for tier in dict.fromkeys(item.tier for item in self._layer_groups.values() if not item.resident):
+        tiers: dict[Tier, None] = {item.tier: None for item in self._layer_groups.values() if not item.resident}
+        for tier in tiers:
             items = {slice_id: item for slice_id, item in self._layer_groups.items() if item.tier == tier}
             for item in items.values():
                 item.layout = Layout.of(item.tensors)
@@ -167,7 +170,7 @@ class OffloadPool:
         if moving:
             largest = max(item.layout.num_bytes for item in moving)
             # A buffer for a disk serves the host too, not the other way round.
-            tier = max((item.tier for item in moving), key=("host", "disk").index)
+            tier: Tier = "disk" if any(item.tier == "disk" for item in moving) else "host"
             self._slots.make(self._to(tier), largest, min(self._num_slots, len(moving)))
 
     @torch.no_grad()

@@ -259,7 +259,7 @@ class DiskStore(Store):
     def _move(self, call: Callable[..., int], done: str, key: Hashable, pieces: Sequence[Tensor]) -> None:
         """Call until all bytes went over: the system may move fewer than it was asked to."""
         at = self._starts[key]
-        views = [memoryview(piece.numpy()) for piece in pieces if len(piece)]
+        views = [piece.numpy().data for piece in pieces if len(piece)]
         while views:
             try:
                 count = call(self.fileno(), views[:_MAX_PIECES], at)

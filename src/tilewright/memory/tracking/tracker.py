@@ -69,7 +69,7 @@ class _Stretch:
     def most(self, owner: str, owned: int) -> int:
         """The larger of what an owner has before and after: as its keepers report it, else `owned`; and what is put
         together of it then."""
-        told = owner in self.before.reported | self.after.reported
+        told = owner in self.before.reported or owner in self.after.reported
         moments = (self.before, self.after)
         return max((m.reported.get(owner, 0) if told else m.own(owner, owned)) + m.whole.get(owner, 0) for m in moments)
 

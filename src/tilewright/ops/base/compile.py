@@ -51,7 +51,7 @@ def rounds_as_eager() -> bool:
     return "emulate_precision_casts" in _inductor_file("codegen/cpp.py")
 
 
-def graph_limit() -> dict[str, int]:
+def graph_limit() -> dict[str, Any]:
     """More arguments of `torch.compile` for layers: how many graphs there may be of one piece of code.
 
     Each way of keeping activations has its own, with gradients and without, in each dtype and for lengths that vary.
