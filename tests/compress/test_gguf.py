@@ -84,6 +84,20 @@ def test_layers_without_an_ffn_are_refused(tmp_path):
     assert "layers without an FFN" in (why_not(F16, given) or "")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: decoder(sliding_window=8),
+        lambda: own_layers({"sliding_window": 8}, {}),
+        lambda: hf("Mistral", sliding_window=8),
+    ],
+)
+def test_a_window_is_refused(make, tmp_path):
+    """Its Llama reads no `attention.sliding_window`: it would look at all positions."""
+    given = source(make(), our_tokenizer(), tmp_path / "run")
+    assert "sliding_window = 8" in (why_not(F16, given) or "")
+
+
 @pytest.mark.parametrize(("target", "asked", "share"), [(Q8_0, "q8_0", 0.27), (Q4_0, "q4_0", 0.16)])
 def test_fewer_bits_are_those_of_the_rounded_weights(target, asked, share, tmp_path):
     model = decoder()

@@ -95,6 +95,7 @@ PROOFS: dict[str, Probe | str] = {
     "model.head_dim": Probe("4", "weights"),
     "model.ffn_dim": Probe("64", "weights"),
     "model.layers": Probe("[{ ffn_dim = 64 }, { num_heads = 0 }]", "weights"),
+    "model.sliding_window": Probe("3", "weights"),
     "model.rope_theta": Probe("5.0", "weights"),
     "model.norm_eps": Probe("0.1", "weights"),
     "model.tie_embeddings": Probe("false", "weights"),

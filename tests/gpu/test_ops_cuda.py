@@ -18,6 +18,7 @@ from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_native_adam import master_row
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
+from tests.ops.test_window import by_definition
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
@@ -141,6 +142,19 @@ def test_attention(name, case, dtype):
     on_gpu = None if segments is None else segments.to(DEVICE)
     check(
         lambda q, k, v: run(q, k, v, on_gpu), lambda q, k, v: plain_attention(q, k, v, segments), [q, k, v], dtype
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("docs", [0, 4])
+@names(ATTENTION)
+def test_attention_within_a_window(name, docs, dtype):
+    q, k, v, segments = AttentionCase(2, 4, 2, 90, 16, 16, docs=docs).tensors(dtype)
+    run = run_poisoned(ATTENTION, name, dtype, attention_kind(DEVICE, 16, docs > 0, windowed=True))
+    on_gpu = None if segments is None else segments.to(DEVICE)
+    check(
+        lambda q, k, v: run(q, k, v, on_gpu, None, 0, 7),
+        lambda q, k, v: by_definition(q, k, v, segments, 7), [q, k, v], dtype,
     )  # fmt: skip
 
 

@@ -29,13 +29,19 @@ SHAPES = {
     "deepseek": DecoderConfig.of(**_BASE | _MLA | _EXPERTS | _GROUPS | {"q_lora_rank": 20, "num_shared_experts": 2}),
 }
 
-_OWN_GQA = ({"num_heads": 2, "ffn_dim": 40}, {"num_heads": 0}, {"num_kv_heads": 4, "ffn_dim": 0})
-_OWN_MLA = ({"num_heads": 2, "kv_lora_rank": 16}, {"num_heads": 0, "ffn_dim": 24}, {"ffn_dim": 0}, {"q_lora_rank": 12})
+_OWN_GQA = (
+    *({"num_heads": 2, "ffn_dim": 40}, {"num_heads": 0}),
+    {"num_kv_heads": 4, "ffn_dim": 0, "sliding_window": 5},
+)
+_OWN_MLA = (
+    *({"num_heads": 2, "kv_lora_rank": 16}, {"num_heads": 0, "ffn_dim": 24}, {"ffn_dim": 0}),
+    {"q_lora_rank": 12, "sliding_window": 3},
+)
 MIXED = {
     "own_gqa": DecoderConfig.of(**_BASE | {"num_layers": 3, "num_kv_heads": 2, "layers": _OWN_GQA}),
     "own_moe": DecoderConfig.of(**_BASE | _MLA | _EXPERTS | {"num_layers": 4, "layers": _OWN_MLA}),
 }
-"""Decoders whose layers have shapes of their own: one has no attention, one no FFN."""
+"""Decoders whose layers have shapes of their own: one has no attention, one no FFN, one a window."""
 
 
 def make_decoder(name: str, seed: int = 0) -> Decoder:

@@ -74,6 +74,7 @@ def deepseek(**changes):
         lambda: llama(tie_word_embeddings=True, num_key_value_heads=4),
         lambda: llama(head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-3),
         mistral,
+        lambda: mistral(sliding_window=3),
         deepseek,
         lambda: deepseek(q_lora_rank=None, n_shared_experts=2, tie_word_embeddings=True, rms_norm_eps=1e-4),
         lambda: deepseek(first_k_dense_replace=3),
@@ -83,6 +84,7 @@ def deepseek(**changes):
         "llama tied",
         "llama wide heads",
         "mistral",
+        "mistral with a window",
         "deepseek",
         "deepseek tied, no q rank",
         "deepseek dense",
@@ -260,15 +262,18 @@ def test_any_number_of_heads_has_a_layout(heads, groups, width, tmp_path):
     assert_snr(load_decoder(tmp_path).eval()(ids), model(ids), FP32_DB)
 
 
-@pytest.mark.parametrize("window", [4096, "absent"])
-def test_a_sliding_window_is_not_ignored(window, tmp_path):
+@pytest.mark.parametrize("window", [4096, "absent", None, 0, -1, 2.5, "all"])
+def test_a_sliding_window_is_read(window, tmp_path):
     """Where config.json says nothing of a window, transformers' Mistral has one."""
     mistral().save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw.pop("sliding_window", None)
     raw |= {} if window == "absent" else {"sliding_window": window}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="sliding_window = 4096"):
+    if window in (4096, "absent", None):
+        assert read_config(tmp_path).sliding_window == (0 if window is None else 4096)
+        return
+    with pytest.raises(CheckpointError, match=f"sliding_window = {window!r}"):
         read_config(tmp_path)
 
 

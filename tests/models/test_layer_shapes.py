@@ -91,6 +91,7 @@ ENTRIES = st.fixed_dictionaries(
         "num_heads": st.sampled_from([0, 2, 4, 6]),
         "num_kv_heads": st.sampled_from([0, 1, 2]),
         "ffn_dim": st.sampled_from([0, 24, 96]),
+        "sliding_window": st.sampled_from([0, 1, 3]),
         "repeat": st.integers(1, 3),
     },
 )
@@ -120,7 +121,8 @@ def test_any_list_is_a_decoder_or_an_error_of_four_parts(entries, times, seq_len
         assert count_flops(config, seq_len).layers[layer] == 2 * sum(
             param.numel() for param in block.parameters() if param.dim() == 2
         )
-        assert count_flops(config, seq_len).attention[layer] == 2 * heads * 32 * (seq_len + 1) / 2
+        seen = sum(min(place + 1, entry.get("sliding_window") or seq_len) for place in range(seq_len))
+        assert count_flops(config, seq_len).attention[layer] == pytest.approx(2 * heads * 32 * seen / seq_len)
 
 
 def test_everything_wrong_in_a_list_is_said_at_once():

@@ -44,12 +44,18 @@ def sequences(starts, tokens):
     return list(itertools.pairwise(bounds))
 
 
-def attend(q_LHD, k_LKD, v_LKD, scale):
+def seen_by(length, left):
+    """[L, L]: earlier keys, `left` of them at most; None or below 0: all."""
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    return allowed if left is None or left < 0 else allowed.triu(-left)
+
+
+def attend(q_LHD, k_LKD, v_LKD, scale, left=None):
     """One causal sequence in FP64: result [L, H, D] and log-sum-exp [H, L]."""
     group = q_LHD.shape[1] // k_LKD.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (q_LHD, k_LKD, v_LKD))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = (q @ k.mT * scale).masked_fill(~torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril(), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(~seen_by(q.shape[1], left), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
 
 
@@ -78,19 +84,24 @@ def check_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal):
     assert causal
 
 
-def _flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None):
+def _flash_attention_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, window_size_left=None,
+    window_size_right=None,
+):  # fmt: skip
+    assert window_size_right in (None, 0), "causal: nothing behind"
     check_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal)
     assert not debug
     out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
     for first, end in sequences(cu_q, len(q)):
-        part, part_lse = attend(q[first:end], k[first:end], v[first:end], scale)
+        part, part_lse = attend(q[first:end], k[first:end], v[first:end], scale, window_size_left)
         out[first:end], lse[:, first:end] = part.to(q.dtype), part_lse.float()
     return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
 def _flash_attention_backward(
-    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale
-):
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
     check_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal)
     assert rng.dtype == torch.uint64
     assert rng.shape == (2,)
@@ -98,27 +109,28 @@ def _flash_attention_backward(
     assert dout.shape == out.shape == q.shape
     assert lse.shape == (q.shape[1], len(q))
     assert lse.dtype == torch.float32
-    return gradients(dout, q, k, v, cu_q, scale, lambda number, first, end: lse[:, first:end])
+    assert window_size_right in (None, 0)
+    return gradients(dout, q, k, v, cu_q, scale, lambda number, first, end: lse[:, first:end], window_size_left)
 
 
-def derivatives(q_LHD, k_LKD, v_LKD, dout_LHD, scale):
+def derivatives(q_LHD, k_LKD, v_LKD, dout_LHD, scale, left=None):
     """Of one causal sequence in FP64, by hand (autograd is off below an operator); and its log-sum-exp."""
     group = q_LHD.shape[1] // k_LKD.shape[1]
     q, k, v, dout = (x.double().transpose(0, 1) for x in (q_LHD, k_LKD, v_LKD, dout_LHD))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = (q @ k.mT * scale).masked_fill(~torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril(), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(~seen_by(q.shape[1], left), -torch.inf)
     probs, dprobs = scores.softmax(-1), dout @ v.mT
     dscores = probs * (dprobs - (dprobs * probs).sum(-1, keepdim=True)) * scale
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dscores.mT @ q, probs.mT @ dout))
     return [x.transpose(0, 1) for x in (dscores @ k, dk, dv)], scores.logsumexp(-1)
 
 
-def gradients(dout, q, k, v, cu, scale, kept_lse):
+def gradients(dout, q, k, v, cu, scale, kept_lse, left=None):
     """Of each sequence by itself; the log-sum-exp that was kept must be the one of forward."""
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     for number, (first, end) in enumerate(sequences(cu, len(q))):
         part = (x[first:end] for x in (q, k, v))
-        found, lse = derivatives(*part, dout[first:end], scale)
+        found, lse = derivatives(*part, dout[first:end], scale, left)
         torch.testing.assert_close(kept_lse(number, first, end).double(), lse, atol=1e-4, rtol=0)
         for grad, here in zip(grads, found, strict=True):
             grad[first:end] = here.to(q.dtype)

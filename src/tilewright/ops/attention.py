@@ -6,6 +6,7 @@ in a row (`ops.base.documents`); candidates that `reads_documents` names take `D
 scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
 block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
 holds all. Changes memory and time, not the result.
+window: keys that a position sees at most, the last ones, its own included; 0: all.
 """
 
 import torch
@@ -14,16 +15,30 @@ from torch import Tensor
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native import attention as native
 from tilewright.ops.backends.native import wide
-from tilewright.ops.backends.native.varlen_availability import FLASH_WIDTH, KINDS, why_not_efficient, why_not_varlen
+from tilewright.ops.backends.native.varlen_availability import (
+    FLASH_WIDTH,
+    KINDS,
+    WINDOW,
+    why_not_efficient,
+    why_not_varlen,
+)
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 from tilewright.ops.base.documents import Documents, Segments
 
 
-def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
+def _amx(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
     from tilewright.ops.backends.cpu import attention  # it registers torch operators
 
-    return attention.attention(q, k, v, segments, scale, block)
+    return attention.attention(q, k, v, segments, scale, block, window)
 
 
 def _why_not_amx(machine: Machine, case: Case) -> str | None:
@@ -32,36 +47,68 @@ def _why_not_amx(machine: Machine, case: Case) -> str | None:
     return attention.why_not(machine, case)
 
 
-def _wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+def _wide(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
     if isinstance(segments, Documents):
-        return _by_loop(q, k, v, segments, scale)
+        return _by_loop(q, k, v, segments, scale, window)
     from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 
-    return wide_ops.attention(q, k, v, segments, scale, block)
+    return wide_ops.attention(q, k, v, segments, scale, block, window)
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+def _native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
     if isinstance(segments, Documents):
-        return _by_loop(q, k, v, segments, scale)
-    return native.attention(q, k, v, segments, scale, block)
+        return _by_loop(q, k, v, segments, scale, window)
+    return native.attention(q, k, v, segments, scale, block, window)
 
 
-def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None):
+def _by_loop(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int):
     from tilewright.ops.backends import document_attention  # it registers torch operators
 
-    return document_attention.attention(q, k, v, documents, scale)
+    return document_attention.attention(q, k, v, documents, scale, window)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
     from tilewright.ops.backends.native import varlen_attention  # it registers torch operators
 
-    return varlen_attention.by_flash(q, k, v, segments, scale, block)
+    return varlen_attention.by_flash(q, k, v, segments, scale, block, window)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, segments: Segments = None, scale: float | None = None, block: int = 0):
+def _efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
     from tilewright.ops.backends.native import varlen_attention  # it registers torch operators
 
-    return varlen_attention.by_efficient(q, k, v, segments, scale, block)
+    return varlen_attention.by_efficient(q, k, v, segments, scale, block, window)
 
 
 BY_DOCUMENTS = frozenset(("varlen", "efficient"))
@@ -78,6 +125,7 @@ ATTENTION = Op(
         Candidate("native", _native, always),
         Candidate("ref", ref.attention, always),
     ),
+    kinds=("", WINDOW),
     gpu_kinds=KINDS,
     in_transforms=ref.attention,
 )
@@ -91,17 +139,18 @@ def reads_documents(candidate: str, device_type: str) -> bool:
 
 def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether attention of packed rows outside of compiled code keeps a mask of all pairs of positions for backward.
-    Of FP32 operands on a CPU it goes by blocks, whichever candidate it is."""
+    None is kept of a window. Of FP32 operands on a CPU it goes by blocks, whichever candidate it is."""
     return candidate not in WITHOUT_MASK and (device_type != "cpu" or dtype.itemsize < 4)
 
 
-def attention_kind(device_type: str, head_dim: int, packed: bool) -> str:
-    """Name of a call's kind: on CPUs there is one.
+def attention_kind(device_type: str, head_dim: int, packed: bool, windowed: bool = False) -> str:
+    """Name of a call's kind: on CPUs the window alone tells.
 
     Example:
         >>> attention_kind("cuda", 128, True), attention_kind("cuda", 512, False), attention_kind("cpu", 512, True)
         ('packed', 'wide', '')
     """
     if device_type == "cpu":
-        return ""
-    return "_".join(name for name, is_so in (("packed", packed), ("wide", head_dim > FLASH_WIDTH)) if is_so)
+        return WINDOW if windowed else ""
+    names = ((WINDOW, windowed), ("packed", packed and not windowed), ("wide", head_dim > FLASH_WIDTH))
+    return "_".join(name for name, is_so in names if is_so)

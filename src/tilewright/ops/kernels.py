@@ -161,14 +161,18 @@ class Kernels:
         segments: Segments = None,
         scale: float | None = None,
         block: int | None = None,
+        window: int = 0,
     ) -> Tensor:
         """See `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
         rows = self.attention_block if block is None else block
+        if window < 0:
+            raise ValueError(f"a window has at least 1 position, or is 0 for all before, not {window}")
+        window = window if window < q_BHSD.shape[2] else 0  # it hides nothing: the same kernel, the same bits
         device, dtype = q_BHSD.device.type, q_BHSD.dtype
-        kind = attention_kind(device, q_BHSD.shape[-1], segments is not None)
+        kind = attention_kind(device, q_BHSD.shape[-1], segments is not None, window > 0)
         by_documents = ("attention", device, dtype, kind) in self._by_documents and not in_func_transform()
         read = segments if by_documents else segments_of(segments)
-        return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows)
+        return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows, window)
 
     def documents(self, batch: Mapping[str, Tensor]) -> Segments:
         """What all layers hand to `attention` for a batch: its `segments`, and where attention on their device reads
@@ -189,11 +193,11 @@ class Kernels:
             return segments_BS
         return documents_of(segments_BS, batch.get(STARTS))
 
-    def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, window: int = 0) -> Tensor:
         """Attention of the last S of T positions, by torch, with FP32 operands where `attention` has them. No gradient
-        is asked of it."""
+        is asked of it. `window`: see `ops.attention`; keys before it may be left out."""
         wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
-        return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide)
+        return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide, window=window)
 
     def linear_cross_entropy(
         self,

@@ -60,6 +60,8 @@ def why_no_shape(model: Model, task: str) -> str | None:
     kind = raw.get("model_type")
     if any(not layer.ffn_dim for layer in own_layers(model)):
         return "layers without an FFN: llama.cpp leaves out their attention"
+    if window := _window(model, raw):
+        return f"sliding_window = {window}: llama.cpp computes its architecture llama without a window"
     if kind == "deepseek_v3":
         return (
             "latent attention and experts are not written: llama.cpp computes them as deepseek2, whose tensors this "
@@ -73,8 +75,6 @@ def why_no_shape(model: Model, task: str) -> str | None:
         wrong.append(f"rope_parameters = {rope}")
     if kind in ("llama", "mistral", "qwen3") and raw.get("attention_bias"):
         wrong.append("attention_bias = true")
-    if kind == "mistral" and raw.get("sliding_window"):
-        wrong.append(f"sliding_window = {raw['sliding_window']}")
     if _head_dim(raw) % 2:
         wrong.append(f"head_dim = {_head_dim(raw)}")
     return f"not written for {', '.join(wrong)}" if wrong else None
@@ -129,6 +129,12 @@ def shape_of(model: Model, context: int) -> GGUFShape:
         norm_eps=raw["rms_norm_eps"],
         tied="lm_head.weight" not in state(model),
     )
+
+
+def _window(model: Model, raw: Mapping[str, Any]) -> int:
+    """The widest window of attention that a layer has; 0: none has one, or its family says so in another way."""
+    own = [layer.sliding_window for layer in own_layers(model)]
+    return max(own) if own else (raw.get("sliding_window") or 0) * (raw.get("model_type") == "mistral")
 
 
 def _head_dim(raw: Mapping[str, Any]) -> int:

@@ -71,6 +71,8 @@ class DecoderGraph(nn.Module):
         self.embed = nn.Embedding.from_pretrained(decoder.model.embed_tokens.weight.detach().float())
         self.rotary = Rotary(config.rope_dim, config.rope_theta)
         self.blocks = nn.ModuleList(block(layer, latent) for layer in decoder.blocks)
+        self.windows = tuple(shape.sliding_window for shape in config.shapes)
+        """Positions that each layer's attention sees at most, see `DecoderConfig.sliding_window`."""
         self.norm = GraphNorm(decoder.model.norm.weight, decoder.model.norm.eps)
         self.head = join([decoder.lm_head])
         if config.tie_embeddings:
@@ -84,12 +86,13 @@ class DecoderGraph(nn.Module):
         """Ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V] and the kept tensors
         [1, heads, T, width]."""
         query_S = torch.arange(past[0].shape[2], past[0].shape[2] + ids_1S.shape[1])
-        bias_ST = causal_bias(query_S, torch.arange(past[0].shape[2] + ids_1S.shape[1]))
+        key_T = torch.arange(past[0].shape[2] + ids_1S.shape[1])
+        biases = {window: causal_bias(query_S, key_T, window) for window in dict.fromkeys(self.windows)}
         cos, sin = self.rotary(query_S)
         x_1SD = self.embed(ids_1S)
         kept: list[Tensor] = []
-        for block in self.blocks:
+        for block, window in zip(self.blocks, self.windows, strict=True):
             before = past[len(kept) : len(kept) + len(block.kept)]
-            x_1SD, more = block(x_1SD, cos, sin, bias_ST, before)
+            x_1SD, more = block(x_1SD, cos, sin, biases[window], before)
             kept += more
         return (self.head(self.norm(x_1SD)), *kept)

@@ -49,10 +49,14 @@ def turn(x_1HSR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
     return torch.cat((first * cos_SR - second * sin_SR, second * cos_SR + first * sin_SR), dim=-1)
 
 
-def causal_bias(query_S: Tensor, key_T: Tensor) -> Tensor:
-    """[S, T] FP32: 0 where a query's position may look at a key's, minus infinity elsewhere."""
+def causal_bias(query_S: Tensor, key_T: Tensor, window: int = 0) -> Tensor:
+    """[S, T] FP32: 0 where a query's position may look at a key's, minus infinity elsewhere. `window`: positions that
+    each one sees at most, itself included; 0: all before it."""
     zero, never = torch.zeros(()), torch.full((), float("-inf"))
-    return torch.where(key_T[None, :] <= query_S[:, None], zero, never)
+    seen_ST = key_T[None, :] <= query_S[:, None]
+    if window:
+        seen_ST = seen_ST & (key_T[None, :] > query_S[:, None] - window)
+    return torch.where(seen_ST, zero, never)
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:

@@ -224,8 +224,11 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
-    if not list(pattern_conflicts(model)) and len(set(model.layer_entries())) > 1:
+    entries = [] if list(pattern_conflicts(model)) else model.layer_entries()
+    if len(set(entries)) > 1:
         has, need = "layers of their own shape", "layers that are alike (model.layers empty)"
+    elif model.attention == "mla" and (entries[0].sliding_window if entries else model.sliding_window):
+        has, need = "a window", "sliding_window = 0, or grouped-query attention"
     elif model.attention == "gqa" and model.num_experts:
         has, need = "experts", 'attention = "mla" with experts, or none'
     elif model.num_experts and not model.num_shared_experts:
@@ -238,6 +241,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
         (
             "checkpoint.export_hf",
             "model.layers",
+            "model.sliding_window",
             "model.attention",
             "model.num_experts",
             "model.num_shared_experts",

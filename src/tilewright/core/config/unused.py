@@ -22,8 +22,8 @@ _EXPERTS = (
     "balance_rate",
 )
 _SHAPE = (
-    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "layers", "rope_theta", "norm_eps"),
-    *("tie_embeddings", "attention", "num_experts"),
+    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "layers", "rope_theta"),
+    *("sliding_window", "norm_eps", "tie_embeddings", "attention", "num_experts"),
     *(_MLA + _EXPERTS),
 )
 _TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")

@@ -28,11 +28,12 @@ class CausalAttention(nn.Module):
 
     `compute_dtype` (settable, None = the query's dtype) is what the scores and the matmul are computed from;
     the result has the query's dtype in either case. `block` (settable, None = as the kernels say) is how many query
-    rows are computed at a time.
+    rows are computed at a time. `window`: see `ops.attention`.
     """
 
-    def __init__(self, kernels: Kernels):
+    def __init__(self, kernels: Kernels, window: int = 0):
         super().__init__()
+        self.window = window
         self.compute_dtype: torch.dtype | None = None
         self.block: int | None = None
         self.kernels = kernels
@@ -43,9 +44,9 @@ class CausalAttention(nn.Module):
         dtype = self.compute_dtype or q_BSHD.dtype
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
         if k.shape[2] > q.shape[2]:
-            out_BHSD = self.kernels.attention_to_past(q, k, v)
+            out_BHSD = self.kernels.attention_to_past(q, k, v, window=self.window)
         else:
-            out_BHSD = self.kernels.attention(q, k, v, segments=segments, block=self.block)
+            out_BHSD = self.kernels.attention(q, k, v, segments=segments, block=self.block, window=self.window)
         return out_BHSD.transpose(1, 2).flatten(2).to(q_BSHD.dtype)
 
 
@@ -62,7 +63,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.core = CausalAttention(kernels)
+        self.core = CausalAttention(kernels, config.sliding_window)
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
         self.kernels = kernels
 
@@ -90,7 +91,7 @@ class GroupedQueryAttention(nn.Module):
         if cache is None:
             return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments))
         attend = functools.partial(self.core, segments=segments)
-        return self.o_proj(cache.attend(attend, q_BSHD, k_BSHD, v_BSHD))
+        return self.o_proj(cache.attend(attend, q_BSHD, k_BSHD, v_BSHD, window=self.core.window))
 
 
 class LatentAttention(nn.Module):
@@ -120,7 +121,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(
             config.kv_lora_rank, config.num_heads * (self.nope_dim + self.v_head_dim), bias=False
         )
-        self.core = CausalAttention(kernels)
+        self.core = CausalAttention(kernels, config.sliding_window)
         self.o_proj = nn.Linear(config.num_heads * self.v_head_dim, config.dim, bias=False)
         self.kernels = kernels
         self.shared_by_heads: Callable[[Tensor], Tensor] | None = None
@@ -153,7 +154,7 @@ class LatentAttention(nn.Module):
         if cache is None:
             return self.o_proj(self._attend(q_BSHD, latent, k_rope, segments))
         attend = functools.partial(self._attend, segments=segments)
-        return self.o_proj(cache.attend(attend, q_BSHD, latent, k_rope))
+        return self.o_proj(cache.attend(attend, q_BSHD, latent, k_rope, window=self.core.window))
 
     def _attend(self, q_BSHD: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
         """Queries against keys and values that are expanded from the latent."""

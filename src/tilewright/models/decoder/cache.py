@@ -1,7 +1,8 @@
 """What the decoder keeps of the tokens so far, so that a new token runs alone: its key/value cache.
 
 Grouped-query attention keeps rotated keys and values; latent attention keeps the narrow latent and the rotated key
-that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length.
+that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length; for a
+window of positions that is less, for two windows: what no position sees any longer is left behind when they are full.
 
 Rows that were begun at different times, each with a cache of its own, run one token together (`JoinedCache`): what has
 weights runs once for all of them, attention runs for each row on its own cache. So nothing is padded or copied when a
@@ -26,26 +27,64 @@ class LayerCache:
     def __init__(self, owner: "DecoderCache"):
         self.owner = owner
         self._kept: list[Tensor] = []
+        self._first = 0
+        """Position of the first row of what is kept: more than 0 where a window has left earlier ones behind."""
+        self._ahead: tuple[int, list[Tensor]] | None = None
+        """End and last positions of a pass that had no room here. They count once the owner has counted the pass."""
 
-    def extend(self, *new: Tensor) -> Sequence[Tensor]:
-        """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], views."""
-        start, end = self.owner.length, self.owner.length + new[0].shape[1]
-        self.owner.check_room(len(new[0]), new[0].shape[1])
+    def extend(self, *new: Tensor, window: int = 0) -> Sequence[Tensor]:
+        """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], or of all but those
+        that no position sees from here on.
+
+        Args:
+            window: positions that each one sees at most, the same in each call; 0: all.
+        """
+        count = new[0].shape[1]
+        start, end = self.owner.length, self.owner.length + count
+        self.owner.check_room(len(new[0]), count)
         if not self._kept:
-            self._kept = [t.new_empty((len(t), self.owner.capacity, *t.shape[2:])) for t in new]
+            size = min(self.owner.capacity, 2 * window) if window else self.owner.capacity
+            self._kept = [t.new_empty((len(t), size, *t.shape[2:])) for t in new]
+        if self._ahead is not None:
+            self._take_ahead()
+        if end - self._first > self._kept[0].shape[1]:
+            self._move_up(max(self._first, start - window + 1), start)
+        if end - self._first > self._kept[0].shape[1]:
+            past = [kept.narrow(1, 0, start - self._first) for kept in self._kept]
+            joined = [torch.cat(pair, dim=1) for pair in zip(past, new, strict=True)]
+            # What is kept stays until the pass is counted: one that fails leaves the cache as it was.
+            self._ahead = end, [t.narrow(1, t.shape[1] - window + 1, window - 1).clone() for t in joined]
+            return joined
         for kept, tensor in zip(self._kept, new, strict=True):
-            kept.narrow(1, start, end - start).copy_(tensor)
-        return [kept.narrow(1, 0, end) for kept in self._kept]
+            kept.narrow(1, start - self._first, count).copy_(tensor)
+        return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
 
-    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor) -> Tensor:
-        """What `attention` gives for queries of the new positions and, of all positions, the tensors whose new part is
-        given: [B, S, ...]."""
-        return attention(q_BSHD, *self.extend(*new))
+    def _take_ahead(self) -> None:
+        """Put what had no room in the place of what is kept, if its pass was counted; else drop it."""
+        assert self._ahead is not None
+        (end, tensors), self._ahead = self._ahead, None
+        if self.owner.length < end:
+            return
+        self._first = end - tensors[0].shape[1]
+        for kept, tensor in zip(self._kept, tensors, strict=True):
+            kept.narrow(1, 0, tensor.shape[1]).copy_(tensor)
+
+    def _move_up(self, first: int, end: int) -> None:
+        """Leave the positions before `first` behind."""
+        for kept in self._kept:
+            kept.narrow(1, 0, end - first).copy_(kept.narrow(1, first - self._first, end - first).clone())
+        self._first = first
+
+    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
+        """What `attention` gives for queries of the new positions and, of all positions that they may see, the tensors
+        whose new part is given: [B, S, ...]."""
+        return attention(q_BSHD, *self.extend(*new, window=window))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
-        return sum(math.prod(t.shape) * t.element_size() for t in self._kept)
+        ahead = self._ahead[1] if self._ahead is not None else []
+        return sum(math.prod(t.shape) * t.element_size() for t in (*self._kept, *ahead))
 
 
 class DecoderCache:
@@ -159,10 +198,10 @@ class JoinedLayer:
     def __init__(self, layers: Sequence[LayerCache]):
         self._layers = layers
 
-    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
         """See `LayerCache.attend`; row by row."""
         rows = [
-            layer.attend(attention, q_BSHD[i : i + 1], *(tensor[i : i + 1] for tensor in new))
+            layer.attend(attention, q_BSHD[i : i + 1], *(tensor[i : i + 1] for tensor in new), window=window)
             for i, layer in enumerate(self._layers)
         ]
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tilewright.core.config.model_conflicts import Conflict, layer_conflicts, pattern_conflicts
 from tilewright.core.config.sections.model import LayerSection, ModelSection
 from tilewright.core.errors import ConfigError, Problem
+from tilewright.core.units import ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class LayerShape:
     Args:
         num_heads: 0: the layer has no attention.
         ffn_dim: 0: it has no FFN, and no experts.
+        sliding_window: positions that its attention sees at most; 0: all.
     """
 
     num_heads: int
@@ -30,6 +32,7 @@ class LayerShape:
     ffn_dim: int
     expert_dim: int
     shared_dim: int
+    sliding_window: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     ffn_dim: int
+    sliding_window: int = 0
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
@@ -160,7 +164,7 @@ class DecoderConfig:
 
     def _own(self, layer: int, entry: LayerSection) -> LayerShape:
         """The shape that a recipe's entry asks for."""
-        values = {name: getattr(entry, name) for name in ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank")}
+        values = {name: getattr(entry, name) for name in _LISTED}
         width = "expert_dim" if entry.ffn_dim and self.is_moe(layer) else "ffn_dim"
         return replace(self.shape, **values, **{width: entry.ffn_dim})
 
@@ -200,6 +204,8 @@ class DecoderConfig:
                     where="model.num_kv_heads",
                 )
             )
+        if self.sliding_window < 0:
+            problems.append(_no_window(f"sliding_window {self.sliding_window}", "model.sliding_window"))
         if self.rope_dim % 2:
             name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
             problems.append(
@@ -226,7 +232,9 @@ class DecoderConfig:
             ]
         groups = "num_heads" if self.attention == "mla" else "num_kv_heads"
         shapes = [(shape.num_heads, getattr(shape, groups), shape.ffn_dim) for shape in self.layers]
-        return _problems(layer_conflicts(shapes))
+        below = [number for number, shape in enumerate(self.layers) if shape.sliding_window < 0]
+        wrong = [_no_window(f"layers {ranges(below)}: sliding_window below 0", "model.layers")] if below else []
+        return [*_problems(layer_conflicts(shapes)), *wrong]
 
     def _expert_problems(self) -> list[Problem]:
         problems = []
@@ -274,8 +282,22 @@ class DecoderConfig:
         return problems
 
 
+_LISTED = ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank", "sliding_window")
+"""Numbers of a layer that a recipe lists, all but the width of its FFN: that of experts is another."""
+
+
 def _problems(conflicts: Iterable[Conflict]) -> list[Problem]:
     return [Problem(one.what, got=one.got, need=one.need, try_=one.try_, where="model.layers") for one in conflicts]
+
+
+def _no_window(got: str, where: str) -> Problem:
+    return Problem(
+        "Window of attention that is none",
+        got=got,
+        need="positions that a query attends to, its own included: at least 1; 0 for all before it",
+        try_="sliding_window = 0",
+        where=where,
+    )
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

@@ -143,23 +143,43 @@ def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> 
     """FLOPs per token in rows of `seq_len`.
 
     Args:
-        causal: count the pairs that a causal mask leaves (half, and the diagonal); False counts all S x S pairs, as
-            `torch.utils.flop_counter` does.
+        causal: count the pairs that a causal mask leaves (half, and the diagonal) and the layer's window; False counts
+            all S x S pairs, as `torch.utils.flop_counter` does.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408)
         >>> round(count_flops(config, 512).forward / 1e6)
         100
     """
-    pairs = (seq_len + 1) / 2 if causal else seq_len
     shapes = [config.at(layer) for layer in range(config.num_layers)]
     layers = tuple(
         2 * (attention_weights(shape) + mlp_weights(shape, layer) - _inactive_parameters(shape, layer))
         for layer, shape in enumerate(shapes)
     )
-    attention = tuple(2 * shape.num_heads * (shape.qk_head_dim + shape.value_head_dim) * pairs for shape in shapes)
+    attention = tuple(
+        2
+        * shape.num_heads
+        * (shape.qk_head_dim + shape.value_head_dim)
+        * (mean_keys(seq_len, shape.sliding_window) if causal else seq_len)
+        for shape in shapes
+    )
     last = tuple(2 * config.dim * _last_width(shape, layer) for layer, shape in enumerate(shapes))
     return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)
+
+
+def mean_keys(seq_len: int, window: int = 0) -> float:
+    """Keys that a position of a row sees on average, itself included.
+
+    Args:
+        seq_len: positions of the row.
+        window: positions that each one sees at most; 0: all before it.
+
+    Example:
+        >>> mean_keys(7), mean_keys(7, window=1), mean_keys(4, window=2)
+        (4.0, 1.0, 1.75)
+    """
+    most = min(window or seq_len, seq_len)
+    return most - most * (most - 1) / (2 * seq_len)
 
 
 def _last_width(config: DecoderConfig, layer: int) -> int:

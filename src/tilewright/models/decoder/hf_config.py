@@ -1,7 +1,7 @@
 """config.json of Llama, Mistral and DeepSeek-V3 folders to and from `DecoderConfig`. No tensors, no transformers.
 
-Mistral's layout without a window is Llama's model with heads of any width: it is written where heads times their width
-are not the width of the model in a way that transformers' Llama takes.
+Mistral's layout is Llama's model with heads of any width, and with a sliding window: it is written where there is one,
+and where heads times their width are not the width of the model in a way that transformers' Llama takes.
 
 What a folder asks for that the decoder cannot do exactly (rope scaling, biases, another activation) is an error, all
 of it at once; nothing is ignored that would change a logit.
@@ -17,6 +17,9 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.folder.json_file import read_json
 
 LLAMA, MISTRAL, DEEPSEEK = "llama", "mistral", "deepseek_v3"
+_MISTRAL_WINDOW = 4096
+"""What transformers takes where a folder of Mistral's layout says nothing; null is none. Its mask lets a position see
+keys behind its own less the window, as ours does."""
 _ARCHITECTURE = {LLAMA: "LlamaForCausalLM", MISTRAL: "MistralForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
 _SHARED_KEYS = {
     "vocab_size": "vocab_size",
@@ -84,6 +87,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
         "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
     }
+    if layout == MISTRAL:
+        values["sliding_window"] = raw.get("sliding_window", _MISTRAL_WINDOW) or 0
     if layout == DEEPSEEK:  # its head_dim is the rotary part
         values |= {"attention": "mla", "q_lora_rank": raw.get("q_lora_rank") or 0}
         values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
@@ -93,8 +98,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
 
 
 def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
-    """config.json for this shape: Llama layout for dense GQA, Mistral's where the width of the model is no multiple of
-    its heads, DeepSeek-V3 layout for MLA.
+    """config.json for this shape: Llama layout for dense GQA, Mistral's where there is a window or the width of the
+    model is no multiple of its heads, DeepSeek-V3 layout for MLA.
 
     Raises:
         CheckpointError: no Hugging Face layout describes the shape; of an architecture of the caller's own, what it
@@ -102,7 +107,8 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
     """
     if not isinstance(config.architecture, str):
         return config.architecture.folder_config(config, dtype_name)
-    layout = DEEPSEEK if config.attention == "mla" else MISTRAL if config.dim % config.num_heads else LLAMA
+    as_llama = not config.sliding_window and config.dim % config.num_heads == 0
+    layout = DEEPSEEK if config.attention == "mla" else LLAMA if as_llama else MISTRAL
     problems = _unwritable(config)
     if problems:
         raise CheckpointError.from_problems(problems)
@@ -125,7 +131,7 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
         "pad_token_id": None,
     }
     if layout == MISTRAL:
-        return raw | {"sliding_window": None}
+        return raw | {"sliding_window": config.sliding_window or None}
     raw |= {"attention_bias": False}
     if layout == LLAMA:
         return raw | {"mlp_bias": False}
@@ -165,8 +171,9 @@ def _is_size(value: Any) -> bool:
 
 def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
     wrong = [f"{key} = {raw[key]!r}" for key, allowed in _ONLY_VALUES.items() if key in raw and raw[key] not in allowed]
-    if raw["model_type"] == MISTRAL and raw.get("sliding_window", "4096, where nothing is said") is not None:
-        wrong.append(f"sliding_window = {raw.get('sliding_window', '4096, where nothing is said')}")
+    window = raw.get("sliding_window") if raw["model_type"] == MISTRAL else None
+    if window is not None and (type(window) is not int or window < 1):
+        wrong.append(f"sliding_window = {window!r}")
     rope = _rope(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -190,6 +197,8 @@ def _unwritable(config: DecoderConfig) -> list[Problem]:
     reasons = []
     if config.layers:
         reasons.append(("layers of their own shape", "layers that are alike (model.layers empty)"))
+    if config.attention == "mla" and config.sliding_window:
+        reasons.append(("latent attention with a window", "sliding_window = 0, or grouped-query attention"))
     if config.attention == "gqa" and config.num_experts:
         reasons.append(("grouped-query attention with experts", 'attention = "mla" with experts, or a dense model'))
     if config.num_experts and not config.num_shared_experts:

@@ -1,13 +1,16 @@
 """What each way to attention here is made of: heads that share keys, values as wide as keys, masks of blocks of rows.
 
-Legend: B batch  H query heads  K key heads  S positions  R rows of a block  E keys up to its last row  D width.
+Legend: B batch  H query heads  K key heads  S positions  R rows of a block  E keys that they may see  D width.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 QUERY_BLOCK = 256
+_NARROW_BLOCK = 64
 
 
 def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -28,10 +31,48 @@ def added_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
 
 
-def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
-    """Rows start..end of `allowed_pairs`, columns 0..end: [1 or B, 1, R, E]."""
-    allowed_RE = torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device)
+def first_key(position: int, window: int) -> int:
+    """The first key that a position may see.
+
+    Example:
+        >>> first_key(9, window=0), first_key(9, window=4), first_key(2, window=4)
+        (0, 6, 0)
+    """
+    return max(0, position - window + 1) if window else 0
+
+
+def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device, window: int = 0) -> Tensor:
+    """Rows start..end of `allowed_pairs`, columns from the first key that one of them may see: [1 or B, 1, R, E]."""
+    first = first_key(start, window)
+    row_R1, key_E = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
+    allowed_RE = row_R1 >= key_E
+    if window:
+        allowed_RE &= row_R1 - window < key_E
     if segments_BS is None:
         return allowed_RE[None, None]
-    same_BRE = segments_BS[:, start:end, None] == segments_BS[:, None, :end]
+    same_BRE = segments_BS[:, start:end, None] == segments_BS[:, None, first:end]
     return (same_BRE & allowed_RE)[:, None]
+
+
+def block_rows(block: int, window: int) -> int:
+    """Query rows at a time where attention goes by blocks: as asked for, or so many that a block of a narrow window
+    reads few keys which its last row does not see."""
+    return block or (min(QUERY_BLOCK, max(_NARROW_BLOCK, window)) if window else QUERY_BLOCK)
+
+
+def query_blocks(
+    length: int, segments_BS: Tensor | None, block: int, window: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Query rows, the keys that they may see, whether the kernel masks the future, and else the mask to add; on CPUs.
+
+    One block with the kernel's own mask where nothing else is asked for.
+    """
+    if segments_BS is None and not block and (not window or window >= length):
+        if length:
+            yield slice(0, length), slice(0, length), True, None
+        return
+    step, device = block_rows(block, window), torch.device("cpu")
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        allowed = allowed_block(segments_BS, start, end, device, window)
+        yield slice(start, end), slice(first_key(start, window), end), False, added_mask(allowed, dtype)

@@ -157,7 +157,8 @@ class _Decoder:
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
         kept = {mode: self._kept(index, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
-        mask = float(seq_len**2 * BYTES[policy.matmul]) if masked and config.num_heads else 0.0
+        whole = config.num_heads and not 0 < config.sliding_window < seq_len  # a window keeps no mask
+        mask = float(seq_len**2 * BYTES[policy.matmul]) if masked and whole else 0.0
         mlp = Line(0, self._mlp_share(index, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(index, "none", replace(storage, compiled=False))

@@ -55,6 +55,8 @@ class LayerSection(Section):
     """MLA: rank of the key/value compression."""
     ffn_dim: _Own = Field(default=None, ge=0)
     """Width of the SwiGLU hidden layer; in a layer with experts that of an expert. 0: attention alone."""
+    sliding_window: _Own = Field(default=None, ge=0)
+    """Positions that a query attends to at most, its own included. 0: all before it."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class ModelSection(Section):
     path: str = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
     `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama, Mistral
-    (without a window) or DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    or DeepSeek-V3 layout, whose shape then replaces the fields below."""
     weights: Literal["random", "load"] = "random"
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
@@ -88,10 +90,14 @@ class ModelSection(Section):
     """Width of a head. 0: `dim / num_heads`."""
     ffn_dim: Count = Field(default=0, ge=0)
     """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
+    sliding_window: Count = Field(default=0, ge=0)
+    """Positions that a query attends to at most, its own included: a sliding window, as Mistral has it. 0: all before
+    it."""
     layers: tuple[LayerSection, ...] = ()
     """Layers of their own shape, in order: a table for each, with what differs from the fields above: `num_heads`,
-    `num_kv_heads`, `q_lora_rank`, `kv_lora_rank`, `ffn_dim`. No heads: no attention; `ffn_dim = 0`: no FFN. `repeat`
-    layers in a row share a table. A list of fewer than `num_layers` is a pattern that repeats. Empty: all are alike."""
+    `num_kv_heads`, `q_lora_rank`, `kv_lora_rank`, `ffn_dim`, `sliding_window`. No heads: no attention; `ffn_dim = 0`:
+    no FFN. `repeat` layers in a row share a table. A list of fewer than `num_layers` is a pattern that repeats. Empty:
+    all are alike."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position frequencies."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -175,4 +181,5 @@ class ModelSection(Section):
             q_lora_rank=own("q_lora_rank", self.q_lora_rank),
             kv_lora_rank=own("kv_lora_rank", self.kv_lora_rank),
             ffn_dim=own("ffn_dim", self.expert_width if self.routes(layer) else self.hidden_width),
+            sliding_window=own("sliding_window", self.sliding_window) if heads else 0,
         )

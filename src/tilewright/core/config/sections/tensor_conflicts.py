@@ -71,10 +71,16 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         shared = model.num_shared_experts * model.expert_dim if model.num_experts else 0
         if not model.layers:
             yield from uneven_widths(*heads, model.ffn_dim, parallel.tp, shared)
-        for kind, routed in dict.fromkeys((one, model.routes(at)) for at, one in enumerate(model.layer_entries())):
-            heads = kind.num_heads or 0, kind.num_kv_heads or 0 if model.attention == "gqa" else 0
-            width = 0 if routed else kind.ffn_dim or 0  # routed experts are whole where they are
-            yield from uneven_widths(*heads, width, parallel.tp, owner="model.layers: ")
+        of_layers = (
+            (
+                kind.num_heads or 0,
+                kind.num_kv_heads or 0 if model.attention == "gqa" else 0,
+                0 if model.routes(layer) else kind.ffn_dim or 0,  # routed experts are whole where they are
+            )
+            for layer, kind in enumerate(model.layer_entries())
+        )
+        for widths in dict.fromkeys(of_layers):
+            yield from uneven_widths(*widths, parallel.tp, owner="model.layers: ")
 
 
 def uneven_widths(

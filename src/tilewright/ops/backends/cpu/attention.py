@@ -13,11 +13,14 @@ from tilewright.core.hardware import Machine
 from tilewright.ops.backends.attention_parts import padded_values
 from tilewright.ops.backends.cpu import amx
 from tilewright.ops.backends.cpu.build import ATTENTION
+from tilewright.ops.backends.native.varlen_availability import NO_WINDOW, WINDOW
 from tilewright.ops.base.dispatch import Case
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
     """The `why_not` of `attention`. Builds the library where it is not there yet (seconds)."""
+    if case.device_type == "cpu" and case.kind not in NO_WINDOW.kinds:
+        return f"it knows {NO_WINDOW.what}"
     return amx.why_not(ATTENTION, machine, case)
 
 
@@ -28,8 +31,10 @@ def attention(
     segments_BS: Tensor | None = None,
     scale: float | None = None,
     block: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """See `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
+    NO_WINDOW.check(WINDOW if window else "")
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     v = padded_values(q_BHSD, v_BKSD)
     segments = None if segments_BS is None else segments_BS.to(torch.int32)

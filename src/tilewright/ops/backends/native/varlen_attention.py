@@ -5,6 +5,8 @@ and what neither takes, torch computes with all scores in memory. Both kernels t
 They are called in operators of ours, since torch 2.13 has a wrong shape function for backward of the memory-efficient
 one, so that compiling it fails.
 
+Flash takes a window: of each position the keys up to so many before it.
+
 Legend: B rows  H query heads  K key heads  S positions  D width  T tokens of all rows  N documents.
 """
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.backends.attention_parts import padded_values
+from tilewright.ops.backends.native.varlen_availability import NO_WINDOW, WINDOW
 from tilewright.ops.base.documents import Documents, Segments, documents_of, rows_as_documents
 
 _ALIGNED = 8
@@ -30,9 +33,10 @@ def by_flash(
     segments: Segments = None,
     scale: float | None = None,
     block: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """See `ops.attention`. Grouped heads as they are. It goes by blocks of its own: `block` changes nothing."""
-    return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, flash=True)
+    return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, window, flash=True)
 
 
 def by_efficient(
@@ -42,16 +46,18 @@ def by_efficient(
     segments: Segments = None,
     scale: float | None = None,
     block: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """See `ops.attention`. Keys and values are repeated for grouped heads. `block` changes nothing."""
+    NO_WINDOW.check(WINDOW if window else "")
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     if group > 1:
         k_BKSD, v_BKSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
-    return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, flash=False)
+    return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, 0, flash=False)
 
 
 def _attention(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments: Segments, scale: float | None, *, flash: bool
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments: Segments, scale: float | None, window: int, *, flash: bool
 ) -> Tensor:
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     rows, _, length, _ = q_BHSD.shape
@@ -61,7 +67,7 @@ def _attention(
         found = segments if isinstance(segments, Documents) else documents_of(segments)
         starts_N1, longest = found.starts_N1, found.longest
     operands = (_tokens(x) for x in (q_BHSD, k_BKSD, padded_values(q_BHSD, v_BKSD)))
-    out_THD = _Attention.apply(*operands, starts_N1, longest, scale, flash)
+    out_THD = _Attention.apply(*operands, starts_N1, longest, scale, flash, window)
     return out_THD[..., : v_BKSD.shape[-1]].unflatten(0, (rows, length)).transpose(1, 2)
 
 
@@ -74,25 +80,27 @@ def _tokens(x_BHSD: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_TKD, v_TKD, starts_N1, longest, scale, flash):
-        out_THD, lse = _forward(q_THD, k_TKD, v_TKD, starts_N1, longest, scale, flash)
+    def forward(ctx, q_THD, k_TKD, v_TKD, starts_N1, longest, scale, flash, window):
+        out_THD, lse = _forward(q_THD, k_TKD, v_TKD, starts_N1, longest, scale, flash, window)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, starts_N1, out_THD, lse)
-        ctx.options = longest, scale, flash
+        ctx.options = longest, scale, flash, window
         return out_THD
 
     @staticmethod
     def backward(ctx, dout_THD):
-        return *_backward(*ctx.saved_tensors, dout_THD, *ctx.options), None, None, None, None
+        return *_backward(*ctx.saved_tensors, dout_THD, *ctx.options), None, None, None, None, None
 
 
 @torch.library.custom_op("tilewright::varlen_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, flash: bool
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, flash: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Result [T, H, D], and log-sum-exp in FP32: [H, T] of flash, [N, H, longest] of the memory-efficient kernel."""
     if flash:
         lengths = (starts, starts, longest, longest)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, True, False, scale=scale, **_sides(window)
+        )
         return out, lse
     lengths, operands = _lengths_within(starts, longest, q), (x[None] for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
@@ -102,7 +110,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, starts, longest, scale, flash):
+def _(q, k, v, starts, longest, scale, flash, window=0):
     tokens, heads, _ = q.shape
     sums = -(-torch.sym_min(longest, tokens) // _LSE_ALIGNED) * _LSE_ALIGNED
     shape = (heads, tokens) if flash else (starts.shape[0] - 1, heads, sums)
@@ -112,14 +120,14 @@ def _(q, k, v, starts, longest, scale, flash):
 @torch.library.custom_op("tilewright::varlen_attention_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, out: Tensor, lse: Tensor, dout: Tensor, longest: int, scale: float,
-    flash: bool,
+    flash: bool, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dout = dout.contiguous()
     if flash:
         lengths = (starts, starts, longest, longest)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of no dropout
         return torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale
+            dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale, **_sides(window)
         )
     state = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     lengths = _lengths_within(starts, longest, q)
@@ -131,8 +139,13 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, starts, out, lse, dout, longest, scale, flash):
+def _(q, k, v, starts, out, lse, dout, longest, scale, flash, window=0):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _sides(window: int) -> dict[str, int]:
+    """How flash is told of a window: keys before a position, and behind it."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _lengths_within(starts: Tensor, longest: int, q_THD: Tensor) -> tuple[Tensor, Tensor, int, int]:

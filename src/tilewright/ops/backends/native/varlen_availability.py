@@ -8,12 +8,17 @@ heads of any width, none grouped: keys and values are repeated.
 import torch
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.base.dispatch import Case
+from tilewright.ops.base.dispatch import Case, Knows
 
 FLASH_WIDTH = 256
 """The widest head that flash takes."""
-KINDS = ("wide", "packed", "packed_wide")
-"""Kinds of call on a GPU beside the plain one: heads wider than `FLASH_WIDTH`, rows of several documents, both."""
+WINDOW = "window"
+"""The kind of call in which a position sees the last keys alone, packed or not."""
+KINDS = ("wide", "packed", "packed_wide", "window_wide")
+"""Kinds of call on a GPU beside the plain one and `WINDOW`: heads wider than `FLASH_WIDTH`, rows of several documents,
+both; a window and wide heads."""
+NO_WINDOW = Knows(("", "wide", "packed", "packed_wide"), "attention to all earlier keys, not to a window of them")
+"""Of candidates without a window."""
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -21,7 +26,7 @@ def why_not_varlen(machine: Machine, case: Case) -> str | None:
     """The `why_not` of flash by documents."""
     if reason := _why_no_flash(machine, case):
         return reason
-    if case.kind != "packed":
+    if case.kind not in ("packed", WINDOW):
         return "rows are not packed: torch takes flash itself"
     return None
 
@@ -30,6 +35,8 @@ def why_not_efficient(machine: Machine, case: Case) -> str | None:
     """The `why_not` of the memory-efficient kernel by documents."""
     if case.device_type != "cuda":
         return "it is for CUDA devices"
+    if case.kind not in NO_WINDOW.kinds:
+        return f"it knows {NO_WINDOW.what}"
     if case.dtype not in (torch.float32, *_LOW):
         return "it multiplies FP32, BF16 and FP16"
     if case.dtype == torch.bfloat16 and (machine.capability or (0, 0)) < (8, 0):

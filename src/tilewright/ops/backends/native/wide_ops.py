@@ -4,19 +4,17 @@ Kept for backward is what came in, in 16 bits. One operator per GEMM, and one pe
 the compiler keep its 16-bit result, never an FP32 one, and what runs is the same in compiled code and outside of it.
 
 Attention is torch's flash kernel, forward and backward: of FP32 operands its backward takes 2.4 times its forward, of
-16-bit ones 14 times where the CPU does not multiply them (docs/log.md, 2026-11-25). Where there are documents it goes
-by blocks of query rows, each with the keys up to its last row, so that no mask is S x S.
+16-bit ones 14 times where the CPU does not multiply them (docs/log.md, 2026-11-25). Where there are documents or a
+window it goes by blocks of query rows, each with the keys that they may see, so that no mask is S x S.
 
 Legend: M out features or rows  N rows  K columns; B batch  H query heads  K key heads  S positions  D width.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.backends.attention_parts import QUERY_BLOCK, added_mask, allowed_block, expand, padded_values
+from tilewright.ops.backends.attention_parts import expand, padded_values, query_blocks
 from tilewright.ops.base.deferred_linear import LinearGemms
 
 
@@ -115,35 +113,36 @@ def attention(
     segments_BS: Tensor | None = None,
     scale: float | None = None,
     block: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """See `ops.attention`."""
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     v = padded_values(q_BHSD, v_BKSD)
-    out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
+    out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block, window)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
 
 
 class _WideAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block):
-        out_BHSD, lse_BHS = _attention(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block)
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block, window):
+        out_BHSD, lse_BHS = _attention(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block, window)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
-        ctx.scale, ctx.block = scale, block
+        ctx.options = scale, block, window
         return out_BHSD
 
     @staticmethod
     def backward(ctx, dout_BHSD):
-        return *_attention_backward(*ctx.saved_tensors, dout_BHSD, ctx.scale, ctx.block), None, None, None
+        return *_attention_backward(*ctx.saved_tensors, dout_BHSD, *ctx.options), None, None, None, None
 
 
 @torch.library.custom_op("tilewright::wide_attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, block: int
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor]:
     """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32."""
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
     queries, keys, values = q.to(_high(q)), _widened(k, q), _widened(v, q)
-    for rows, seen, causal, mask in _blocks(q, segments, block):
+    for rows, seen, causal, mask in query_blocks(_length(q), segments, block, window, _high(q)):
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries[:, :, rows], keys[:, :, seen], values[:, :, seen], 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -152,20 +151,20 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q, k, v, segments, scale, block):
+def _(q, k, v, segments, scale, block, window):
     return _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
 
 
 @torch.library.custom_op("tilewright::wide_attention_backward", mutates_args=())
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, dout: Tensor,
-    scale: float, block: int,
+    scale: float, block: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     high, group = _high(q), q.shape[1] // k.shape[1]
     queries, done, upstream = (x.to(high) for x in (q, out, dout))
     keys, values = _widened(k, q), _widened(v, q)
     dq, dk, dv = _heads_inside(q), torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, seen, causal, mask in _blocks(q, segments, block):
+    for rows, seen, causal, mask in query_blocks(_length(q), segments, block, window, high):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             upstream[:, :, rows], queries[:, :, rows], keys[:, :, seen], values[:, :, seen], done[:, :, rows],
             lse[:, :, rows], 0.0, causal, attn_mask=mask, scale=scale,
@@ -179,21 +178,13 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(q, k, v, out, lse, segments, dout, scale, block):
+def _(q, k, v, out, lse, segments, dout, scale, block, window):
     return _heads_inside(q), _heads_inside(k), _heads_inside(v)
 
 
-def _blocks(q: Tensor, segments_BS: Tensor | None, block: int) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Query rows, the keys that they may see, whether the kernel masks the future, and else the mask to add."""
-    length = q.shape[2] if q.numel() else 0
-    if segments_BS is None and not block and length:
-        yield slice(0, length), slice(0, length), True, None
-        return
-    block = block or QUERY_BLOCK
-    for start in range(0, length, block):
-        end = min(start + block, length)
-        allowed = allowed_block(segments_BS, start, end, q.device)
-        yield slice(start, end), slice(0, end), False, added_mask(allowed, _high(q))
+def _length(q_BHSD: Tensor) -> int:
+    """Positions; 0 where nothing is to be computed."""
+    return q_BHSD.shape[2] if q_BHSD.numel() else 0
 
 
 def _widened(x_BKSD: Tensor, q_BHSD: Tensor) -> Tensor:

@@ -38,9 +38,11 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (x_high * inv * weight_D.to(x_high.dtype)).to(x.dtype)
 
 
-def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.device) -> Tensor:
-    """Boolean mask [1 or B, 1, S, S]: query row may look at key column (causal, same document)."""
+def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.device, window: int = 0) -> Tensor:
+    """Boolean mask [1 or B, 1, S, S]: query row may look at key column (causal, same document, within the window)."""
     causal_SS = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device).tril()
+    if window:
+        causal_SS = causal_SS.triu(1 - window)
     if segments_BS is None:
         return causal_SS[None, None]
     same_BSS = segments_BS[:, :, None] == segments_BS[:, None, :]
@@ -54,6 +56,7 @@ def attention(
     segments_BS: Tensor | None = None,
     scale: float | None = None,
     block: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """See `ops.attention.ATTENTION`."""
     high = wide(q_BHSD.dtype)
@@ -62,7 +65,7 @@ def attention(
     v = v_BHSD.repeat_interleave(group, dim=1).to(high)
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
     scores = (q_BHSD.to(high) @ k.mT) * scale
-    allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device)
+    allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device, window)
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
 
 
