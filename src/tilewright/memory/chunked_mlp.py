@@ -38,7 +38,7 @@ from tilewright.precision.snapshot import drawing, torch_states
 _log = logging.getLogger(__name__)
 
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
-"""What MLPs are called."""
+"""Names of MLPs in models."""
 _ALIGN = 128
 """Chunks are whole multiples of this, where they are as large: tokens that share a scale stay together."""
 
@@ -301,7 +301,7 @@ def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What decides how a function computes in addition to its arguments: autocast, functions kept in FP32, random
+    """Settings around a call that change how a function computes: autocast, functions kept in FP32, random
     states."""
 
     device: torch.device

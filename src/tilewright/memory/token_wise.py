@@ -1,4 +1,4 @@
-"""Whether a module treats each token alone, found out by computing some tokens together and apart.
+"""A test of whether a module treats each token alone, made by computing some tokens together and apart.
 
 It is tried in the mode in which it is asked: a batch norm treats tokens alone in evaluation, and not in training.
 Dropout is left out, since it draws other numbers in another order and is no tie between tokens. The trial leaves

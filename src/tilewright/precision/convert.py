@@ -89,7 +89,7 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
 
 
 def explain(model: nn.Module, policy: Policy | str) -> Table:
-    """What `convert` would make each part of a model do, and why. Changes nothing; works on the meta device."""
+    """Formats that `convert` would give each part of a model, and why. Changes nothing; works on the meta device."""
     return decide_all(model, _placed(model, policy)).report.rows
 
 
@@ -171,7 +171,7 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 
 
 def _kernels_of(model: nn.Module) -> Kernels | None:
-    """What an earlier conversion gave the layers of a model."""
+    """Kernels and policy that an earlier conversion gave the layers of a model."""
     layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | Float8Linear)]
     weights = [given.matmuls.kernels for given in tile_weights(model).values()]
     return next((kernels for kernels in (*layers, *weights) if kernels is not None), None)
@@ -291,7 +291,7 @@ def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
 
 
 def _widens(policy: Policy, kernels: Kernels | None) -> bool:
-    """Whether the CPU that the model runs on, of these kernels or this one, multiplies no operands of this mode."""
+    """True where the CPU that the model runs on, of these kernels or this one, multiplies no operands of this mode."""
     dtype = SPECS[policy.activation].dtype
     if kernels is None:
         return widens(policy.device_type, dtype)
@@ -332,7 +332,7 @@ def _surround(
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """What computes the weights of a parametrized module."""
+    """The parametrizations of a module's weights."""
     return module.get_submodule("parametrizations").modules()
 
 

@@ -1,4 +1,4 @@
-"""What a pass changes in addition to gradients, as it was: buffers, what modules note on the side, counts and
+"""State that a pass changes in addition to gradients, as it was: buffers, what modules note on the side, counts and
 generators.
 
 For passes that are looked at and not trained on (`monitor`), for steps that are skipped or computed again, and for
@@ -54,7 +54,7 @@ class ModuleSlots:
 
 
 class ModuleSnapshot:
-    """What the modules of some models hold besides parameters, as it was when this was made: buffers, and tensors noted
+    """Buffers and notes of the modules of some models, as they were when this was made: buffers, and tensors noted
     as attributes.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a layer-major run does with each layer group, as a `MemoryPlan`; and from one to the next between two steps.
+"""The `MemoryPlan` of a layer-major run, applied to its layer groups; and from one to the next between two steps.
 
     homes = by_group(memory_plan, layer_groups)  # checked against the layer groups
     policy = PlanApplier(run, memory_plan, weights)
@@ -25,7 +25,7 @@ Homes = tuple[Tier, Tier]
 
 
 def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, LayerMemory]:
-    """What is done with each layer group, by its name. Not the shared one, which is always on the device.
+    """The plan of each layer group, by its name. Not the shared one, which is always on the device.
 
     Raises:
         ConfigError: the memory plan is of another number of layers, cuts a layer group, or asks for what is not
@@ -133,7 +133,7 @@ class PlanApplier:
 
     @property
     def now(self) -> MemoryPlan:
-        """What is done now, from what is really where."""
+        """The plan of now, read from where tensors are."""
         layer_groups, run = self._run.layer_groups, self._run
         layers: list[LayerMemory] = []
         for place, part in enumerate(layer_groups.groups):

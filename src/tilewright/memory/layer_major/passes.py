@@ -132,7 +132,7 @@ class LayerMajor:
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
     def aux_metrics(self) -> list[dict[str, Tensor]]:
-        """What the model reports in addition to its loss, by micro-batch. Once a forward pass."""
+        """Outputs of the model in addition to its loss, by micro-batch. Once a forward pass."""
         return [self.view.aux_metrics(counted) for counted in self._counted]
 
     # ---- backward ----

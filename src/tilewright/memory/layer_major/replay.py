@@ -30,7 +30,7 @@ class RouterChoices:
         self._given: int | None = None
 
     def __call__(self, choose: Callable[[], Tensor]) -> Tensor:
-        """What `choose` gives the first time."""
+        """The choice of the first call of `choose`, for this and later calls."""
         if self._given is None:
             self._made.append(choose())
             return self._made[-1]
@@ -45,7 +45,7 @@ class RouterChoices:
 
 @dataclass
 class _Taken:
-    """What one call drew and chose. `states` are the generators' before it, empty where it drew nothing."""
+    """Random states and choices of one call. `states` are the generators' before it, empty where it drew nothing."""
 
     choices: RouterChoices = field(default_factory=RouterChoices)
     states: Mapping[str, Tensor] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Replay:
             return function()
 
     def knows(self, key: Hashable) -> bool:
-        """Whether a call is remembered under `key`."""
+        """True where a call is remembered under `key`."""
         return key in self._taken
 
     def clear(self) -> None:

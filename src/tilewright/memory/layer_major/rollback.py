@@ -1,4 +1,4 @@
-"""What a step changes, as it was before: so that a step that turns out bad half way can be taken back whole.
+"""Copies of all that a step changes, made before: so that a step that turns out bad half way can be taken back whole.
 
     rollback.begin()
     rollback.keep(part, tensors)  # just before the layer group's first change

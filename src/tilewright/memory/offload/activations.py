@@ -39,7 +39,7 @@ _Keeper = DeviceActivations | HostActivations | DiskActivations
 
 @dataclass(frozen=True)
 class _Entry:
-    """What `get` needs in addition to the bytes."""
+    """Shape, dtype and place of kept bytes, which `get` needs."""
 
     shape: torch.Size
     dtype: torch.dtype

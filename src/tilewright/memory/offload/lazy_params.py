@@ -72,6 +72,6 @@ def dummy_values(model: nn.Module) -> Iterator[None]:
 
 
 def _is_placeholder(param: Tensor) -> bool:
-    """Whether `layout.placeholder` made it, and nothing has come in its place."""
+    """True where `layout.placeholder` made it, and nothing has come in its place."""
     alone = param.untyped_storage().nbytes() == param.itemsize
     return alone and (param.numel() > 1 or bool(param.isnan().all()))

@@ -129,7 +129,7 @@ class ParamOffloader:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether anything is stored off the device."""
+        """True where anything is stored off the device."""
         return self.parameters.is_offloaded or self.states.is_offloaded
 
     def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:

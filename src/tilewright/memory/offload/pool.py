@@ -46,7 +46,7 @@ class _Slice:
     fixed: bool = False
     """Never moves from the device."""
     away: dict[str, Tensor] = field(default_factory=dict)
-    """What is in for the tensors while they are not live."""
+    """Placeholders of the tensors while they are not live."""
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
     live: bool = False
 
@@ -159,7 +159,7 @@ class OffloadPool:
         self._make_slots()
 
     def _to(self, tier: Tier) -> Transfer:
-        """What moves bytes to and from a tier."""
+        """The mover of bytes to and from a tier."""
         if tier not in self._transfers:
             self._transfers[tier] = make_transfer(make_store(tier, self.device, self._folder), self.device)
         return self._transfers[tier]
@@ -294,7 +294,7 @@ class OffloadPool:
 
     @property
     def traffic(self) -> Traffic:
-        """What went to and from the tiers since the pool was sealed, and the seconds spent waiting for them."""
+        """Bytes that went to and from the tiers since the pool was sealed, and the seconds spent waiting for them."""
         parts = [transfer.traffic for transfer in self._transfers.values()]
         read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
         return Traffic(read, written, self._slots.wait_s)
@@ -307,7 +307,7 @@ class OffloadPool:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether any layer group is stored off the device."""
+        """True where any layer group is stored off the device."""
         return any(not item.resident for item in self._layer_groups.values())
 
     @torch.no_grad()

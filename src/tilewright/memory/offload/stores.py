@@ -315,7 +315,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` without their first `count` bytes."""
+    """The rest of `views` without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

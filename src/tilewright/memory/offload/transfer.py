@@ -18,7 +18,7 @@ from tilewright.memory.offload.stores import Store
 
 @dataclass
 class Traffic:
-    """What went over between store and device, in bytes, and how long the computation stood still for it."""
+    """Traffic between store and device, in bytes, and how long the computation stood still for it."""
 
     read_bytes: int = 0
     written_bytes: int = 0

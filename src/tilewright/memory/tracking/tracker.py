@@ -44,17 +44,17 @@ OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "all
 
 @dataclass(frozen=True)
 class _Moment:
-    """What is known at a boundary between phases."""
+    """Bytes at a boundary between phases."""
 
     live: int
     kept: int
     gradients: int
     reported: Mapping[str, int]
     whole: Mapping[str, int]
-    """What a sharded model has put together, and what is counted beside the owners' bytes."""
+    """Bytes that a sharded model has gathered, and those counted beside the owners' bytes."""
 
     def own(self, owner: str, owned: int) -> int:
-        """What an owner has where no keeper reports it: gradients come and go."""
+        """Bytes of an owner where no keeper reports them: gradients come and go."""
         return self.gradients if owner == "gradients" else owned
 
 
@@ -76,7 +76,7 @@ class _Stretch:
 
 @dataclass
 class _Window:
-    """What was measured since a snapshot."""
+    """Measurements since a snapshot."""
 
     phases: dict[str, _Stretch] = field(default_factory=dict)
     """The stretch with the highest peak of each phase."""
@@ -212,7 +212,7 @@ class MemoryTracker:
         return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._on_top())
 
     def _on_top(self) -> Mapping[str, int]:
-        """What a sharded model has put together, and what is counted beside it."""
+        """Bytes that a sharded model has gathered, and those counted beside them."""
         total = Counter(self._whole())
         for num_bytes in self._beside:
             total.update(num_bytes())
@@ -230,7 +230,7 @@ class MemoryTracker:
         return total
 
     def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """What was measured since the last snapshot; starts the next window.
+        """Measurements since the last snapshot; starts the next window.
 
         Returns:
             `owners`: bytes by owner at the peak (they sum to `peak_bytes`).

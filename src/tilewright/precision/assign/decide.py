@@ -41,11 +41,11 @@ class ConversionPlan:
     round_tf32: bool
     """TF32 operands are rounded here, because no TF32 unit does it."""
     switch: str
-    """What torch's process-wide switches for FP32 matmuls on CUDA are set to, fp32 or tf32; empty: left alone."""
+    """Setting of torch's process-wide switches for FP32 matmuls on CUDA, fp32 or tf32; empty: left alone."""
 
 
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
-    """What every part of a model does under a policy that names its device. Changes nothing; works on meta."""
+    """Precision of every part of a model under a policy that names its device. Changes nothing; works on meta."""
     own = is_own(model)
     routers = set(find_routers(model))
     sites = find_sites(model, policy.rules, routers=routers)
@@ -68,7 +68,7 @@ def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
 
 
 def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> FormatDecision:
-    """What the policy says. Of weights that a transformers model keeps in FP32, only a rule says otherwise."""
+    """The policy's answer. Of weights that a transformers model keeps in FP32, only a rule says otherwise."""
     decision = policy.decide(site.fqn, site.kind, site.features)
     listed = [parameter for parameter in site.parameters() if parameter in kept]
     if not listed or decision.rule is not None:
@@ -106,7 +106,7 @@ def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_
 
 
 def _is_hidden(site: ModuleSite) -> bool:
-    """Whether a part may do the work of linear layers without being one."""
+    """True where a part may do the work of linear layers without being one."""
     return site.handling is Handling.REGION and site.kind in ("attention", "other") and multiplies(site)
 
 

@@ -67,7 +67,7 @@ def coded_weights(sites: Decisions, *, power_of_two: bool) -> set[nn.Module]:
 
 
 def reads_codes(module: nn.Module) -> bool:
-    """Whether that is so of a layer as it is now."""
+    """True where that is so of a layer as it is now."""
     return isinstance(module, Float8Linear) and module.power_of_two and _in_blocks(module.gemms)
 
 

@@ -1,4 +1,4 @@
-"""What kind of thing each module of a model is, by type and structure, never by the name of its class.
+"""Kinds of modules, by type and structure, never by the name of its class.
 
 A site is a module that owns parameters or computes attention, or one weight of a module that owns several it multiplies
 by: one row of the precision table. A policy's rules may name the kind of a module instead.
@@ -165,7 +165,7 @@ class Work:
 
 
 def multiplies(site: ModuleSite) -> bool:
-    """Whether a part multiplies by its parameters; of code of its own, as far as that tells."""
+    """True where a part multiplies by its parameters; of code of its own, as far as that tells."""
     return bool(_matrices(site))
 
 

@@ -27,7 +27,7 @@ _SUSPECTS = 8
 
 @dataclass
 class _State:
-    """What is remembered of a unit."""
+    """Memory of a unit."""
 
     level: int = 0
     moved: int | None = None
@@ -60,7 +60,7 @@ class Controller:
         self.refused: list[Move] = []
         """Moves that the last judgement wanted and the budget did not allow."""
         self.suspect: Spike | None = None
-        """What was wrong with the last step, where wider formats mended it: take a sample and judge."""
+        """Fault of the last step, where wider formats mended it: take a sample and judge."""
         self.noise = 0.0
         """Mean noise over signal of the matmuls as they are now: 0 for those above 8 bits. From the last sample."""
         self._units = units_of(self.sites, self.settings.granularity)
@@ -93,7 +93,7 @@ class Controller:
     # ---- steps ----
 
     def observe(self, loss: float, grad_norm: float) -> tuple[str, Spike | None]:
-        """Whether a step that was computed is to be applied, or redone in wider formats; and what is wrong with it."""
+        """Verdict on a computed step: apply it, or redo it in wider formats; and its fault."""
         self.suspect = None
         spike = self._detector.spike(loss, grad_norm)
         if spike is None or not self.settings.retry_steps:
@@ -102,7 +102,7 @@ class Controller:
         return REDO, spike
 
     def observe_again(self, loss: float, grad_norm: float, first: Spike) -> tuple[str, Spike | None]:
-        """Whether a step that was redone in wider formats is to be applied or skipped; what is still wrong with it."""
+        """Verdict on a step redone in wider formats: apply or skip it; and the fault that is left."""
         spike = self._detector.spike(loss, grad_norm)
         if spike is None:
             self.suspect = first

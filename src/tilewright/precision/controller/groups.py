@@ -1,4 +1,4 @@
-"""What a controller moves, one by one or in groups, and what a move is. Plain Python."""
+"""Units that a controller moves, one by one or in groups, and its moves. Plain Python."""
 
 import fnmatch
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the controller of a finished or running run saw and did: reads precision.jsonl. Plain Python; for the report.
+"""Samples and moves of the controller of a run, finished or not: reads precision.jsonl. Plain Python; for the report.
 
     {"kind": "sample", "step", "above_8bit", "noise", "layers": Evidence, "after"?: why it was taken out of turn}
     {"kind": "move" | "refused", "step", "layer", "gemm", "before", "after", "evidence", "value", "threshold", "unit"}

@@ -125,7 +125,7 @@ def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | 
 
 @torch.no_grad()
 def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerStats:
-    """What 8-bit tiles do to a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them.
+    """Errors of 8-bit tiles in a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them.
 
     Args:
         layer: gives weight, kernels, kind of scale and present formats.

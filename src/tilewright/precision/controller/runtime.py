@@ -98,7 +98,7 @@ class PrecisionController:
 
     @property
     def active(self) -> bool:
-        """Whether it decides on evidence, besides following the schedule."""
+        """True where it decides on evidence, besides following the schedule."""
         return self.settings is not None
 
     def __enter__(self) -> "PrecisionController":
@@ -149,12 +149,12 @@ class PrecisionController:
     # ---- samples ----
 
     def due(self, step: int) -> bool:
-        """Whether `step` begins with a sample."""
+        """True where `step` begins with a sample."""
         settings = self.settings
         return settings is not None and (step % settings.interval == 0 or self.recalibrates(step))
 
     def recalibrates(self, step: int) -> bool:
-        """Whether that sample is one of the larger ones."""
+        """True where that sample is one of the larger ones."""
         return self.settings is not None and step > 0 and step % self.settings.recalibrate_interval == 0
 
     def sample(self, step: int, passes: Iterable[Callable[[], object]]) -> None:
@@ -176,7 +176,7 @@ class PrecisionController:
         self._set(self.controller.formats())
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """What happened since the last call, in JSON types: samples, moves, and moves that the budget refused."""
+        """Events since the last call, in JSON types: samples, moves, and moves that the budget refused."""
         rows = list(self._rows)
         self._rows.clear()
         return rows

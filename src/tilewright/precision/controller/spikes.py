@@ -19,7 +19,7 @@ _LEAST_SPREAD = 0.01
 
 @dataclass(frozen=True)
 class Spike:
-    """What is out of line: "loss", "grad_norm" or "not_finite", its value, and the value it had to stay below."""
+    """A value out of line: "loss", "grad_norm" or "not_finite", its value, and the value it had to stay below."""
 
     name: str
     value: float
@@ -64,7 +64,7 @@ class SpikeDetector:
         self._norms: deque[float] = deque(maxlen=window)
 
     def spike(self, loss: float, grad_norm: float) -> Spike | None:
-        """What is out of line in this step, None where nothing is. Changes nothing."""
+        """The value out of line in this step, None where none is. Changes nothing."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Spike("not_finite", loss if not math.isfinite(loss) else grad_norm, math.inf)
         if len(self._losses) < self.warmup:

@@ -1,4 +1,4 @@
-"""What a sample says about each linear layer: numbers on its tensors and on its three matmuls. Plain Python.
+"""Statistics of each linear layer in a sample: numbers on its tensors and on its three matmuls. Plain Python.
 
 Measured by `monitor`, judged by `controller`, written to the run folder. The mean relative error is not among the
 numbers, because it cannot tell one layer from another: it is 2 to 3 % for E4M3 under every scaling.
@@ -15,7 +15,7 @@ from typing import Any
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 
 TENSORS = ("input", "weight", "gradient", "input_column", "gradient_column")
-"""What matmuls read: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""
+"""Operands of matmuls: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""
 COMPARED = ("fp8_tile", "bf16")
 """Formats whose matmuls are compared, fp8_tile with a BF16 shadow, bf16 with an FP32 one."""
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient_column", "input_column")}

@@ -33,14 +33,14 @@ Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> matmul -> format -> calls."""
 
 Gather = Callable[[Any], Sequence[Any]]
-"""What all ranks say, by rank."""
+"""Gathers what all ranks say, by rank."""
 
 _PRODUCT_KINDS = ("linear", "head", "conv", "experts", "router", "attention")
 """Kinds of module that multiply matrices."""
 
 
 class Audit:
-    """What a converted model has executed since its run began.
+    """Matmuls that a converted model has executed since its run began.
 
     Args:
         model: converted.

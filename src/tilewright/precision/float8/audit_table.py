@@ -1,4 +1,4 @@
-"""What each matmul of a run executed, as rows: folded for reading, and compared between two runs. Without torch.
+"""Formats that each matmul of a run executed: rows, folded for reading, and compared between two runs. Without torch.
 
 Rows are made by `audit`, are in audit.json of a run folder, and are shown by `tilewright inspect`.
 """
@@ -35,7 +35,7 @@ class AuditRow:
 
     @property
     def counted(self) -> bool:
-        """Whether the calls were counted as they ran."""
+        """True where the calls were counted as they ran."""
         return self.calls is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ COLUMNS = ("layer", "gemm", "format", "kernel", "calls", "fallback")
 
 @dataclass(frozen=True)
 class Difference:
-    """What two runs did differently in one matmul, or in `count` of them whose names differ by numbers alone."""
+    """Difference of two runs in one matmul, or in `count` of them whose names differ by numbers alone."""
 
     layer: str
     gemm: str

@@ -49,7 +49,7 @@ class ExpertRunner:
     """down(silu(gate(x)) * up(x)) of all experts, each on its own rows."""
 
     def fits(self, experts: Sequence[nn.Module]) -> bool:
-        """Whether they agree now, as a switch at run time may have set them apart, and tensors have memory to cut."""
+        """True where they agree, as a switch at run time may have set them apart, and tensors have memory to cut."""
         return not in_func_transform() and groupable(experts)
 
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:

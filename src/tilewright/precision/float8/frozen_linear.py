@@ -50,7 +50,7 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
     share: InputShare | None = None
     """Where layers side by side find each other's quantised input."""
     plain_class: type[nn.Linear] = nn.Linear
-    """What the layer was."""
+    """The layer's class before."""
 
     def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
         """Set 16- or 32-bit matmuls; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""

@@ -44,7 +44,7 @@ from tilewright.precision.policy.gemm_formats import (
 
 
 def operands_of(gemms: Gemms, *, power_of_two: bool = True) -> Operands:
-    """What a layer with these formats quantises to; without one, what it may be moved to at run time."""
+    """Formats of a layer's operands; without one, those it may be moved to at run time."""
     return (gemms.operands or TILES).relaxed(power_of_two=power_of_two)
 
 
@@ -68,7 +68,7 @@ class Float8Linear(Cast, nn.Linear):
     row_copy: bool = True
     """The input is quantised row-wise ahead of the forward matmul; else there, should it need that."""
     operand_formats: Operands = operands_of(Gemms.all("bf16"))
-    """What is quantised is quantised to this, but gradients, which differ between matmuls. Set by `configure`."""
+    """Format of all operands but gradients, which differ between matmuls. Set by `configure`."""
     power_of_two: bool = True
     """Kind of scale, where scales are FP32."""
     strict: bool = False
@@ -153,7 +153,7 @@ class Float8Linear(Cast, nn.Linear):
 
     @property
     def switch(self) -> RuntimeFormats:
-        """What the matmuls read and count."""
+        """Formats, kernels and counters that the matmuls read."""
         return RuntimeFormats(self.known, self.formats, self.counts)
 
     def executed(self) -> dict[str, dict[str, int]]:

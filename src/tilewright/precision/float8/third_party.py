@@ -86,7 +86,7 @@ def counters(model: nn.Module) -> list[Tensor]:
 
 
 def row_name(fqn: str, weight: Owned) -> str:
-    """What a weight is called in reports and rules: its module, or its own name where the module has several."""
+    """Name of a weight in reports and rules: its module, or its own name where the module has several."""
     return f"{fqn}.{weight.name}" if weight.stacked and fqn else weight.name if weight.stacked else fqn
 
 
@@ -140,7 +140,7 @@ class _Conv1D(_GivenOver):
 # ---- stacked experts ----
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate")
-"""What transformers' implementations of experts read of a module; its decorator sets it."""
+"""Attributes of a module that transformers' implementations of experts read; its decorator sets it."""
 
 
 def _is_stacked(module: Any) -> bool:

@@ -43,11 +43,11 @@ class ExpertLoop:
         return x_PK.split(self.counts)
 
     def unbind(self, stack: Tensor) -> Sequence[Tensor]:
-        """What each expert has of a stack [E, ...]. Not stack[e]: each such view writes a gradient of the whole."""
+        """Each expert's part of a stack [E, ...]. Not stack[e]: each such view writes a gradient of the whole."""
         return stack.unbind()
 
     def each(self, of: Callable[[int], T]) -> list[T]:
-        """What a function gives for the number of each expert."""
+        """Values of a function of the number of each expert."""
         return [of(expert) for expert in range(len(self.counts))]
 
     def join(self, outs_PM: Sequence[Tensor]) -> Tensor:

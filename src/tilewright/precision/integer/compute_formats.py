@@ -1,4 +1,4 @@
-"""What the compute names of integers in precision rules mean: the grid of the weight, and whether inputs are rounded.
+"""Meaning of the compute names of integers in precision rules: the grid of the weight, and whether inputs are rounded.
 
 The grids are those of the exports. INT8 has a scale per output channel that leaves room for sums of two products
 (`formats.integer.pair_scale`), as the ONNX files have it. INT4 has groups of 32 with scales that FP16 holds, so that a

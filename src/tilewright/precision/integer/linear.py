@@ -102,7 +102,7 @@ class Int8Linear(HoldsCodes):
         return replace(self._up_to_date(), qdata_NK=self.qdata, scale_N=self.scale[:, 0])
 
     def _up_to_date(self) -> Int8Weight:
-        """What was prepared of the codes that are there now; it does not hold them."""
+        """Operands prepared of the codes that are there now; it does not hold them."""
         looked_into, self._looked_into = self._looked_into, False  # first: what is written from here on counts again
         made = self._prepared
         fits = made is not None and made.scale_N.shape == self.scale.shape[:1]

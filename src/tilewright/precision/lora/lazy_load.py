@@ -24,7 +24,7 @@ _ADAPTER = ("lora_A", "lora_B")
 
 
 def can_fill(model: Model, folder: Path | str) -> bool:
-    """Whether `fill_adapted` can fill this model from the folder: the names there are the model's own.
+    """True where `fill_adapted` can fill this model from the folder: the names there are the model's own.
 
     Args:
         model: on the meta device, without adapters yet.

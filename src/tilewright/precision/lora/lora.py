@@ -266,7 +266,7 @@ def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    """What an adapter's product is multiplied by.
+    """Factor of an adapter's product.
 
     Example:
         >>> scaling_of(16, 32.0, False), scaling_of(16, 32.0, True)
@@ -276,7 +276,7 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
+    """True where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
     return any(weight.transposed and not weight.stacked for weight in owned(module))
 
 

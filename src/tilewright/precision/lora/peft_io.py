@@ -153,7 +153,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
 
 
 def _stored(root: nn.Module) -> dict[str, Tensor]:
-    """What a file holds of a model, by peft's names: adapters, and modules that trained as a whole."""
+    """Tensors of an adapter file, by peft's names: adapters, and modules that trained as a whole."""
     layers = adapted_layers(root).items()
     adapters = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers for part in "AB"}
     return adapters | {

@@ -55,7 +55,7 @@ def _taken(kind: type[nn.Module]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _may_read(module: str) -> bool:
-    """Whether a module's source has what is looked for, before classes are taken out of it, which takes a second for
+    """True where a module's source has what is looked for, before classes are taken out of it, which takes a second for
     those of a large model."""
     try:
         return re.search(r"\bself\s*\.\s*\w+\s*\.\s*weight\b", inspect.getsource(sys.modules[module])) is not None

@@ -37,7 +37,7 @@ def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def owns_its_weight(module: nn.Linear) -> bool:
-    """Whether a layer's weight is a parameter, and not computed in each forward (weight norm, parametrizations)."""
+    """True where a layer's weight is a parameter, and not computed in each forward (weight norm, parametrizations)."""
     return module._parameters.get("weight") is not None
 
 

@@ -114,7 +114,7 @@ class DynamicScaler:
 
     @property
     def inv_scale(self) -> float:
-        """What gradients are multiplied by to be true again."""
+        """Factor that makes gradients true again."""
         return 1.0 / self.scale_value
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class DynamicScaler:
                 notes.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to continue as if it had not stopped."""
+        """State from which a resumed run continues as if it had not stopped."""
         return {"scale": self.scale_value, "clean": self._clean, "skipped": self.skipped, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class _Version:
 
 @dataclass
 class _Turn:
-    """What was done with an optimizer since the last update."""
+    """Steps of an optimizer since the last update."""
 
     params: list[Tensor]
     found_inf: Tensor
@@ -47,7 +47,7 @@ class _Turn:
     """True gradients as they were when the next loss was scaled: whatever its backward pass adds has the scale."""
 
     def is_settled(self) -> bool:
-        """Whether no other loss was scaled, or none changed these gradients."""
+        """True where no other loss was scaled, or none changed these gradients."""
         return self.settled is None or all(version.is_now() for version in self.settled)
 
 
@@ -61,7 +61,7 @@ class _Spent:
     """The least norm that it had when a loss was scaled since then, on its device."""
 
     def is_left(self) -> bool:
-        """Whether the parameter has it still."""
+        """True where the parameter has it still."""
         return self.param.grad is not None and self.grad() is self.param.grad
 
     def looked_at(self) -> "_Spent":
@@ -73,7 +73,7 @@ class _Spent:
 
 
 class Turns:
-    """What losses, optimizers and gradients have been through since the last update."""
+    """Events of losses, optimizers and gradients since the last update."""
 
     def __init__(self) -> None:
         self._scaled = False
@@ -152,7 +152,7 @@ class Turns:
         return good
 
     def overflow(self) -> bool | None:
-        """Whether a gradient was not finite; None where no optimizer had a turn."""
+        """True where a gradient was not finite; None where no optimizer had a turn."""
         return any(bool(turn.found_inf) for turn in self._turns.values()) if self._turns else None
 
     def end(self, factor: float) -> None:
@@ -169,7 +169,7 @@ class Turns:
         self._true, self._turns, self._scaled = {}, {}, False
 
     def _is_true(self, param: Tensor) -> bool:
-        """Whether a gradient was divided already, with another optimizer that has the parameter too."""
+        """True where a gradient was divided already, with another optimizer that has the parameter too."""
         version = self._true.get(id(param))
         if version is None or (version.grad is None and param.grad is None):
             return False

@@ -100,7 +100,7 @@ class Fp32Functions(TorchFunctionMode):
 
 
 def _compact(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What multiplies these 16-bit operands in FP32 and keeps them as they are for backward; None for most."""
+    """A function that multiplies these 16-bit operands in FP32 and keeps them for backward; None for most."""
     if in_func_transform():  # what is made of torch's own operations takes any transform
         return None
     if func is not F.linear and (func not in _MATMULS or kwargs or min(t.ndim for t in args) < 2):

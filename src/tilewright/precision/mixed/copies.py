@@ -25,7 +25,7 @@ WIDE_GRADIENTS = (
 
 
 def has_wide_gradients(model: nn.Module) -> bool:
-    """Whether a trained parameter has a gradient of another dtype than its own."""
+    """True where a trained parameter has a gradient of another dtype than its own."""
     plain = (param for param in model.parameters() if not isinstance(param, DTensor))
     return any(param.requires_grad and param.is_leaf and param.grad_dtype not in (None, param.dtype) for param in plain)
 

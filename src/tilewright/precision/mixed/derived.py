@@ -58,14 +58,14 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_injected(module: nn.Module) -> bool:
-    """Whether the module's class is the one that `torch.nn.utils.parametrize` made for it."""
+    """True where the module's class is the one that `torch.nn.utils.parametrize` made for it."""
     parametrized = module._modules.get("parametrizations")
     names = vars(type(module))
     return parametrized is not None and all(isinstance(names.get(name), property) for name in parametrized._modules)
 
 
 def parametrizations(model: nn.Module) -> list[parametrize.ParametrizationList]:
-    """What computes the parametrized weights of a model."""
+    """The parametrizations that compute weights of a model."""
     return [module for module in model.modules() if isinstance(module, parametrize.ParametrizationList)]
 
 

@@ -24,7 +24,7 @@ GEMM_NAMES = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Operands:
-    """What the operands of a layer's matmuls are quantised to.
+    """Formats to which the operands of a layer's matmuls are quantised.
 
     Args:
         input: of the layer, along its features, and transposed along its tokens.
@@ -53,7 +53,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class GemmFormat:
-    """What a matmul's operands are in.
+    """Formats of a matmul's operands.
 
     Args:
         name: in rules, reports, the audit and checkpoints. Without `operands` one of `formats.spec.SPECS`.

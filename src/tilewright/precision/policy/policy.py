@@ -49,7 +49,7 @@ FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
 
 @dataclass(frozen=True)
 class FormatDecision:
-    """What one module does: the format it computes in, that of its parameters, that of its result, and why.
+    """Precision of one module: the format it computes in, that of its parameters, that of its result, and why.
 
     An `output` of "input" means the format that came in.
     `rule` is the index of the rule that decided, None where none did.
@@ -203,7 +203,7 @@ class Policy:
         return tuple(op for op in self.fp32_ops if op in FUNCTION_OPS)
 
     def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> FormatDecision:
-        """What the module `fqn` of kind `kind` (one of `KINDS`, or `other`) does.
+        """Precision of the module `fqn` of kind `kind` (one of `KINDS`, or `other`).
 
         Args:
             fqn: the module's name.

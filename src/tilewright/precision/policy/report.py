@@ -60,7 +60,7 @@ class Table(tuple[ModuleRow, ...]):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did.
+    """Report of a conversion.
 
     Args:
         policy: the policy applied, with its device.
@@ -117,7 +117,7 @@ def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
 
 
 def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
-    """What share of all rows' matmul work some parts do, and which do most of it.
+    """Share of all rows' matmul work that some parts do, and which do most of it.
 
     Example:
         >>> rows = [ModuleRow(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]

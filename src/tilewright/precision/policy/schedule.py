@@ -1,4 +1,4 @@
-"""What a step runs in, as planned before the run: its mode, the least format of its matmuls, its learning rate.
+"""Precision of each step, as planned before the run: its mode, the least format of its matmuls, its learning rate.
 
 A start mode for the first part of a run, then the mode proper; 8-bit matmuls that begin one after another, or give way
 to BF16 at the end. Pure functions of the step, so a resumed run switches where an uninterrupted one does. What is
@@ -109,7 +109,7 @@ class FormatSchedule:
 
 
 def lr_factor(noise: float, strength: float) -> float:
-    """What the learning rate is multiplied by: 1 / (1 + strength * noise).
+    """Factor of the learning rate: 1 / (1 + strength * noise).
 
     A gradient with relative noise r of independent sign loses alignment with the true one as 1 / sqrt(1 + r^2); a
     cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, matmuls in E4M3 (noise

@@ -1,4 +1,4 @@
-"""What quantisers of all formats share: values rounded and decoded at once, with a gradient, for study and for
+"""Base of the quantisers of all formats: values rounded and decoded at once, with a gradient, for study and for
 quantisation-aware training; fixed, found and calibrated scales; and what is refused.
 
 The result is bit for bit that of `formats`; what is computed afterwards stays in the input's dtype, so nothing gets
@@ -46,7 +46,7 @@ class FakeQuantizer(nn.Module):
         raise NotImplementedError
 
     def _extremes(self, x_MK: Tensor) -> Tensor:
-        """What a scale follows from, [extremes, GM, GK]; of several inputs, the largest of each."""
+        """Extremes from which a scale follows, [extremes, GM, GK]; of several inputs, the largest of each."""
         raise NotImplementedError
 
     def _set_scale(self, extremes: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a policy is predicted to cost in loss: single switches, made into numbers that may be added up.
+"""Predicted loss of a policy: single switches, made into numbers that may be added up.
 
 Two parts. The forward matmul changes the loss at once; that was measured, batch by batch. All three matmuls blur
 the gradient; the share of AdamW's step that is lost (`gradient_error`) is worth as much as that share of the run's

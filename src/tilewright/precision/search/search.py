@@ -18,7 +18,7 @@ from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, percent
 
 FORMATS = ("bf16", "fp8_tile")
-"""What the search chooses between. Tiles only: operands are shared by a layer's matmuls, so their scaling is one."""
+"""Formats between which the search chooses. Tiles only: operands are shared by a layer's matmuls, hence one scaling."""
 CURVE_POINTS = 24
 GAP = 1e-6
 """Relative distance from the optimum at which the solver stops."""
@@ -36,7 +36,7 @@ class PolicyCandidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What the solver knows.
+    """Inputs of the solver.
 
     Args:
         units: of the model.
@@ -123,7 +123,7 @@ def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCa
 
 
 def _possible(change: float, rules: bool) -> str:
-    """What to type instead of an impossible budget."""
+    """A budget to type instead of an impossible one."""
     budget = f'--budget "{math.ceil(change * 1e6) / 1e4:g}%"' if math.isfinite(change) else ""
     return ", or ".join(filter(None, (budget, "take rules out of precision.rules" if rules else "")))
 

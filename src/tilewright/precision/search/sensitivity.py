@@ -1,4 +1,4 @@
-"""What it does to loss and gradients when one matmul of one layer computes in FP8: measured, one switch at a time.
+"""Change of loss and gradients when one matmul of one layer computes in FP8: measured, one switch at a time.
 
 At given weights, on a few batches, the model computes in FP32 but for the one matmul that is tried. The reference is
 not BF16: any switch rolls the BF16 roundings of all that follows again, so the luck of the one reference pass would
@@ -32,7 +32,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class FormatSwitch:
-    """What one matmul in FP8 changes, against all matmuls in FP32; one value per batch.
+    """Change by one matmul in FP8, against all matmuls in FP32; one value per batch.
 
     `loss_change` is relative to the loss: 0.001 is 0.1 % more. `gradients` compares all parameters' gradients, `own`
     the layer's weights' alone. `lost` is the share of AdamW's steps that no longer goes where FP32's goes, estimated
@@ -63,7 +63,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """What several switches made together change, measured: see `FormatSwitch`."""
+    """Change by several switches together, measured: see `FormatSwitch`."""
 
     loss_change: tuple[float, ...]
     gradients: tuple[GradientChange, ...]
@@ -122,7 +122,7 @@ def measure(
 
 
 def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Mapping[str, Gemms]) -> PolicyChange:
-    """What a whole policy changes against FP32, on other batches than it was chosen by.
+    """Change by a whole policy against FP32, on other batches than it was chosen by.
 
     Args:
         model: as for `measure`.

@@ -71,7 +71,7 @@ SWITCH_BYTES = 8 * len(GEMM_NAMES) * (1 + len(GEMM_FORMATS))
 
 @dataclass(frozen=True)
 class StaticConfig:
-    """What is settled before a layer is compiled.
+    """Choices that are settled before a layer is compiled.
 
     `keep_value`: backward keeps the input itself, else its column-wise codes. `kernels`: a `Kernels.spec`.
     """

@@ -21,7 +21,7 @@ def parts_of(tiled: TiledTensor | None) -> Parts:
 
 
 def of_parts(form: OperandFormat, parts: Parts) -> TiledTensor | None:
-    """What `parts_of` took apart."""
+    """The form of an operand that `parts_of` took apart."""
     qdata, scale_inv, second = parts
     return None if qdata is None or scale_inv is None else form.tensor(qdata, scale_inv, second)
 
