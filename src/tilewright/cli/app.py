@@ -93,7 +93,7 @@ ON_RANKS = ("train", "finetune", "data", "bench")
 
 @dataclass
 class CliState:
-    """What `main` must know about the command when it fails."""
+    """Facts about the command that `main` needs when it fails."""
 
     verbosity: int = 0
 

@@ -1,4 +1,4 @@
-"""What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
+"""Parts that commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
 
 import difflib
 import logging
@@ -84,7 +84,7 @@ def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
 
 
 def is_run(value: str) -> bool:
-    """Whether a path, or a name below `runs`, means a run's folder; `runs/latest` always does."""
+    """True where a path, or a name below `runs`, means a run's folder; `runs/latest` always does."""
     return value == LATEST or _run_at(value) is not None
 
 
@@ -146,7 +146,7 @@ def open_in_browser(address: str) -> None:
 
 
 def is_verbose() -> bool:
-    """Whether the command was given `-v`."""
+    """True where the command was given `-v`."""
     return log.get_logger(log.ROOT).isEnabledFor(logging.INFO)
 
 

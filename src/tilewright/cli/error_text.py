@@ -44,7 +44,7 @@ def print_once(error: TilewrightError) -> None:
 
 
 def is_of_others(error: RuntimeError) -> bool:
-    """Whether a rank failed because another one had, which is said; that one prints what happened."""
+    """True where a rank failed because another one had, which is said; that one prints what happened."""
     ranks = env.ranks()
     if ranks.world == 1:
         return False

@@ -38,7 +38,7 @@ FOLDER_LR = 1e-4
 
 @dataclass(frozen=True)
 class Reopened:
-    """What a run left."""
+    """A finished run's recipe, model and tokenizer."""
 
     recipe: Recipe
     tokenizer: Tokenizer

@@ -81,7 +81,7 @@ def _cell(size: float) -> str:
 
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """What is done with each kind of layers: columns and rows."""
+    """Table of the plan of each kind of layers: columns and rows."""
     columns = ["layers", "number", "parameters", "states", "activations", "chunks", "each takes"]
     known, rows = not plan.shape.unknown, []
     for row in plan.rows:
@@ -96,7 +96,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """What ranks hold of the model: columns and rows."""
+    """Table of the ranks' parts of the model: columns and rows."""
     rows = []
     for row in plan.ranks:
         sizes = row.parameters, row.gradients, row.optimizer
@@ -115,7 +115,7 @@ def communication(plan: Plan) -> str:
 
 
 def energy_of(plan: Plan) -> dict[str, Any] | None:
-    """What the GPUs take at most for the planned steps, and what is assumed; None where it is not known."""
+    """Energy that the GPUs take at most for the planned steps, with the assumption; None where it is not known."""
     watts = board_watts(plan.machine)
     if watts is None or plan.shape.unknown:
         return None
@@ -129,7 +129,7 @@ def energy_of(plan: Plan) -> dict[str, Any] | None:
 
 
 def numbers(plan: Plan) -> dict[str, str]:
-    """What two plans are compared by."""
+    """Numbers by which plans are compared."""
     return {
         "parameters": format_count(plan.shape.num_parameters),
         "step": "not known" if plan.shape.unknown else format_seconds(plan.step_s),
@@ -149,7 +149,7 @@ def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
 def to_json(
     plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
 ) -> dict[str, Any]:  # fmt: skip
-    """What the tables show, as plain types; None where it is not known."""
+    """Contents of the tables, as plain types; None where they are not known."""
     known, faster = not plan.shape.unknown, told.faster
     return {
         "verdict": plan.verdict,

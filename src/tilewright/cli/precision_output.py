@@ -1,4 +1,4 @@
-"""What `tilewright precision search` prints and writes, and the weights of a run that it may begin with."""
+"""Output of `tilewright precision search`, and the weights of a run that it may begin with."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[
 
 
 def intro_of(found: SearchResult, name: str, budget: str, weights: str) -> list[str]:
-    """What was searched, what came of it, and by which measure."""
+    """Space of the search, its result, and the measure."""
     return [
         f"Precision policy for {name!r}, within {budget} of the loss; by `tilewright precision search`.",
         f"Predicted loss change {found.chosen.predicted}; measured on other batches {found.checked['chosen']}.",

@@ -21,7 +21,7 @@ _LENGTH = 2048
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What the command line asks for; see `commands.eval`."""
+    """Request of the command line; see `commands.eval`."""
 
     tasks: tuple[str, ...]
     limit: int | None = None

@@ -73,7 +73,7 @@ class StreamLoader:
     def __init__(self, stream: Stream) -> None:
         self.steps = StreamSteps(stream)
         self.step_ends = True
-        """Whether the micro-batch that was given last is the last one of its optimizer step."""
+        """True where the micro-batch that was given last is the last one of its optimizer step."""
         self._batches: list[Batch] = []
         self._given = 0
 

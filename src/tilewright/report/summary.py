@@ -44,7 +44,7 @@ class SummaryCard:
 
 
 def learned(run: RunData) -> str:
-    """What became of the loss, in a sentence or two with numbers. No verdict: that is of `verdict.judge`."""
+    """The course of the loss, in a sentence or two with numbers. No verdict: that is of `verdict.judge`."""
     span, held, wall, tokens = loss_span(run), held_out_losses(run, "eval_all"), total_seconds(run), total_tokens(run)
     if span is None:
         return "No loss that is a number has been recorded." if run.steps else "No training step has been recorded yet."

@@ -12,7 +12,7 @@ from tilewright.serving.text import StopFilter, TextStream
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """What one token adds to an answer.
+    """Part of an answer that one token adds.
 
     Args:
         text: "" where the token gives none yet.

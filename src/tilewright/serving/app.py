@@ -45,7 +45,7 @@ _DRAINED = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all together, may take.
+    """Limits of one request, and of all together.
 
     Args:
         concurrent: answers that are drawn at the same time.

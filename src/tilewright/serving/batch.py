@@ -51,7 +51,7 @@ class Batch:
         return sum(self._reserved.values())
 
     def fits(self, positions: int) -> bool:
-        """Whether an answer of so many positions, prompt included, can ever be drawn."""
+        """True where an answer of so many positions, prompt included, can ever be drawn."""
         return self._bytes(positions) <= self.budget_bytes
 
     def begin(self, answer: AnswerStream) -> bool:

@@ -32,7 +32,7 @@ class TimedConnection(H11Protocol):
 
     @property
     def waits_for_head(self) -> bool:
-        """Whether no request of it is being answered or sends its body."""
+        """True where no request of it is being answered or sends its body."""
         return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
 
     def connection_made(self, transport: Any) -> None:

@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
 
 
 class Constraint(Protocol):
-    """What an answer may continue with; see `grammar.GrammarConstraint`."""
+    """Limits on the next token of an answer; see `grammar.GrammarConstraint`."""
 
     def allowed(self, vocab_size: int) -> Tensor | None:
         """bool [V], or None where the text is complete."""

@@ -28,7 +28,7 @@ class GrammarError(Exception):
 
 
 class GrammarConstraint:
-    """What one answer may continue with. Implements `draw.Constraint`.
+    """Tokens that may continue one answer. Implements `draw.Constraint`.
 
     Args:
         matcher: of llguidance, at the beginning of a text.
@@ -146,7 +146,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """What the library asks of a tokenizer: the bytes of each token, and tokens of a text, to force them.
+    """A tokenizer as the library asks for it: the bytes of each token, and tokens of a text, to force them.
 
     The library's own reading of tokenizer.json knows fewer kinds of decoders.
     """

@@ -1,4 +1,4 @@
-"""What a conversation must look like before a template renders it."""
+"""Form that a conversation must have before a template renders it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

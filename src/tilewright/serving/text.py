@@ -68,12 +68,12 @@ class TextStream:
         """Of `_ids`: those whose text was given. They are the context of the next ones."""
 
     def push(self, token: int) -> str:
-        """What the next token adds; "" where it does not end a character."""
+        """Text that the next token adds; "" where it does not end a character."""
         self._ids.append(token)
         return self._new(whole=True)
 
     def flush(self) -> str:
-        """What is left at the end: broken characters as their replacement."""
+        """Text left at the end: broken characters as their replacement."""
         return self._new(whole=False)
 
     def _new(self, whole: bool) -> str:
@@ -113,7 +113,7 @@ class StopFilter:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """What can be given of the text so far; nothing after a stop string."""
+        """The text so far that can be given; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -126,7 +126,7 @@ class StopFilter:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back and did not become a stop string."""
+        """Text that was held back and did not become a stop string."""
         held, self._held = self._held, ""
         return held
 

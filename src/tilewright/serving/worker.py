@@ -31,7 +31,7 @@ class StoppedError(Exception):
 
 
 class Draws(Protocol):
-    """What draws answers; see `batch.Batch`."""
+    """The drawer of answers; see `batch.Batch`."""
 
     @property
     def most_positions(self) -> int | None: ...
@@ -57,7 +57,7 @@ class Job:
         self.deadline = time.monotonic() + seconds
         self.cancelled = False
         self.begun = False
-        """Whether a piece of it was drawn."""
+        """True where a piece of it was drawn."""
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
@@ -160,7 +160,7 @@ class Worker:
                 self._active = [job for job in self._active if job not in ended]
 
     def _left(self, job: Job) -> bool:
-        """Whether it is given up or out of time."""
+        """True where it is given up or out of time."""
         if job.cancelled:
             return True
         if time.monotonic() > job.deadline:

@@ -83,7 +83,7 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
 
 
 def _run(folder: Path, as_json: bool) -> None:
-    """What the run folder says about precision and kernels."""
+    """Precision and kernels of a run, from its folder."""
     precision = recorded.read(folder / "precision.json")
     if precision is not None:
         precision = recorded.checked(recorded.MODULES, precision, folder / "precision.json")
@@ -141,7 +141,7 @@ def _kernels(kernels: Sequence[Mapping[str, Any]], precision: Sequence[Mapping[s
 
 
 def _diff(first: Path, second: Path, as_json: bool) -> None:
-    """What two runs executed differently: formats, kernels, shares of calls, fallbacks."""
+    """Differences between the matmuls of two runs: formats, kernels, shares of calls, fallbacks."""
     found = audit_table.differences(*(_required_audit(folder)["rows"] for folder in (first, second)))
     if as_json:
         print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
@@ -163,7 +163,7 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
 
 
 def _audit(folder: Path) -> recorded.RecordedAudit | None:
-    """What a run executed; None where it has not written it yet."""
+    """The matmuls of a run; None where it has not written them yet."""
     value = recorded.read(folder / audit_table.FILE)
     return None if value is None else recorded.checked(recorded.AUDIT, value, folder / audit_table.FILE)
 

@@ -112,7 +112,7 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
-    """Whether the list of layers fits their number."""
+    """Problems of a list of layers that does not fit their number."""
     if model.layers and model.num_layers % model.period:
         yield Conflict(
             ("model.layers", "model.num_layers"),
@@ -124,7 +124,7 @@ def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
 
 
 def layer_conflicts(shapes: Sequence[tuple[int, ...]]) -> Iterator[Conflict]:
-    """What no decoder can be made of.
+    """Settings of which no decoder can be made.
 
     Args:
         shapes: of each layer query heads, key/value heads (of latent attention as many), and hidden width.

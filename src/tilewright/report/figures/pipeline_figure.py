@@ -27,7 +27,7 @@ _MOST_BARS = 6000
 
 @dataclass(frozen=True)
 class PipelineView:
-    """What the page shows of a pipeline."""
+    """Figure and tables of a pipeline on the page."""
 
     figures: Sequence[Figure]
     causes: Sequence[tuple[str, Sequence[str]]]

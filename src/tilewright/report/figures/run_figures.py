@@ -278,7 +278,7 @@ def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Serie
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """Whether a curve needs a logarithmic axis: a straight one would show its jump alone."""
+    """True where a curve needs a logarithmic axis: a straight one would show its jump alone."""
     return min(values) > 0 and max(values) / min(values) >= WIDE_RANGE
 
 

@@ -120,7 +120,7 @@ def _gantt(found: BestMeshes) -> list[Figure]:
 
 
 def _not_drawn(step: MeshStep) -> str:
-    """What of a step its passes lack."""
+    """Parts of a step that its passes lack."""
     drawn, whole = step.costs.simulated_count, step.setting.count
     passes = f"The first {drawn} of {whole} micro-batches, after which all take as long" if drawn < whole else "Passes"
     rest = "gathers, sums of gradients and the update are not drawn"

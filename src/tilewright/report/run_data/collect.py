@@ -212,7 +212,7 @@ def _read_tasks(run_dir: Path, trouble: list[str]) -> list[TaskScore]:
 
 
 def _read_history(run_dir: Path, trouble: list[str]) -> History | None:
-    """What the precision controller saw and did; None where there was none."""
+    """Samples and moves of the precision controller; None where there was none."""
     try:
         history = read_history(run_dir)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -34,7 +34,7 @@ STATES = {"ran": "good", "lint only": "not_measured", "unavailable": "not_measur
 
 @dataclass(frozen=True)
 class Exports:
-    """What the page shows: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
+    """Contents of the page: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
 
     conditions: str
     columns: tuple[str, ...]
@@ -74,12 +74,12 @@ def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
 
 
 def conditions(record: Mapping[str, Any]) -> str:
-    """What was measured on, in a line."""
+    """Conditions of the measurement, in a line."""
     return f"{_on(record.get('machine'))}; weights of {record.get('checkpoint')}"
 
 
 def _measured_apart(row: Row, record: Mapping[str, Any]) -> str | None:
-    """What an artefact of an earlier export was measured on, where that is something else; None where it is not."""
+    """Conditions of an artefact of an earlier export, where they differ; None where they do not."""
     if not isinstance(row.get("measured"), dict) or row.get("state") != "ran":
         return None
     then, now = _on(row["measured"]), _on(record.get("machine"))

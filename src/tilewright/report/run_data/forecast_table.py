@@ -1,4 +1,4 @@
-"""What was simulated of a run's step before it began, beside what its ranks have measured."""
+"""A run's step as simulated before it began, beside the measurements of its ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ForecastView:
 
 
 def measured(run: RunData) -> dict[str, Any]:
-    """What ranks have measured, by the names of what was simulated; what is not recorded is left out. Means per step,
+    """Measurements of ranks, by the names of the simulated numbers; those not recorded are left out. Means per step,
     without the first one."""
     ranks = [row for row in _list((run.ranks or {}).get("ranks")) if isinstance(row, dict)]
     steps = [row for row in run.steps if number(row.get("sent_bytes"))][1:]

@@ -1,4 +1,4 @@
-"""What a run folder says about a run, as numbers: losses, norms, times and peaks that rules, figures and tiles share.
+"""Numbers of a run, read from its folder: losses, norms, times and peaks that rules, figures and tiles share.
 
 Plain functions over `RunData`, without words and without HTML. A number that is not recorded is None.
 """

@@ -59,7 +59,7 @@ def _decision(event: Row) -> ReplanRow:
 
 
 def _number(event: Row) -> str:
-    """What crossed the threshold."""
+    """The number that crossed the threshold."""
     if event.get("error") is not None:
         sizes = [event.get("measured_bytes"), event.get("expected_bytes")]
         beside = " of ".join(format_bytes(round(size)) for size in sizes if size is not None)

@@ -64,7 +64,7 @@ class LogNormalFit:
 
     @property
     def follows(self) -> bool:
-        """Whether the distance stays within the bound."""
+        """True where the distance stays within the bound."""
         return self.distance <= self.bound
 
 

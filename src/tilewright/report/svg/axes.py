@@ -61,7 +61,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "seconds": format_seconds,
     "percent": format_percent,
 }
-"""What the numbers of an axis are."""
+"""Unit of the numbers of an axis."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """What rules say about a run, in the order of `RULES`."""
+    """Statements of the rules on a run, in the order of `RULES`."""
 
     verdicts: Sequence[Verdict]
 
@@ -83,7 +83,7 @@ class Judgement:
         return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
 
     def also(self) -> str:
-        """What is bad or worth a look besides the headline, a run slower than planned first; empty: nothing is."""
+        """Bad or noteworthy statements besides the headline, a run slower than planned first; empty: nothing is."""
         graver = (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
         others = [one for one in graver if one != self.worst]
         slow = [one.sentence for one in others if one.rule is resources.OFF_PACE]

@@ -183,7 +183,7 @@ def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], wh
 
 
 def _progress(before: Level, after: Level, sigma: float) -> bool:
-    """Whether the loss fell from one level to the other by more than is nothing, and than noise."""
+    """True where the loss fell from one level to the other by more than nothing, and more than noise."""
     least = max(FLAT * abs(after.value), FLAT_ERRORS * difference_error(before, after, sigma))
     return before.value - after.value > least
 

@@ -68,7 +68,7 @@ def difference_error(first: Level, second: Level, sigma: float) -> float:
 
 
 def outliers(values: Sequence[float], factor: float, jump: float = 0.0) -> Iterable[bool]:
-    """Whether each value, but the first `FEWEST_RECENT`, is far above the `RECENT` before it.
+    """True for each value, but the first `FEWEST_RECENT`, that is far above the `RECENT` before it.
 
     Args:
         values: in order.

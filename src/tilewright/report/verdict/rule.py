@@ -1,4 +1,4 @@
-"""What a rule is, and what it says about a run: a number beside two thresholds, and one of four states."""
+"""Rules, and their statements on a run: a number beside two thresholds, and one of four states."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +12,7 @@ NOTHING = "Nothing is recorded."
 
 
 class VerdictState(Enum):
-    """What a rule says. There is no state that a run has by default: without a measurement it is `NOT_MEASURED`."""
+    """States of a rule. There is no state that a run has by default: without a measurement it is `NOT_MEASURED`."""
 
     GOOD = "good"
     LOOK = "look at it"
@@ -49,7 +49,7 @@ class VerdictRule:
         return VerdictState.BAD if value >= self.bad else VerdictState.LOOK if value >= self.look else VerdictState.GOOD
 
     def is_good(self, value: float) -> bool:
-        """Whether the number is below both thresholds."""
+        """True where the number is below both thresholds."""
         return self.state(value) is VerdictState.GOOD
 
     def judge(self, value: float, text: str, *, harmless: bool = False) -> "Verdict":
@@ -91,7 +91,7 @@ class VerdictRule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule says about a run: a state, a sentence with the number, and the number (None where there is none)."""
+    """Statement of a rule on a run: a state, a sentence with the number, and the number (None where there is none)."""
 
     rule: VerdictRule
     state: VerdictState

@@ -21,7 +21,7 @@ NAN = float("nan")
 MAX_NAMES = 200
 """Most metrics of a run; more come from a file that is no metrics file."""
 X_NAMES = {"step": "step", "time": "time_s", "tokens": "tokens"}
-"""What the x axis can be -> the column that holds it."""
+"""Choices of the x axis -> the column that holds each."""
 _NO_CURVE = frozenset({"step", "time_s", "tokens", "skipped", "redone"})
 
 

@@ -47,7 +47,7 @@ class RunSet:
             return [*self.first, *sorted(there, key=lambda run: -changed[run])[:MAX_OFFERED]]
 
     def is_new(self, run: WatchedRun) -> bool:
-        """Whether the run appeared after the start."""
+        """True where the run appeared after the start."""
         return run.folder not in self._known_at_start
 
     def name(self, run: WatchedRun) -> str:

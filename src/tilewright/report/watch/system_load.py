@@ -1,4 +1,4 @@
-"""What the machine is doing now: CPU, power, memory, disk, and GPUs where NVIDIA's library is installed.
+"""Load of the machine now: CPU, power, memory, disk, and GPUs where NVIDIA's library is installed.
 
 Measured when asked, by no thread of its own: a page that is closed costs nothing.
 """

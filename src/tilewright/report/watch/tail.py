@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 @dataclass
 class NewRows:
-    """What one `read` found. `restarted`: rows of earlier reads are void. `bad`: lines that are not JSON objects."""
+    """Result of one `read`. `restarted`: rows of earlier reads are void. `bad`: lines that are not JSON objects."""
 
     rows: list[Row] = field(default_factory=list)
     restarted: bool = False
@@ -72,7 +72,7 @@ class JsonTail:
         self._too_long = False
 
     def _continues(self, descriptor: int, size: int) -> bool:
-        """Whether the bytes before the reading position are still those that were read."""
+        """True where the bytes before the reading position are still those that were read."""
         if size < self._offset:
             return False
         start = self._offset - len(self._before)

@@ -1,4 +1,4 @@
-"""What the page gets: runs with their curves, settings, other runs that it may ask for, and the machine's load."""
+"""Answer to the page: runs with their curves, settings, other runs that it may ask for, and the machine's load."""
 
 import math
 import zlib
@@ -23,7 +23,7 @@ class BadQuery(ValueError):
 
 @dataclass(frozen=True)
 class ViewQuery:
-    """What a page asks for.
+    """Request of a page.
 
     `keys`: runs, None for those of the start. `known`: version of each run that the page already has. `x`: of
     `curves.X_NAMES`. `start`, `end`: range of x. `points`: most per curve, but for two neighbours.

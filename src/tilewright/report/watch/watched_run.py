@@ -39,7 +39,7 @@ def run_status(folder: Path, last_kind: str, has_data: bool) -> str:
 
 
 def process_lives(lock: Path) -> bool:
-    """Whether the process that wrote its number into the lock file is alive, not a later one of that number."""
+    """True where the process that wrote its number into the lock file is alive, not a later one of that number."""
     try:
         number = int(lock.read_text(encoding="utf-8").strip())
         if not 0 < number <= _LARGEST_PID:
@@ -96,7 +96,7 @@ class WatchedRun:
 
     @property
     def trouble(self) -> list[str]:
-        """What could not be read, in words."""
+        """Files that could not be read, in words."""
         lines = [f"{name}.jsonl: {count} unreadable lines left out" for name, count in self._bad.items() if count]
         lines += [f"{name} cannot be read: {why}" for name, why in self._unreadable.items()]
         if self._restarts:

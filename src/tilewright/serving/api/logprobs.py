@@ -7,7 +7,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.serving.draw import Drawn
 
 _LEAST = -9999.0
-"""What OpenAI's API tells for a probability of 0, since JSON has no infinity."""
+"""Number that OpenAI's API tells for a probability of 0, since JSON has no infinity."""
 
 
 class TokenTexts:

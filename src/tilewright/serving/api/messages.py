@@ -22,7 +22,7 @@ class TextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """What an assistant said instead of an answer."""
+    """An assistant's words instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str

@@ -1,4 +1,4 @@
-"""What the model is given for a request: ids, and what its answer may and will be."""
+"""A request as the model gets it: ids, and the form and limits of its answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
 
 
 def thoughts_of(session: Session, ids: Sequence[int]) -> bool | None:
-    """Whether an answer begins within a thought; None where the template has none. Answers in a given form have none
+    """True where an answer begins within a thought; None where the template has none. Answers in a given form have none
     either."""
     if session.chat is None or not thinks(session.chat.source):
         return None
@@ -149,7 +149,7 @@ def _text_prompt(session: Session, prompt: str | list[int], echo: bool) -> Promp
 
 
 def refused_as_400(make: Callable[[], Any], param: str) -> Any:
-    """What `make` gives; an error of the user is status 400 with the field concerned."""
+    """The result of `make`; an error of the user is status 400 with the field concerned."""
     try:
         return make()
     except TilewrightError as error:

@@ -21,7 +21,7 @@ from tilewright.serving.grammar import GrammarError
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
 
 CLOSED = 499
-"""What proxies log where the client left; no client reads it."""
+"""Status that proxies log where the client left; no client reads it."""
 _Item = tuple[int, AnswerPiece | None, BaseException | None]
 
 
@@ -48,7 +48,7 @@ class ReplyPart:
 
 @dataclass
 class News:
-    """What a piece adds to an answer."""
+    """Change of an answer by a piece."""
 
     text: str
     calls: list[FunctionCall]
@@ -134,7 +134,7 @@ class Reply:
             self._cancel()
 
     def _take(self, item: _Item) -> tuple[int, News]:
-        """What an item adds to which answer; an answer that it ends is closed."""
+        """Change by an item, and of which answer; an answer that it ends is closed."""
         index, piece, error = item
         if error is not None and not isinstance(error, OutOfTimeError):
             self._cancel()
@@ -157,7 +157,7 @@ class Reply:
         return index, News(prefix + said.text, said.calls, tokens, thought)
 
     def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> tuple[str, Said]:
-        """What a piece, or the end, adds to the thoughts, and to text and calls."""
+        """Parts of a piece, or of the end, for the thoughts, and for text and calls."""
         thought, text = "", "" if piece is None else piece.text
         if part.thoughts is not None:
             found = part.thoughts.flush() if piece is None else part.thoughts.push(text)
@@ -199,7 +199,7 @@ class Reply:
         }
 
     async def _or_left(self, work: Any) -> Any:
-        """What `work` gives; where the client leaves before, its places are freed."""
+        """The result of `work`; where the client leaves before, its places are freed."""
 
         async def left() -> None:
             while (await self._request.receive())["type"] != "http.disconnect":
@@ -221,7 +221,7 @@ class Reply:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error of the worker."""
+    """The message to a client about an error of the worker."""
     if isinstance(error, BusyError):
         return ApiError(429, "All places are taken; try again", code="too_many_requests", retry_after=1)
     if isinstance(error, StoppedError):

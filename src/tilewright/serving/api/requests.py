@@ -34,7 +34,7 @@ _MOST_STOPS = 16
 
 
 class StreamOptions(Strict):
-    """What a stream contains beside the text."""
+    """Options of a stream beside its text."""
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = False
@@ -48,7 +48,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class ApiRequest(Strict):
-    """What both kinds of requests have."""
+    """Fields that both kinds of requests have."""
 
     model: str
     max_tokens: Count | None = None
@@ -108,7 +108,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What an answer's text is."""
+    """Form of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -11,7 +11,7 @@ _BLANK = " \t\r\n"
 
 
 def thinks(template: str) -> bool:
-    """Whether a chat template has thoughts between the marks.
+    """True where a chat template has thoughts between the marks.
 
     Args:
         template: its source.
@@ -20,7 +20,7 @@ def thinks(template: str) -> bool:
 
 
 def begins_inside(prompt: str) -> bool:
-    """Whether what follows a prompt is a thought, since the template has opened it.
+    """True where the text after a prompt is a thought, since the template has opened it.
 
     Example:
         >>> begins_inside("<|im_start|>assistant\\n<think>\\n"), begins_inside("<think>\\n\\n</think>\\n\\n")
@@ -31,7 +31,7 @@ def begins_inside(prompt: str) -> bool:
 
 @dataclass
 class Thought:
-    """What a piece of text adds to the thoughts, and to the answer."""
+    """Parts of a piece of text for the thoughts, and for the answer."""
 
     thought: str = ""
     text: str = ""
@@ -56,7 +56,7 @@ class ThoughtParser:
         """Text that may be a mark, or white space beside one."""
         self._inside = inside
         self._begun = inside
-        """Whether it is known how the text begins."""
+        """True where it is known how the text begins."""
         self._edge = inside
         """A mark was just read: white space is dropped."""
 

@@ -84,7 +84,7 @@ def format_of(template: str) -> Kind | None:
 
 @dataclass
 class Said:
-    """What a piece of text adds: text that is none of a call, and calls that are complete."""
+    """Parts of a piece of text: text that is none of a call, and calls that are complete."""
 
     text: str = ""
     calls: list[FunctionCall] = field(default_factory=list)

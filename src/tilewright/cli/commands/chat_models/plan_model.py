@@ -144,7 +144,7 @@ def _of_budget(plan: "Plan") -> str:
 
 
 def _below(way: "Way") -> list[str]:
-    """What is worth saying of a row: what the plan changes, why it is not known, what it would need."""
+    """Remarks on a row: changes by the plan, why it is not known, changes that it would need."""
     lines = []
     if way.changes or way.layers:
         settings = [f"{name} = {_value(name, value)}" for name, value in way.changes.items()]

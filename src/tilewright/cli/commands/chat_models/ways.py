@@ -48,32 +48,32 @@ class Way:
     command: str
     """Empty where the command would refuse."""
     plan: Plan | None
-    """What the run would execute; None where the model cannot be planned."""
+    """The run's plan; None where the model cannot be planned."""
     changes: Mapping[str, Any]
     """Settings that the plan changes to make it fit."""
     layers: str = ""
-    """What is done with layers where the plan decides it; else empty."""
+    """The plan's choice for layers where it decides; else empty."""
     unknown: str = ""
     """Why it is not known whether it fits."""
     need: str = ""
     """The smallest budgets in which it fits, where it does not."""
     remedy: Change | None = None
-    """What makes it fit, of what the plan may not decide by itself."""
+    """Changes that make it fit and that the plan may not decide by itself."""
     remedy_command: str = ""
     """The command with that."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Settings in the command because they are faster."""
     plain: Plan | None = None
-    """What the run would execute without them; None where there are none."""
+    """The run's plan without them; None where there are none."""
 
     @property
     def changes_learning(self) -> bool:
-        """Whether the chosen settings do."""
+        """True where the chosen settings fit."""
         return bool({*FORMAT_FIELDS, "optim.clip"} & set(self.chosen))
 
     @property
     def state(self) -> State:
-        """Whether it fits."""
+        """True where it fits."""
         return "not known" if self.plan is None else self.plan.state
 
 
@@ -250,7 +250,7 @@ def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> st
 
 
 def lacking(loaded: Loaded) -> list[str]:
-    """What the model's folder lacks of what the commands need, in sentences; nothing that a plan needs."""
+    """Files that commands need and the model's folder lacks, in sentences; none that a plan needs."""
     found = []
     model = loaded.recipe.model.path
     if not is_hub_name(model) and (missing := missing_files(Path(model).expanduser(), weights=True)):
@@ -263,7 +263,7 @@ def lacking(loaded: Loaded) -> list[str]:
 
 
 def reason(error: TilewrightError) -> str:
-    """What is wrong, in a line of bounded length."""
+    """The fault, in a line of bounded length."""
     problem = error.problems[0]
     return textwrap.shorten(
         f"{problem.what}: {problem.got}" if problem.got else problem.what, _LONGEST, placeholder=" ..."

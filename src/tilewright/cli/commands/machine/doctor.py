@@ -153,7 +153,7 @@ def _vectors(machine: Machine) -> str:
 def _measured(
     rates: "Ceilings | None", slow: dict[str, float], speeds: "dict[str, LinkSpeed]"
 ) -> list[tuple[str, str]]:
-    """What a plan is made with, as far as it was measured, and the modes that are slower than fp32 by it."""
+    """Measured rates that plans are made with, and the modes that are slower than fp32 by it."""
     from tilewright.planner.cost.mode_speed import in_words
 
     if rates is None:

@@ -59,7 +59,7 @@ def with_small_model(loaded: Loaded, folder: Path) -> Loaded:
 
 
 def _learns(section: ModelSection, config: Mapping[str, Any]) -> bool:
-    """Whether the architecture has a model of these sizes, and that has gradients; its file stays in the folder."""
+    """True where the architecture has a model of these sizes, and that has gradients; its file stays in the folder."""
     write_json(Path(section.path) / "config.json", config)
     try:
         if section.kind != "hf":

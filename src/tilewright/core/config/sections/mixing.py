@@ -22,7 +22,7 @@ class MixingSection(Section):
     changes_numbers = EVERY
 
     policy: MixPolicyName = "off"
-    """What moves the weights. `static`: nothing; losses by domain are measured all the same. `temperature`: tokens of a
+    """How weights move. `static`: never; losses by domain are measured all the same. `temperature`: tokens of a
     domain to the power of 1 / `temperature`. `schedule`: by the share of steps that is done. `ppl_guard`: a domain
     whose held-out loss rises above its noise gets more, unless it is overfitted. `exp3`: by training loss, as ODM does.
     `aioli`: by what each domain does to the held-out losses of all, found by trying."""

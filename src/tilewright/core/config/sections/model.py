@@ -153,7 +153,7 @@ class ModelSection(Section):
         return sum(entry.repeat for entry in self.layers)
 
     def routes(self, layer: int) -> bool:
-        """Whether layer number `layer` has experts, where it has an FFN."""
+        """True where layer number `layer` has experts, where it has an FFN."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def layer_entries(self) -> list[LayerSection]:
