@@ -77,7 +77,7 @@ H = TypeVar("H", bound=StepHook)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is known before the model takes memory."""
+    """Facts that are known before the model takes memory."""
 
     machine: Machine
     kernels: Kernels
@@ -85,7 +85,7 @@ class RunContext:
     loaded: Loaded
     """The recipe with the plan's settings."""
     plan: Plan
-    """What the run is expected to take."""
+    """Expected seconds and bytes of the run."""
     site: Site
     other: PreparedData | None
     """`data.eval_source`, where it is evaluated beside what is held out."""
@@ -106,12 +106,12 @@ class RunContext:
 
     @property
     def executor(self) -> ExecutorKind:
-        """What runs the steps."""
+        """The executor of the steps."""
         return executor_of(self.recipe, self.given)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What is done with each layer; None: the same with all, as the recipe says."""
+        """The plan of each layer; None: the same for all, as the recipe says."""
         return self.plan.memory_plan if self.plan.decided and self.plan.shape.classes else None
 
     def lasting(self, length: Length) -> "RunContext":
@@ -153,12 +153,12 @@ class RunContext:
 
     @property
     def waits(self) -> bool:
-        """Whether weight gradients are computed later than those of inputs."""
+        """True where weight gradients are computed later than those of inputs."""
         return self.recipe.parallel.pp > 1 and Pipeline.of(self.recipe.parallel).defers
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled. Not by themselves where weight gradients wait or matrices are cut.
+        """True where layers are compiled. Not by themselves where weight gradients wait or matrices are cut.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
@@ -180,7 +180,7 @@ class RunContext:
 
 @dataclass
 class Components:
-    """What a step needs and changes."""
+    """Objects that a step needs and changes."""
 
     model: Model
     modes: PrecisionModes
@@ -197,13 +197,13 @@ class Components:
     counted: tuple[int, int]
     """Parameters of the whole model: those that are trained, and all."""
     hooks: tuple[StepHook, ...]
-    """What rides along with the steps, in order."""
+    """The hooks around the steps, in order."""
     sync: GradientSync | None
     """How gradients are summed over the ranks."""
 
     @cached_property
     def audit(self) -> Audit:
-        """What the model's matmuls have executed, on ranks with other layers too."""
+        """Formats that the model's matmuls have executed, on ranks with other layers too."""
         world = self.setup.world
         return Audit(self.model, partial(gather, world.waiting_group) if world.row.size > 1 else None)
 

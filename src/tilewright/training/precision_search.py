@@ -56,7 +56,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. `checked` are loss changes of whole policies, measured on batches that did not choose."""
+    """Result of a search. `checked` are loss changes of whole policies, measured on batches that did not choose."""
 
     sensitivity: Sensitivity
     space: SearchSpace

@@ -25,7 +25,7 @@ from tilewright.training.runlog.signals import SettingChange, recipe_changes
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run folder holds: the checkpoint to continue from, and what must be said about it."""
+    """Contents of a run folder: the checkpoint to continue from, and remarks on it."""
 
     checkpoint: Path | None
     step: int
@@ -202,7 +202,7 @@ def _counters(checkpoint: Path) -> tuple[int, float]:
 
 
 def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
-    """What differs from the recipe that the folder was written with; nothing where that cannot be read any more."""
+    """Differences from the recipe that the folder was written with; none where that cannot be read any more."""
     try:
         before = load_recipe(folder.recipe, environ={}).recipe
     except ConfigError as error:

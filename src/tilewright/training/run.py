@@ -58,9 +58,9 @@ class Run:
     replanner: AdaptiveReplanner
     """Makes room where memory runs out."""
     agreement: Agreement
-    """What one of several ranks sees is acted on by all."""
+    """An event that one of several ranks sees is acted on by all."""
     hooks: tuple[StepHook, ...]
-    """What rides along with the steps, in order."""
+    """The hooks around the steps, in order."""
     resumed: bool
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
@@ -212,7 +212,7 @@ class Run:
         return step
 
     def _retried(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; called again under a tighter plan where memory runs out and all ranks have stopped."""
+        """The result of `work`; called again under a tighter plan where memory runs out and all ranks have stopped."""
         return run_with_retries(work, self._make_room, alone=self.agreement.alone)
 
     def _make_room(self, said: str) -> bool:
@@ -267,7 +267,7 @@ class Run:
             self._tell_saves()
 
     def _tell_notes(self) -> None:
-        """What the model could not do as asked; it finds some of it out with the first batch."""
+        """Notes of the model on settings that it could not follow; it finds some with the first batch."""
         for note in self.parts.model.notes[self._told_notes :]:
             self.recorder.event(self.step, "fallback", note)
         self._told_notes = len(self.parts.model.notes)

@@ -147,7 +147,7 @@ class TrainSession:
     lost: tuple[RankRecord, ...]
     """Of ranks that were gone at the end of the run before."""
     energy: RunEnergy | None
-    """What the run takes, where that is measured."""
+    """Energy that the run takes, where that is measured."""
     run_plan: PlanFile | None = None
     """Plan that the run in the folder began under."""
     restarted: dict[str, Any] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class TrainSession:
                     return result
 
     def _timed(self, setup: RunContext, found: ResumePoint, pulse: Pulse) -> StepTimes | str:
-        """What the next steps take, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
+        """Seconds of the next steps, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
         say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
         far_off = setup.lasting(Length(LONG, "", "", {}))
         assembled = self._assembled(far_off, found, pulse, shown=False)

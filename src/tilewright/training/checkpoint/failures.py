@@ -1,4 +1,4 @@
-"""What goes wrong with a disk, in one line, and the same on all ranks: a save fails everywhere or nowhere."""
+"""Failures of a disk, in one line, and the same on all ranks: a save fails everywhere or nowhere."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from tilewright.parallel.agree import gather
 T = TypeVar("T")
 
 DISK_ERRORS = (OSError, CheckpointException, RuntimeError)
-"""What a write raises. RuntimeError: torch's zip writer reports a failed write that way, not as OSError; so does gloo
+"""Errors of a write. RuntimeError: torch's zip writer reports a failed write that way, not as OSError; so does gloo
 where another rank has died."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What one rank could not do."""
+    """The failure of one rank."""
 
     rank: int
     reason: str

@@ -82,7 +82,7 @@ def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], 
 
 
 def _owners(world: World) -> tuple[str, ...]:
-    """What the names of this rank's states begin with, and of those that it takes in their place, in turn."""
+    """Prefixes of the names of this rank's states, and of those that it takes in their place, in turn."""
     rank = f"{_PREFIX}rank{world.data.rank}." if world.data.rank else _PREFIX
     return (f"{rank}part{world.part}.", rank, _PREFIX) if world.part else (rank, _PREFIX)
 

@@ -196,7 +196,7 @@ def _entry(name: str, tensor: _Tensor, storage: dict[MetadataIndex, _StorageInfo
 
 
 def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
-    """Whether two parts of a tensor, one per rank that holds some of it, share an element. Another would be in none,
+    """True where two parts of a tensor, one per rank that holds some of it, share an element. Another would be in none,
     and keep what was in memory before.
 
     Parts are taken in the order in which they begin along the dim with the most beginnings; each is compared with those

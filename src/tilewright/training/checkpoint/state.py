@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how it goes back: everything that a step changes.
+"""Contents of a checkpoint, and their way back: everything that a step changes.
 
 Tensors (model, optimizer, torch's generators) under flat names, the rest (Python's and numpy's generators, loss
 scale, clipping, data cursor, counters) as JSON:
@@ -199,7 +199,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
-    """What tells a tensor's memory and its view of it from others; nothing where its values are not in it."""
+    """Key of a tensor's memory and its view of it; none where its values are not in it."""
     if isinstance(tensor, DTensor) or tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
         return set()
     if not tensor.numel():

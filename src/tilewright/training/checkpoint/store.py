@@ -58,7 +58,7 @@ computes nor writes is seen in its record (`liveness.failure`), once training wa
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """What became of one save: `error` is None where the checkpoint is in place."""
+    """Outcome of one save: `error` is None where the checkpoint is in place."""
 
     step: int
     path: Path
@@ -210,7 +210,7 @@ class CheckpointStore:
             return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped))
 
     def _on_first(self, work: Callable[[], T]) -> T | None:
-        """What the first rank's work returns, on all ranks."""
+        """The result of the first rank's work, on all ranks."""
         return on_all(self._group, lambda: work() if self.world.is_first else None, partial(self.world.aside, "save"))[
             0
         ]
@@ -339,7 +339,7 @@ class _LoadLive(TensorLoadPlanner):
 
 
 def why_unsound(folder: Path) -> str | None:
-    """What is wrong with a checkpoint first, None where nothing is.
+    """The first fault of a checkpoint, None where there is none.
 
     Every file has the hash that the manifest says; the index names no file that the manifest does not, which a rank
     whose part is missing would leave; and no tensors are there that belong to another save.

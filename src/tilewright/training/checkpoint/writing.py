@@ -56,7 +56,7 @@ class ReplicasDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint will hold, as one rank has it.
+    """Contents of a checkpoint to be written, as one rank has them.
 
     Args:
         tensors: by name; DTensors of which this rank holds a part, and whole ones.

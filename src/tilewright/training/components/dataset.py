@@ -66,7 +66,7 @@ def streaming_of(recipe: Recipe) -> Streaming:
 
 
 def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What a run says of its data before it begins, as (kind, text, numbers): what was read and refused, and of
+    """Events about a run's data before it begins, as (kind, text, numbers): rows read and refused, and of
     conversations what they look like and what of them is trained."""
     summary = prepared.summary
     yield "data", account_line(summary), {"read": summary["read"], "refused": summary["refused"]}
@@ -90,7 +90,7 @@ def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> Held
 
 
 def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOut, HeldOut]:
-    """What evaluations on the way take of the held-out rows, and the rest, which is empty unless a recipe asks for one.
+    """Held-out rows of evaluations on the way, and the rest, which is empty unless a recipe asks for one.
 
     Args:
         recipe: reads `[train]`.
@@ -160,7 +160,7 @@ def _validation(data: DataSection) -> str:
 
 
 def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
-    """What is done before the first step of loaded weights: it can take longer than a step."""
+    """Work before the first step of loaded weights: it can take longer than a step."""
     batches = (batch for text in texts for rows in text.batches.values() for batch in rows)
     rows = sum(len(batch["labels"]) for batch in batches)
     line = f"before the first step {rows} held-out rows are evaluated"

@@ -151,8 +151,8 @@ def _loaded_positions(recipe: Recipe) -> int:
 
 
 def config_keys(recipe: Recipe, tokenizer: Tokenizer | None, rules: TextRules | None) -> dict[str, Any]:
-    """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length; what the
-    run taught to end an answer takes the place of another end."""
+    """Entries that the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length;
+    what the run taught to end an answer takes the place of another end."""
     taught = {} if rules is None or rules.taught is None else {"eos_token_id": rules.taught}
     if recipe.model.kind == "hf" or tokenizer is None:
         return taught

@@ -46,7 +46,7 @@ def record_start(
     length: str,
     data: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> None:
-    """What is trained, on what, and how long: the first events of a run.
+    """The first events of a run: model, machine, data and length.
 
     Args:
         recorder: of the run.
@@ -194,5 +194,5 @@ def add_in_fp32(device: str) -> None:
 
 
 def switches() -> dict[str, bool]:
-    """What is set now, by torch's names."""
+    """Present settings, by torch's names."""
     return {name: getattr(torch.backends.cuda.matmul, name) for name in _SWITCHES}

@@ -111,7 +111,7 @@ def _adapters(recipe: Recipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
-    """Whether the model is built on the meta device, and filled in the pieces in which it is kept: layer groups in
+    """True where the model is built on the meta device, and filled in the pieces in which it is kept: layer groups in
     their tiers, parts on ranks.
 
     A sharded model with adapters is not: its base is read and encoded as on one rank, and its FP8 codes, which are no
@@ -121,7 +121,7 @@ def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
 
 
 def first_values(recipe: Recipe, model: Model) -> InitialValues:
-    """What fills a vacant model.
+    """The values that fill a vacant model.
 
     Raises:
         CheckpointError: the folder is not whole, or not of this model.

@@ -1,4 +1,4 @@
-"""What the model that training begins with gives each answer of the preferences: computed once, kept on disk by row.
+"""Log-probabilities of preferences' answers by the model that training begins with: computed once, kept on disk by row.
 
 The entry's name has the data's fingerprint and that of the starting weights in it: files of the folder, or shape and
 seed; and the precision, so that at the first step the model equals its reference.

@@ -72,7 +72,7 @@ def longest_document(recipe: Recipe) -> int | None:
 
 
 def step_line(recipe: Recipe) -> str:
-    """What a step is, in words.
+    """A step in words.
 
     Example:
         >>> step_line(Recipe())

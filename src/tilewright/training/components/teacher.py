@@ -119,7 +119,7 @@ class Teacher(StepHook):
         return found
 
     def _hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """What the teacher's head reads; None on ranks without it."""
+        """Input of the teacher's head; None on ranks without it."""
         model, there = self.model, self._there(batch)
         return model.last_hidden(there) if isinstance(model, Staged) else model.hidden(there)
 

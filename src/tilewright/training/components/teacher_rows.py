@@ -1,4 +1,4 @@
-"""What a teacher thinks of rows of data, on disk: written when a row comes first, read when it comes again.
+"""A teacher's probabilities for rows of data, on disk: written when a row comes first, read when it comes again.
 
 A row is found by the hash of its own tokens and document boundaries, so neither the order of rows nor their number,
 epochs, weights of domains, ranks or resumes matter. `teacher.json` says of which teacher, data and format the folder

@@ -34,7 +34,7 @@ _OF_ITS_OWN = ("tokenizer_class", "auto_map", "chat_template", "added_tokens_dec
 
 @dataclass(frozen=True)
 class TextRules:
-    """What an artefact does with a text beside splitting it.
+    """Treatment of a text by an artefact beside splitting it.
 
     Args:
         begin, end: ids that are put around a text.

@@ -1,4 +1,4 @@
-"""What a model does with each of its layers, as a `MemoryPlan` says; and from one to the next between two steps.
+"""The plan of each layer of a model, as a `MemoryPlan` says; and from one to the next between two steps.
 
     checkpoint_layers(model, memory_plan)  # before it is compiled
     cut_layers(model, memory_plan, compile=...)  # after `precision.convert`
@@ -57,7 +57,7 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
 
 
 def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, ...]:
-    """What is wanted of each layer; of a model whose layers were not found, the one thing that is wanted of all.
+    """The wish for each layer; of a model whose layers were not found, the one wish for all.
 
     Raises:
         ConfigError: that is not the same for all, or there are more or fewer layers.
@@ -106,7 +106,7 @@ class ActivationPolicy:
 
     @property
     def now(self) -> MemoryPlan:
-        """What is done with each layer now."""
+        """The present plan of each layer."""
         modes = self._model.checkpointing
         modes = modes if self._model.layers else modes * len(self._asked.layers)
         rows = zip(self._asked.layers, modes, strict=True)

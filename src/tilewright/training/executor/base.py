@@ -1,4 +1,4 @@
-"""What an executor offers a run, and what it is made from.
+"""Interface of executors to a run, and the parts that they are made from.
 
 A step is computed by `Executor.step` alone. The rest is what only the executor knows of a run's state: where tensors
 have their bytes (`TensorAccess`), what of a step goes into a checkpoint, and what is to be given back.
@@ -33,7 +33,7 @@ from tilewright.training.executor.transaction import Stateful, StepTransaction
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, over all ranks."""
+    """Result of one optimizer step, over all ranks."""
 
     loss: float
     """Mean loss a target, in nats, before the update."""
@@ -49,7 +49,7 @@ class StepResult:
     """Loss scale that this step used, 1 without scaling."""
     seconds: float
     aux: Mapping[str, float] = field(default_factory=dict)
-    """What the model reports in addition to its loss: means over the step's targets, over all ranks."""
+    """Outputs of the model in addition to its loss: means over the step's targets, over all ranks."""
     redone: str | None = None
     """Why the step was computed a second time, in wider formats; None where it was not."""
     rows: tuple[Tensor, Tensor] | None = None
@@ -75,7 +75,7 @@ class Executor(Protocol):
     """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
 
     transaction: StepTransaction
-    """What makes a step happen whole or not at all."""
+    """The transaction by which a step happens whole or not at all."""
     access: TensorAccess
     """The model's and optimizer's tensors, wherever this executor stores them."""
     weights: QuantizedWeights | None
@@ -84,7 +84,7 @@ class Executor(Protocol):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What is done with each layer now."""
+        """The present plan of each layer."""
         ...
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
@@ -109,7 +109,7 @@ class Executor(Protocol):
         ...
 
     def stateful(self) -> Mapping[str, Stateful]:
-        """What a checkpoint holds of this executor beside the tensors of model and optimizer, by name."""
+        """Parts of a checkpoint that are this executor's, beside the tensors of model and optimizer, by name."""
         ...
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class ExecutorInputs:
-    """What an executor is made from.
+    """Parts that an executor is made from.
 
     Args:
         recipe: reads `[memory]`, `[optim]` and `[parallel]`.
@@ -150,7 +150,7 @@ class ExecutorInputs:
     sync: GradientSync | None = None
 
     def plan_of(self, num_layers: int) -> MemoryPlan:
-        """What is done with each of so many layers."""
+        """The plan of each of so many layers."""
         return self.memory_plan or memory_plan_of(self.recipe, num_layers)
 
 

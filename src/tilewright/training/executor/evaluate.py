@@ -21,14 +21,14 @@ from tilewright.precision.convert import evaluating
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is evaluated, by domain: batches, and the UTF-8 bytes of text that their targets stand for (None where they
+    """Data to evaluate, by domain: batches, and the UTF-8 bytes of text that their targets stand for (None where they
     are not text)."""
 
     batches: dict[str, list[dict[str, torch.Tensor]]]
     num_bytes: dict[str, int | None]
 
     def after(self, part: "HeldOut") -> "HeldOut":
-        """What is left of it behind its first batches."""
+        """The rest of it behind its first batches."""
         return HeldOut(
             {domain: rows[len(part.batches[domain]) :] for domain, rows in self.batches.items()},
             {domain: size and size - (part.num_bytes[domain] or 0) for domain, size in self.num_bytes.items()},

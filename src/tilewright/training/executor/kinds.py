@@ -114,7 +114,7 @@ def _tell(memory_tracker: MemoryTracker, run: LayerMajor) -> None:
 
 
 def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
-    """What keeps the bytes that a delayed step changes: on disk, where some of them are stored there."""
+    """The keeper of the bytes that a delayed step changes: on disk, where some of them are stored there."""
     memory = recipe.memory
     if recipe.optim.clip != "delayed" or memory.rollback != "buffer":
         return None
@@ -155,7 +155,7 @@ KINDS: Mapping[str, ExecutorKind] = MappingProxyType(
 
 
 def executor_of(recipe: Recipe, given: ExecutorKind | None = None) -> ExecutorKind:
-    """What runs a recipe's steps: the executor that the caller gives, or the one that it names."""
+    """The executor of a recipe's steps: the one that the caller gives, or the one that it names."""
     return given or KINDS[recipe.executor]
 
 

@@ -87,7 +87,7 @@ class _Attempt:
     skipped: str | None = None
     updated: list[LayerGroup] = field(default_factory=list)
     aux: dict[str, Tensor] = field(default_factory=dict)
-    """What the model reports in addition to its loss, summed over the targets of this rank."""
+    """Outputs of the model in addition to its loss, summed over the targets of this rank."""
 
     def norm(self, order: Sequence[Tensor] | None = None) -> float:
         """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
@@ -212,7 +212,7 @@ class LayerMajorExecutor:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What is done with each layer now."""
+        """The present plan of each layer."""
         return self._policy.now
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:

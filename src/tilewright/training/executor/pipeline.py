@@ -104,7 +104,7 @@ class PipelineExecutor(StandardExecutor):
     def _rows_of_all(
         self, rows: tuple[Tensor, Tensor] | None, microbatches: Sequence[Batch]
     ) -> tuple[Tensor, Tensor] | None:
-        """What the last stage knows of each row, on all ranks in the row."""
+        """The last stage's values of each row, on all ranks in the row."""
         counts = torch.cat([sums_by_row(torch.zeros(batch["labels"].shape), batch)[1] for batch in microbatches])
         sums = torch.zeros(1 + len(counts), device=self.device)
         if rows is not None:
@@ -113,7 +113,7 @@ class PipelineExecutor(StandardExecutor):
         return (sums[1:], counts) if sums[0] else None
 
     def _tell_row(self, aux: dict[str, Tensor], names: Sequence[str]) -> None:
-        """What the last stage tells beside its loss, to all ranks in the row: the others have nothing of it."""
+        """The last stage's outputs beside its loss, to all ranks in the row: the others have nothing of it."""
         nothing = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         sums = torch.stack([aux.get(name, nothing) for name in names])
         sum_over(self._world.row.handle, [sums])
@@ -124,7 +124,7 @@ class PipelineExecutor(StandardExecutor):
         sum_over(self._world.row.handle, [loss_sum])
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
-        """What experts tell is a mean over their layers, of which stages have different numbers."""
+        """Means of experts' outputs over their layers, of which stages have different numbers."""
         layers = self._staged.counting_layers
         if layers is None:
             return super()._told(attempt)

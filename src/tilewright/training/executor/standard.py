@@ -61,7 +61,7 @@ class StandardAttempt:
     norm: float
     skipped: str | None
     aux: Mapping[str, Tensor]
-    """What the model tells in addition, summed over the targets of this rank."""
+    """Outputs of the model in addition to its loss, summed over the targets of this rank."""
     targets: int
     """Of this rank."""
     rows: tuple[Tensor, Tensor] | None
@@ -148,7 +148,7 @@ class StandardExecutor:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What is done with each layer now. Of an executor that was made with `policy`."""
+        """The present plan of each layer. Of an executor that was made with `policy`."""
         assert self._policy is not None, "made without a policy"
         return self._policy.now
 
@@ -229,7 +229,7 @@ class StandardExecutor:
             check_as_many(self._everyone, len(microbatches), self.device)
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
-        """What the model told of a step, over all ranks."""
+        """Outputs of the model in a step, over all ranks."""
         return mean_over(self._data, attempt.aux, attempt.targets, self.device)
 
     def _begin(self, scale: float) -> None:

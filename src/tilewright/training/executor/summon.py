@@ -127,7 +127,7 @@ class TensorAccess:
         return Summoned(model, optimizer, self._groups, self._home, changes=changes)
 
     def is_finite(self, model: nn.Module) -> bool:
-        """Whether every parameter and buffer is finite."""
+        """True where every parameter and buffer is finite."""
         with self.summon(model) as summoned:
             if summoned.live is None or self._groups is None:
                 finite = all_finite(model.named_parameters())

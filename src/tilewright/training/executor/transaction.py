@@ -54,7 +54,7 @@ class Stateful(Protocol):
 
 
 class StateBefore:
-    """What a step changes before its update, as it was.
+    """State that a step changes before its update, as it was.
 
     Args:
         slots: of the model.
@@ -84,7 +84,7 @@ class StateBefore:
 
 
 class StepTransaction:
-    """What the steps of one executor share.
+    """State that the steps of one executor share.
 
     Args:
         model: its buffers and notes are put back.
@@ -102,7 +102,7 @@ class StepTransaction:
         self._device = device
         self._parts = parts
         self.oom_messages: list[str] = []
-        """What the allocator said where a piece was called again, since the caller last emptied this list."""
+        """Errors of the allocator where a piece was called again, since the caller last emptied this list."""
 
     @contextmanager
     def rollback_on_oom(
@@ -205,7 +205,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The text of an error, in one line."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on while it runs; a process alone agrees with itself, and asks no other.
+"""Agreements of a run's ranks while it runs; a process alone agrees with itself, and asks no other.
 
 What one rank alone sees (a signal, minutes that have passed, rows of another length, memory that runs short, a folder
 that is gone) is brought to all before any of them acts on it: the next collective would wait for ever otherwise.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Agreement(StepHook):
-    """What the processes of a run agree on, around each step where there are several; each method is called by all of
+    """Agreements of a run's processes, around each step where there are several; each method is called by all of
     them, in the same order. Of a process alone each returns its argument.
 
     Args:
@@ -46,11 +46,11 @@ class Agreement(StepHook):
         self._messages = [] if messages is None else messages
         self._group = world.everyone.handle
         self.alone = self._group is None
-        """Whether there is one process."""
+        """True where there is one process."""
         self._asked = self.stop = StopRequest()
-        """Whether the run is to stop; of several ranks, whether any of them was asked to, as of the last step."""
+        """True where the run is to stop: of several ranks, where any of them was asked to, as of the last step."""
         self.save_due = False
-        """Whether minutes make a save due after this step: of this process, and once ranks have agreed of any."""
+        """True where minutes make a save due after this step: of this process, and once ranks have agreed of any."""
 
     def begin(self, stop: StopRequest) -> None:
         """The steps of a run begin.

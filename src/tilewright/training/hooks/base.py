@@ -1,4 +1,4 @@
-"""What rides along with the steps of a run: it may change a step before it is computed, and hears how it went.
+"""Hooks around the steps of a run: one may change a step before it is computed, and hears how it went.
 
     class Warm(StepHook):  # `train(recipe, hooks=[lambda setup, parts: Warm()])`
         name = "warm"
@@ -46,7 +46,7 @@ class Step:
 
 
 class StepHook(Protocol):
-    """What is called around each step. A class has what it is for, and inherits the rest, which does nothing.
+    """Methods called around each step. A class has those that it is for, and inherits the rest, which do nothing.
 
     Of several ranks each has its hook, and all of them are called in the same order: what a hook decides must be the
     same on all, and what it measures be agreed on before (`parallel.agree`).
@@ -91,7 +91,7 @@ class StepHook(Protocol):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on, in JSON types: part of each checkpoint."""
+        """State on which the next steps depend, in JSON types: part of each checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class StepHook(Protocol):
 
 
 class HookPart(Protocol):
-    """What has numbers and a state, for `AfterStep`."""
+    """Anything with numbers and a state, for `AfterStep`."""
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
         """See `StepHook.numbers`."""

@@ -69,7 +69,7 @@ class RunEnergy:
         return MEASURED if self._counts else ESTIMATED if self.section.assume_watts else UNAVAILABLE
 
     def hook(self, parts: Components) -> "EnergyHook":
-        """What tells a run's phases and steps.
+        """The teller of a run's phases and steps.
 
         Args:
             parts: of the run.
@@ -78,7 +78,7 @@ class RunEnergy:
         return EnergyHook(self, lambda: parts.counters.tokens)
 
     def table(self, tokens: int = 0, steps: int = 0) -> dict[str, Any]:
-        """What was used by all ranks, and where the numbers are from; called on all of them.
+        """Energy used by all ranks, and the sources of the numbers; called on all of them.
 
         Args:
             tokens, steps: that the run has learned.
@@ -198,7 +198,7 @@ def open_energy(section: EnergySection, world: World, folder: RunFolder, device:
 
 
 def counters_of(*, processors: bool, gpu: bool) -> tuple[tuple[Counter, ...], tuple[str, ...]]:
-    """What this process reads, and why other parts of the machine are not counted.
+    """Counters that this process reads, and why other parts of the machine are not counted.
 
     Args:
         processors: of the machine, which one process reads.
@@ -221,7 +221,7 @@ def counters_of(*, processors: bool, gpu: bool) -> tuple[tuple[Counter, ...], tu
 
 
 def _used_before(folder: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """What the run has used before this process, and what is not known of it."""
+    """Energy that the run has used before this process, and its unknown parts."""
     try:
         table = recorded.read(folder / FILE)
         if table is not None:

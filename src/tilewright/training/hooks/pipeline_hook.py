@@ -1,4 +1,4 @@
-"""What rides along with the steps of a pipeline: its passes are measured, idle time is told by cause, a cost model
+"""The hook around the steps of a pipeline: its passes are measured, idle time is told by cause, a cost model
 follows, and the documents of the next steps are placed by it.
 
 Ranks bring together what they have measured; the first one fits and decides, and all have its decision. What the model
@@ -223,7 +223,7 @@ def _finite(value: float) -> float | None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
-    """What a micro-batch costs by; without `segments` each row is one document. Both answers of a pair are rows.
+    """Sizes behind a micro-batch's cost; without `segments` a row is one document. Both answers of a pair are rows.
 
     Example:
         >>> ids = torch.zeros(1, 5, dtype=torch.int64)
@@ -260,7 +260,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _agreed_stages(model: Staged, world: World) -> dict[int, StageKind]:
-    """What is in each stage of the whole model; all ranks call it."""
+    """Contents of each stage of the whole model; all ranks call it."""
     mine = {
         stage.index: StageKind(Counter(_kind(layer) for layer in stage.layers), stage.is_first, stage.is_last)
         for stage in model.stages

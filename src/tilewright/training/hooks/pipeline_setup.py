@@ -27,7 +27,7 @@ def rank_hooks(
     limit_bytes: int,
     sync: GradientSync | None,
 ) -> tuple[StepHook, ...]:
-    """What runs on several processes have: see `pipeline_hooks`; what moves experts; what raises the wire format.
+    """Hooks of runs on several processes: those of `pipeline_hooks`; the mover of experts; the raiser of wire formats.
 
     Args:
         section, model, executor, world, stream, limit_bytes: see `pipeline_hooks`.
@@ -44,7 +44,7 @@ def rank_hooks(
 def pipeline_hooks(
     section: ParallelSection, model: Model, executor: Executor, world: World, stream: Stream, limit_bytes: int
 ) -> tuple[StepHook, ...]:
-    """What measures passes of stages, and balances documents over them; nothing where there are none.
+    """Hooks that measure passes of stages and balance documents over them; none where there are no stages.
 
     Args:
         section: `[parallel]`.
@@ -71,7 +71,7 @@ def pipeline_hooks(
 
 
 def domain_hooks(world: World, stream: Stream, device: torch.device) -> tuple[StepHook, ...]:
-    """What tells the training loss of each domain; nothing where there is one.
+    """The hook that tells the training loss of each domain; none where there is one domain.
 
     Args:
         world: of the run.

@@ -1,4 +1,4 @@
-"""What a run does around each step for its precision: the mode that the step belongs to; for the precision controller
+"""Work around each step for its precision: the mode that the step belongs to; for the precision controller
 formats, samples, the learning rate, the record.
 
 `precision.convert` and `precision.controller.runtime` do the work; here they meet batches of a run and its files.

@@ -94,7 +94,7 @@ class AdaptiveReplanner(StepHook):
     ) -> None:
         self.executor = executor
         self.active = watch
-        """Whether anything but an out-of-memory matters."""
+        """True where anything but an out-of-memory matters."""
         self.next_step = 0 if watch else math.inf
         self._find_planner, self._known, self._looked = planner, known, False
         self._planner: Replanner | None = None
@@ -117,7 +117,7 @@ class AdaptiveReplanner(StepHook):
         self._number = 0
         self._planned_for: float | None = None
         self._limit = float("inf")
-        """What an out-of-memory has taught of the device."""
+        """The device's limit as an out-of-memory has shown it."""
         self._first_s = 0.0
         """Seconds of the last first step under a memory plan: it compiles."""
         self._told = False
@@ -191,7 +191,7 @@ class AdaptiveReplanner(StepHook):
         self._plan_again("calibration", text, threshold=threshold, **numbers)
 
     def _near(self) -> bool:
-        """Whether the run takes so much of what it may use that its user should hear of plans."""
+        """True where the run takes so much of its room that its user should hear of plans."""
         return max(self.measured, self.peak_bytes) >= NEAR * self._allowed()
 
     # ---- out of memory ----
@@ -293,7 +293,7 @@ class AdaptiveReplanner(StepHook):
         return None
 
     def _pays(self, saved_s: float) -> bool:
-        """Whether a change that need not be made is worth it: a first step under a new memory plan compiles again."""
+        """True where a change that is not needed is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
         return saved_s > GAIN * self.step_s and saved_s * steps_left > self._first_s
 
@@ -358,7 +358,7 @@ class AdaptiveReplanner(StepHook):
         return self._planner
 
     def _is_known(self) -> bool:
-        """Whether anything is expected of what runs now; a planner is asked where nothing is."""
+        """True where anything is expected of the present plan; a planner is asked where nothing is."""
         if self.expected is None and (planner := self._planner_of_run()) is not None:
             self.expected = planner.predict(self.executor.memory_plan, self.row_length)
         return self.expected is not None

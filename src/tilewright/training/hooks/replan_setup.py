@@ -34,7 +34,7 @@ def replanner_for(
     budget: Callable[[], float] | None = None,
     agreement: Agreement | None = None,
 ) -> AdaptiveReplanner:
-    """What watches the steps of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
+    """The watcher of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
     Args:
         setup: machine and plan.
@@ -67,7 +67,7 @@ def replanner_for(
 
 
 def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
-    """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
+    """Choices for layers where no planner knows the model: those that change no bit, and those that are open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in fixed_by_user(setup.loaded):
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
@@ -116,7 +116,7 @@ class MemoryWatch:
 
 
 def there_bytes(device: torch.device, ranks: int = 1) -> int:
-    """What is free on a device (of a host's memory the share of one of so many ranks), and what this process holds."""
+    """Free bytes of a device (of a host's memory the share of one of so many ranks), and bytes of this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss

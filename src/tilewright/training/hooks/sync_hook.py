@@ -78,7 +78,7 @@ class GradSyncHook(StepHook):
         )
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """What was measured last, by axis."""
+        """The last measurement, by axis."""
         return {f"grad_sync_error.{axis}": share for axis, share in self._found.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What may be done about a plan: the faster way beside it, changes that gain time, why memory is idle."""
+"""Advice on a plan: the faster way beside it, changes that gain time, why memory is idle."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ SAME = 1 + 1e-3
 
 @dataclass(frozen=True)
 class Advice:
-    """What is told of a plan beside its numbers."""
+    """Texts about a plan beside its numbers."""
 
     faster: Change | None = None
     """The fastest plan, where it is faster than what `train` does, with the settings with which `train` runs it; none
@@ -35,7 +35,7 @@ IN_A_FILE = "the plan that --fastest --out plan.toml writes and --memory.plan pl
 
 
 def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Advice:
-    """What would make a plan faster, and a recipe that does not fit as it stands fit."""
+    """Changes that make a plan faster, or make a recipe fit that does not as it stands."""
     if request.largest or found.state == "not known":
         return NOTHING
     if found.state == "does not fit":
@@ -66,7 +66,7 @@ def find_faster(loaded: Loaded, site: Site, found: Plan) -> Change | None:
 
 
 def as_settings(plan: Plan, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """What may be typed for a plan: all that settings can say of it; of all layers alone, where `train` finds the rest;
+    """Arguments to type for a plan: all that settings can say of it; of all layers alone, where `train` finds the rest;
     nothing, where it finds all of it."""
     settings = {name: value for name, value in plan.settings().items() if value_of(recipe, name) != value}
     of_all = {name: value for name, value in settings.items() if name not in OF_A_LAYER}

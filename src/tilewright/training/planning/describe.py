@@ -35,7 +35,7 @@ def _layer(layer: LayerMemory) -> str:
 
 
 def loosest(memory_plan: MemoryPlan) -> bool:
-    """Whether everything is kept, and all of it on the device.
+    """True where everything is kept, and all of it on the device.
 
     Example:
         >>> loosest(MemoryPlan.uniform(2)), loosest(MemoryPlan.uniform(2, states="disk"))

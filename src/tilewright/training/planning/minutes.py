@@ -33,7 +33,7 @@ LONG_S = 900.0
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the first steps of a run took."""
+    """Seconds of the first steps of a run."""
 
     step_s: float
     """Seconds of a step."""
@@ -57,7 +57,7 @@ class Length:
 
 
 def long_run(train: TrainSection, done: int, step_s: float) -> str:
-    """What is said of a run that will take long, with what to do about it; empty where it will not.
+    """Remark on a run that will take long, and the way out; empty where it will not.
 
     Args:
         train: of the recipe, its steps known. A run that was given in minutes takes what was asked for.
@@ -74,7 +74,7 @@ def long_run(train: TrainSection, done: int, step_s: float) -> str:
 
 
 def is_open(recipe: Recipe) -> bool:
-    """Whether the number of steps is still to be found."""
+    """True where the number of steps is still to be found."""
     return recipe.train.steps == 0
 
 

@@ -14,7 +14,7 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 def no_memory(
     error: BaseException, memory: Mapping[str, Any], when: str, recipe: Recipe, fixes: Sequence[str] = ()
 ) -> FitError:
-    """What the user is reported.
+    """Report to the user.
 
     Args:
         error: the allocator's.

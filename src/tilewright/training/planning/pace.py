@@ -32,7 +32,7 @@ def off_plan(planned_s: float, measured_s: float) -> float:
 def told_before(
     recipe: Recipe, done: int, step_s: float, rates: Ceilings, machine: Machine
 ) -> Iterator[tuple[str, str]]:
-    """What is said of a run before it starts, as (kind of event, text): that it will take long, that its mode is slower
+    """Remarks on a run before it starts, as (kind of event, text): that it will take long, that its mode is slower
     than fp32 on its machine.
 
     Args:

@@ -57,11 +57,11 @@ class LoneWatch:
 
     @contextmanager
     def recording(self, recorder: MetricsLogger | None) -> Iterator[None]:
-        """What is seen inside is recorded."""
+        """Observations inside are recorded."""
         yield
 
     def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
-        """What this run agrees with."""
+        """The agreement of this run's ranks."""
         return Agreement()
 
 
@@ -202,7 +202,7 @@ def _remove_unread(folder: Path, ranks: int = 1) -> None:
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """What must be the same on all ranks before they make groups."""
+    """Settings that must be the same on all ranks before they make groups."""
     digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
     return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
 
@@ -213,7 +213,7 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 
 def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
-    """What can be known to go wrong on these ranks before anything is prepared.
+    """Problems of these ranks that are known before anything is prepared.
 
     Raises:
         ConfigError: fewer rows in a step than ranks, an executor that does not shard or has no stages, or a schedule

@@ -1,4 +1,4 @@
-"""What is planned for: the machine at hand or a published one, and budgets as typed."""
+"""Target of a plan: the machine at hand or a published one, and budgets as typed."""
 
 import os
 import re
@@ -114,7 +114,7 @@ def published_notes(name: str) -> tuple[str, ...]:
 
 
 def _share_of(machine: Machine, ranks: int) -> Machine:
-    """What each of so many ranks has of a machine; of GPUs there are at most `GPUS` in one, and they share its host."""
+    """Each rank's share of a machine; of GPUs there are at most `GPUS` in one, and they share its host."""
     return machine.shared_by(ranks if machine.device == "cpu" else min(ranks, GPUS))
 
 
@@ -139,7 +139,7 @@ def _known_ranks(loaded: Loaded) -> int:
 
 
 def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:
-    """What a plan takes for granted of ranks and machines."""
+    """Assumptions of a plan about ranks and machines."""
     if loaded.recipe.parallel.dp_shard == -1 and loaded.sources["parallel.dp_shard"] != DEFAULT:
         many = "one process" if ranks == 1 else f"{ranks} processes"
         return (
@@ -151,7 +151,7 @@ def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:
 
 
 def _shared_host(ranks: int, machine: Machine) -> tuple[str, ...]:
-    """What a plan for several ranks takes for granted of machines."""
+    """Assumptions of a plan for several ranks about machines."""
     if ranks == 1:
         return ()
     if machine.device == "cpu":

@@ -1,4 +1,4 @@
-"""What `memory.plan` decides before a run: the recipe with the plan's settings, and what is done with each layer.
+"""Decisions of `memory.plan` before a run: the recipe with the plan's settings, and the plan of each layer.
 
     memory.plan = ""      nothing is decided: the run is as its recipe says
     memory.plan = "auto"  under the plan in the run's folder (`plan.toml`), if it has one that still holds;
@@ -176,7 +176,7 @@ def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
 
 
 def _as_decided(loaded: Loaded, site: Site, plan: Plan, resuming: bool) -> tuple[Loaded, Plan]:
-    """What was decided, and how that is told.
+    """A decision, and its text.
 
     Raises:
         FitError: nothing fits, and `plan.enforce` is set.

@@ -44,7 +44,7 @@ def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
 
 
 def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
-    """Whether steps of so many seconds are enough of them: one after the first, and as many as fit into a budget.
+    """True where steps of so many seconds are enough of them: one after the first, and as many as fit into a budget.
 
     Example:
         >>> enough = enough_within(2.0)

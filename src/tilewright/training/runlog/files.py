@@ -1,4 +1,4 @@
-"""What a run counts, and its record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where
+"""Counters of a run, and its record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where
 precision is controlled, precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that

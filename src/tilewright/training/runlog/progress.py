@@ -1,4 +1,4 @@
-"""What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval,
+"""Output while training: a live line on a terminal, else one plain line of fixed columns a log interval,
 and in each half minute at least.
 
     step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB (optimizer 4.1,
@@ -75,7 +75,7 @@ class LiveProgress(TrainProgress):
 
 
 def open_pulse() -> Pulse:
-    """What says that a run works, where no live line does; silent like `say`."""
+    """The function that says that a run works, where no live line does; silent like `say`."""
     return Pulse(on=not _is_live())
 
 

@@ -1,4 +1,4 @@
-"""What each rank of a run has taken, as `ranks.json`: seconds of its steps, of waiting, and memory beside the plan."""
+"""Costs of each rank of a run, as `ranks.json`: seconds of its steps, of waiting, and memory beside the plan."""
 
 import platform
 import time

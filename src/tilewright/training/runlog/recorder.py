@@ -110,7 +110,7 @@ _PHASES = {
     "save": "checkpoint of step {step}",
     "samples": "samples after step {step}",
 }
-"""What a run does, in words."""
+"""Events of a run, in words."""
 
 
 class MetricsLogger:
@@ -157,8 +157,8 @@ class MetricsLogger:
         self._progress.watch(words)
 
     def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult, *, shown: bool = True) -> None:
-        """What a step's row (`RunLog.step`) asks for too: a progress line, and an event where the step was skipped or
-        computed again."""
+        """Lines that a step's row (`RunLog.step`) asks for: a progress line, and an event where the step was skipped
+        or computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"
             self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)

@@ -111,7 +111,7 @@ def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple
 
 
 def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What comes before the first answer, and the answer, of all that do not begin with what is trained."""
+    """Parts before the first answer, and the answer, of all that do not begin with trained text."""
     for ids, segments, labels in rows:
         for segment in segments.unique():
             here = (segments == segment) & (segment >= 0)

@@ -21,7 +21,7 @@ RUN, BASE = "run", "base"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What numbers of a task must have in common to be compared.
+    """Conditions that scores of a task must share to be compared.
 
     Args:
         harness: name and version.
