@@ -85,6 +85,10 @@ SURFACE = {
         *("--budget", "--controls", "--cut", "--dry-run", "--goal", "--help", "--importance", "--json"),
         *("--no-refit", "--out", "--quiet", "--steps", "--targets", "--time-limit", "--tries", "--verbose", "run"),
     ],
+    "search": [
+        *("--block-steps", "--candidates", "--context", "--dry-run", "--help", "--json", "--kinds", "--limits"),
+        *("--no-uniform", "--out", "--quiet", "--rows", "--steps", "--verbose", "run"),
+    ],
     "data": ["--help"],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],

@@ -72,6 +72,10 @@ COMMANDS = {
         "tilewright.cli.commands.outputs.compress:compress",
         "Cut, recover and export a run or a model inside a loss budget, with controls.",
     ),
+    "search": (
+        "tilewright.cli.commands.outputs.search:search",
+        "Find layers of their own shape for a run, by latency measured on this machine.",
+    ),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (
         "tilewright.cli.commands.outputs.report:report",

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewright.core.errors import NumericsError
 from tilewright.data.batches.microbatches import sums_by_row
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.protocols import LossOutput
 
 _TIMES, _TOKENS = 7, 32
 Batches = Mapping[str, Sequence[Mapping[str, Tensor]]]
@@ -61,18 +62,29 @@ def row_losses_of(model: Any, batches: Batches) -> RowLosses:
     Raises:
         NumericsError: one is not finite.
     """
-    found = {}
     with evaluation(model):
-        for domain, rows in batches.items():
-            parts = []
-            for batch in rows:
-                out = model.loss(batch)
-                assert out.each is not None
-                parts.append(sums_by_row(out.each.double(), batch))
-            kept = torch.cat([counts for _, counts in parts]) > 0
-            if kept.any():
-                sums, counts = (torch.cat(part)[kept].double() for part in zip(*parts, strict=True))
-                found[domain] = (sums, counts)
+        return row_losses({domain: ((model.loss(batch), batch) for batch in rows) for domain, rows in batches.items()})
+
+
+def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor]]]]) -> RowLosses:
+    """Losses by row.
+
+    Args:
+        outs: by domain, of each micro-batch what a model makes of it, and the micro-batch.
+
+    Raises:
+        NumericsError: one is not finite.
+    """
+    found = {}
+    for domain, of_domain in outs.items():
+        parts = []
+        for out, batch in of_domain:
+            assert out.each is not None
+            parts.append(sums_by_row(out.each.double(), batch))
+        kept = torch.cat([counts for _, counts in parts]) > 0
+        if kept.any():
+            sums, counts = (torch.cat(part)[kept].double() for part in zip(*parts, strict=True))
+            found[domain] = (sums, counts)
     if not all(bool(torch.isfinite(sums).all()) for sums, _ in found.values()):
         raise NumericsError(
             "Held-out loss is not finite",

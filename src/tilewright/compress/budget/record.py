@@ -1,4 +1,5 @@
-"""compress.json: what was asked, what was measured, what each stage made of the loss, and the verdict."""
+"""compress.json (of a search search.json): what was asked, what was measured, what each stage made of the loss, and
+the verdict."""
 
 import json
 from pathlib import Path
@@ -15,10 +16,10 @@ FILE, FORMAT = "compress.json", 4
 Record = dict[str, Any]
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path, name: str = FILE) -> Record | None:
     """The record of a folder; None where there is none, or it is damaged or of another format."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("format") == FORMAT else None
@@ -29,7 +30,7 @@ def recipe_hash(recipe: Recipe) -> str:
     return xxhash.xxh3_64_hexdigest(recipe.model_dump_json().encode())
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: Record, name: str = FILE) -> None:
     """Write it, whole or not at all.
 
     Raises:
@@ -37,10 +38,10 @@ def write_record(folder: Path, record: Record) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / FILE, to_json({"format": FORMAT, **record}, indent=1) + "\n")
+        write_whole(folder / name, to_json({"format": FORMAT, **record}, indent=1) + "\n")
     except OSError as error:
         raise CheckpointError(
-            "compress.json cannot be written",
+            f"{name} cannot be written",
             got=str(error),
             need="a folder in which files can be made",
             try_="free space, or --out FOLDER; finished stages are whole",

@@ -118,8 +118,8 @@ def _rounded(coded: Coded, negative: bool) -> Coded:
     return replace(coded, codes={**coded.codes, **rest}, how=", ".join(told))
 
 
-def calibration(recipe: Recipe, data: Any) -> list[dict[str, Tensor]]:
-    """Micro-batches of the run's training stream, from its begin."""
+def calibration(recipe: Recipe, data: Any, rows: int = CALIBRATION_ROWS) -> list[dict[str, Tensor]]:
+    """Micro-batches of the run's training stream, from its begin: at least so many rows."""
     pairs = recipe.data.format == "preferences"
     size = max(1, recipe.train.micro_batch_size // (2 if pairs else 1))
     stream = Stream(
@@ -127,10 +127,10 @@ def calibration(recipe: Recipe, data: Any) -> list[dict[str, Tensor]]:
     )
     try:
         found: list[dict[str, Tensor]] = []
-        while sum(len(batch["input_ids"]) for batch in found) < CALIBRATION_ROWS:
+        while sum(len(batch["input_ids"]) for batch in found) < rows:
             for batch in stream.next_step():
-                rows = {name: t.flatten(0, 1) for name, t in batch.items() if t.dim() == 3} if pairs else dict(batch)
-                found.append(rows)
+                flat = {name: t.flatten(0, 1) for name, t in batch.items() if t.dim() == 3} if pairs else dict(batch)
+                found.append(flat)
         return found
     finally:
         stream.close()

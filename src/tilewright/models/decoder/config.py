@@ -168,6 +168,49 @@ class DecoderConfig:
         width = "expert_dim" if entry.ffn_dim and self.is_moe(layer) else "ffn_dim"
         return replace(self.shape, **values, **{width: entry.ffn_dim})
 
+    def section_values(self) -> dict[str, Any]:
+        """What a recipe's `[model]` says of this shape: `DecoderConfig.of` makes the same of it.
+
+        Raises:
+            ConfigError: no recipe describes the shape.
+
+        Example:
+            >>> config = DecoderConfig.of(
+            ...     vocab_size=100, dim=64, num_layers=3, layers=({"num_heads": 2}, {"ffn_dim": 0, "repeat": 2})
+            ... )
+            >>> config.section_values()["layers"]
+            [{'num_heads': 2, 'num_kv_heads': 2}, {'ffn_dim': 0, 'repeat': 2}]
+            >>> DecoderConfig.of(vocab_size=100, **config.section_values()) == config
+            True
+        """
+        names = [field.name for field in fields(self) if field.name in ModelSection.model_fields]
+        values = {name: getattr(self, name) for name in names if name != "layers"}
+        if self.attention == "mla":
+            values["num_kv_heads"] = 0  # as many as heads, in each layer
+        if self.layers or not self.ffn_dim:
+            values["layers"] = _joined([self._entry(layer, shape) for layer, shape in enumerate(self.shapes)])
+        made = type(self).of(self.vocab_size, **values)
+        if replace(made, architecture=self.architecture) != self:
+            raise ConfigError(
+                "No recipe describes the shape of this decoder",
+                got=", ".join(one.name for one in fields(self) if getattr(made, one.name) != getattr(self, one.name)),
+                need="what the settings of [model] can say",
+                try_="a decoder without these",
+                where="model",
+            )
+        return values
+
+    def _entry(self, layer: int, shape: LayerShape) -> dict[str, int]:
+        """A recipe's entry for one layer: what differs from the fields of the model."""
+        own = {name: getattr(shape, name) for name in LayerSection.model_fields if name != "repeat"}
+        usual = {name: getattr(self, name) for name in own}
+        if self.num_experts and layer >= self.num_dense_layers:
+            usual["ffn_dim"] = self.expert_dim
+            own["ffn_dim"] = shape.expert_dim if shape.ffn_dim else 0
+        if self.attention == "mla" or not shape.num_heads:
+            del own["num_kv_heads"]
+        return {name: value for name, value in own.items() if value != usual[name] or (name == "ffn_dim" and not value)}
+
     @property
     def rope_dim(self) -> int:
         """Width of the part of a query or key head that carries the position."""
@@ -298,6 +341,17 @@ def _no_window(got: str, where: str) -> Problem:
         try_="sliding_window = 0",
         where=where,
     )
+
+
+def _joined(entries: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+    """Entries of layers in a row that are alike as one."""
+    found: list[dict[str, int]] = []
+    for entry in entries:
+        if found and {name: value for name, value in found[-1].items() if name != "repeat"} == entry:
+            found[-1]["repeat"] = found[-1].get("repeat", 1) + 1
+        else:
+            found.append(dict(entry))
+    return found
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

@@ -1,5 +1,8 @@
 """config.json of Llama, Mistral and DeepSeek-V3 folders to and from `DecoderConfig`. No tensors, no transformers.
 
+A shape that none of these holds, as layers of their own shape, is in a layout of tilewright's own, for its own commands
+alone (`to_own_config`): what a recipe's `[model]` says.
+
 Mistral's layout is Llama's model with heads of any width, and with a sliding window: it is written where there is one,
 and where heads times their width are not the width of the model in a way that transformers' Llama takes.
 
@@ -11,12 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tilewright.core.errors import CheckpointError, Problem
 from tilewright.formats.fp8_layout import layout_problems
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.folder.json_file import read_json
 
-LLAMA, MISTRAL, DEEPSEEK = "llama", "mistral", "deepseek_v3"
+LLAMA, MISTRAL, DEEPSEEK, OWN = "llama", "mistral", "deepseek_v3", "tilewright"
 _MISTRAL_WINDOW = 4096
 """What transformers takes where a folder of Mistral's layout says nothing; null is none. Its mask lets a position see
 keys behind its own less the window, as ours does."""
@@ -66,6 +71,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
     raw = read_json(folder)
     where = str(Path(folder) / "config.json")
     layout = raw.get("model_type")
+    if layout == OWN:
+        return _read_own(raw, where)
     if layout not in _ARCHITECTURE:
         raise CheckpointError(
             "Model type is not supported by the decoder",
@@ -149,6 +156,29 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
         raw |= {"n_routed_experts": 1, "first_k_dense_replace": config.num_layers}
         raw |= {"moe_intermediate_size": config.ffn_dim, "num_experts_per_tok": 1}
     return raw
+
+
+def to_own_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
+    """config.json in tilewright's own layout: any shape that a recipe describes. transformers does not read it.
+
+    Raises:
+        ConfigError: no recipe describes the shape.
+    """
+    values = config.section_values()
+    return {"model_type": OWN, "dtype": dtype_name, "vocab_size": config.vocab_size, "model": values}
+
+
+def _read_own(raw: Mapping[str, Any], where: str) -> DecoderConfig:
+    try:
+        return DecoderConfig.of(raw["vocab_size"], **raw["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise CheckpointError(
+            "Shape of the model cannot be read",
+            got=" ".join(str(error).split())[:200],
+            need="vocab_size, and under `model` what a recipe's [model] says",
+            try_="the folder as tilewright wrote it",
+            where=where,
+        ) from error
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
-from tilewright.models.decoder.hf_config import read_config, to_hf_config
+from tilewright.models.decoder.hf_config import read_config, to_hf_config, to_own_config
 from tilewright.models.folder.fp8_weights import (
     StoredWeight,
     copy_weight,
@@ -169,8 +169,9 @@ def save_decoder(
     shard_bytes: int = SHARD_BYTES,
     keep: Collection[str] = (),
     live: Callable[[str, Tensor], Tensor] | None = None,
+    own_layout: bool = False,
 ) -> None:
-    """Write config.json and safetensors; see `contract.Model.save_hf`.
+    """Write config.json and safetensors; see `protocols.Model.save_hf`.
 
     Args:
         model: a decoder.
@@ -178,6 +179,7 @@ def save_decoder(
             128x128 block, everything else in BF16. Weights that came from such a folder are written without loss.
         shard_bytes: a file holds at most this much, or one tensor.
         keep: globs on the names of linear layers that stay BF16 in a folder of FP8.
+        own_layout: write what tilewright alone reads, for shapes that no other layout holds (`to_own_config`).
 
     Raises:
         CheckpointError: no Hugging Face layout holds the shape, the model has parts of its own (adapters), or the
@@ -187,7 +189,8 @@ def save_decoder(
     dtype = dtype or state["model.embed_tokens.weight"].dtype
     coded, high = _split_linears(model, keep) if dtype == CODE_DTYPE else (set(), set())
     rest = torch.bfloat16 if dtype == CODE_DTYPE else dtype
-    config = to_hf_config(model.config, str(rest).removeprefix("torch.")) | dict(extra or {})
+    layout = to_own_config if own_layout else to_hf_config
+    config = layout(model.config, str(rest).removeprefix("torch.")) | dict(extra or {})
     check_no_adapters(state, folder)
     if coded:
         config["quantization_config"] = layout_settings(sorted(high))

@@ -1,0 +1,74 @@
+"""A shape put together from the library and trained on with the run as its teacher: a run folder of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
+from tilewright.compress.budget.record import Record
+from tilewright.compress.budget.stages import OpenRun, run_stage, stage_recipe
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.search.choose import ChosenShape
+from tilewright.compress.search.library.assemble import assembled
+from tilewright.compress.search.library.choices import PartChoice
+from tilewright.compress.search.library.parts import PartPlace
+from tilewright.models.decoder.hf_weights import save_decoder
+from tilewright.training.components.export import config_keys
+
+
+def shape_name(shape: ChosenShape, steps: int) -> str:
+    """Of its stage: by what was chosen, and for how long it is trained.
+
+    Example:
+        >>> shape_name(ChosenShape(()), 10)
+        'shape-37ab56'
+    """
+    return f"shape-{xxhash.xxh3_64_hexdigest(repr((shape.names, steps)).encode())[:6]}"
+
+
+@dataclass(frozen=True)
+class ShapeTrainer:
+    """Trains shapes of one search.
+
+    Args:
+        source: the run.
+        out: folder of the search.
+        open_run: opens the folder of a stage.
+        batches: held-out rows by domain.
+        whole: the run's losses of these.
+        steps: of training.
+    """
+
+    source: ExportSource
+    out: Path
+    open_run: OpenRun
+    batches: Batches
+    whole: RowLosses
+    steps: int
+
+    def train(self, name: str, chosen: Mapping[PartPlace, PartChoice]) -> tuple[Record, Any]:
+        """The row of a shape, and the decoder as it was put together.
+
+        Args:
+            name: of its stage and its folder.
+            chosen: at each place.
+
+        Raises:
+            CheckpointError: the stage was stopped before its end, or a folder cannot be written.
+        """
+        source, folder = self.source, self.out / "shapes" / name
+        made = assembled(source.model, chosen, self.out / "blocks")
+        before, _ = row_losses_of(made, self.batches).rise_over(self.whole)
+        if not (folder / "config.json").is_file():
+            keys = config_keys(source.recipe, source.tokenizer, source.text_rules)
+            save_decoder(made, folder, extra=keys, own_layout=True)
+        recipe = stage_recipe(source, name, self.out, folder=folder, taught=True, steps=self.steps)
+        run = run_stage(recipe, source)
+        losses = row_losses_of(self.open_run(run).as_trained, self.batches)
+        rise, error = losses.rise_over(self.whole)
+        row: Record = {"name": name, "run": run.name, "layers": made.config.num_layers, "steps": self.steps}
+        row |= {"rise_before": before, "rise": rise, "error": error, "domains": losses.by_domain()}
+        return row, made

@@ -1,0 +1,101 @@
+"""The latency table: which calls are timed, when they are timed again, and costs that are counted."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.shapes import MIXED, SHAPES, make_decoder
+from tilewright.compress.search.library.choices import choices_at
+from tilewright.compress.search.library.parts import PartPlace, places
+from tilewright.compress.search.settings import KINDS, MEASURES
+from tilewright.compress.search.table.costs import costs_of, measured_costs, rest_of, shape_key
+from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
+from tilewright.compress.search.table.timing import Seconds, measure
+
+
+def clock_of(durations):
+    """A clock on which calls take these seconds, over and over."""
+    now, turns = [0.0], itertools.cycle(durations)
+    ticks = itertools.count()
+
+    def clock():
+        now[0] += next(turns) if next(ticks) % 2 else 0.0
+        return now[0]
+
+    return clock
+
+
+def test_a_steady_call_is_measured_once():
+    calls = []
+    found = measure(lambda: calls.append(1), clock_of([1.0, 1.02]))
+    assert found.least == pytest.approx(1.0)
+    assert found.steady
+    assert len(calls) == 1 + 9
+
+
+def test_an_unsteady_call_is_measured_again_and_then_said():
+    calls = []
+    found = measure(lambda: calls.append(1), clock_of([1.0, 2.0, 2.0]))
+    assert not found.steady
+    assert found.spread == pytest.approx(1.0)
+    assert len(calls) == 1 + 3 * 9
+    late = measure(lambda: None, clock_of([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, *[1.0] * 9]))
+    assert late.steady
+    assert late.least == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla_q_rank", "own_moe"])
+def test_each_cost_of_the_run_is_the_sum_of_its_parts_and_the_rest(name):
+    """With a clock that ticks the same for all, what is counted holds to the last parameter and byte."""
+    model = make_decoder(name).eval()
+    config, context = model.config, 8
+    clock = clock_of([1e-3])
+    table = {}
+    choices = {place: choices_at(config, place, KINDS) for place in places(config)}
+    for place, found in choices.items():
+        for choice in found:
+            if choice.shape is not None and shape_key(config, place, choice.shape) not in table:
+                latency, cache = part_latency(
+                    config, place.layer, choice.shape, model.kernels, stack_bytes=2**16, context=context, clock=clock
+                )
+                table[shape_key(config, place, choice.shape)] = latency.to_json() | {"cache": cache}
+    own = {place: costs_of(config, place, found[0], table, context) for place, found in choices.items()}
+    one = Seconds(0.5, 0.0, True)
+    whole = measured_costs(model, Latency(one, one), model_latency(model, context, clock)[1], context)
+    rest = rest_of(whole, own)
+    outer = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in model.blocks.parameters())
+    assert rest["parameters"] == outer
+    assert rest["flops"] == 2 * config.vocab_size * config.dim
+    assert rest["cache"] == 0
+    assert set(rest) == set(MEASURES)
+    for name in MEASURES:
+        assert whole[name] == pytest.approx(rest[name] + sum(costs[name] for costs in own.values()))
+
+
+def test_shapes_that_differ_are_timed_apart():
+    for config in (SHAPES | MIXED).values():
+        keys = {}
+        for place in places(config):
+            for choice in choices_at(config, place, KINDS):
+                if choice.shape is not None:
+                    keys.setdefault(shape_key(config, place, choice.shape), set()).add(
+                        replace(choice.shape, ffn_dim=0, expert_dim=0, shared_dim=0)
+                        if place.part == "attention"
+                        else (choice.shape.ffn_dim, choice.shape.expert_dim)
+                    )
+        assert all(len(shapes) == 1 for shapes in keys.values())
+
+
+def test_a_model_is_timed_with_its_cache_and_left_as_it_was():
+    model = make_decoder("gqa").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    model_latency(model, 6, clock_of([1.0]))
+    handle.remove()
+    assert seen == [6] * 10 + [1] * 10
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert shape_key(model.config, PartPlace(0, "ffn"), model.config.shape) == "ffn 96"
