@@ -1,37 +1,31 @@
 """Shards ahead of the samples that need them, fetched by a few threads in exactly the order of the mixture.
 
-What is wanted is whole windows of shards: from the one that the next sample is in to as many windows further as the
-cache has room for. A window is let go when the samples have passed it. A shard that cannot be read is set aside
-(wrong checksum, missing), or its source is away (nothing can be read): its rows are then blank, which is counted, until
-it has returned.
+Which shards those are `window_plan` says; one is let go when the samples have passed it. A shard that cannot be read
+is set aside (wrong checksum, missing), or its source is away (nothing can be read): its rows are then blank, which is
+counted, until it has returned.
 """
 
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from tilewright.core.errors import DataError
 from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
-from tilewright.data.batches.mix import BLOCK, Mixture
+from tilewright.data.batches.mix import Mixture
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
 from tilewright.data.build.finished.remote.index import TokenShard
 from tilewright.data.build.finished.remote.shard_cache import ShardCache
+from tilewright.data.build.finished.remote.window_plan import WindowPlan
 from tilewright.data.build.finished.remote.windows import WindowedOrder
 
 log = get_logger(__name__)
 
-_MOST_BLOCKS = 512  # that are looked at in one call
 _AT_ONCE = 4  # shards that are read at once
-Window = tuple[int, int, int]
-"""Place of the domain, epoch, window."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +79,8 @@ class ReadAhead:
         """Shards that cannot be used, and why."""
         self.places = [[i for i, shard in enumerate(shards) if shard.domain == name] for name in domains]
         """Of each domain's shards."""
-        self._number = sum(map(len, self.places))
+        self._plan = WindowPlan([shard.size for shard in shards], self.places, order, cache.limit)
         self._away: dict[str, tuple[float, str]] = {}  # domain -> when it was last tried, why
-        self._mixture: Mixture | None = None
-        self._wanted: dict[Window, list[int]] = {}  # windows and their shards
-        self._uses: Counter[int] = Counter()  # shards of wanted windows
-        self._block = self._head = 0  # of the next sample, and behind the last one that was looked at
         self._futures: dict[int, Future[bytes | Path | Unreadable]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -133,24 +123,16 @@ class ReadAhead:
             mixture: of samples.
             sample: the next one.
         """
-        block, before = sample // BLOCK, list(self._uses)
-        if mixture is not self._mixture or not self._block <= block <= self._head:
-            self._wanted, self._mixture, self._head = {}, mixture, block  # other weights: other windows come first
-            self._uses.clear()
-        else:
-            counts = mixture.counts(block * BLOCK)
-            for one in [window for window in self._wanted if self._is_behind(window, counts)]:
-                self._uses.subtract(self._wanted.pop(one))
-            self._uses = +self._uses
-        self._block = block
-        coming = self._extend(block)
-        for place in before:  # first: what comes needs the room
-            if place not in self._uses:
-                self._let_go(place)
-        for place in coming:
-            with self._lock:
-                if place not in self._futures:
-                    self._submit(place)
+        if self._plan.is_other(mixture, sample):
+            self._cancel_waiting()
+        coming = self._plan.follow(mixture, sample, set(self._futures))
+        if coming is not None:
+            for place in [one for one in list(self._futures) if not self._plan.wants(one)]:
+                self._let_go(place)  # first: what comes needs the room
+            for place in coming:
+                with self._lock:
+                    if place not in self._futures:
+                        self._submit(place)
         self._try_again()
 
     def bytes_of(self, place: int) -> bytes | Path | Unreadable:
@@ -188,92 +170,30 @@ class ReadAhead:
         """Stop the threads and let all shards go."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool, self._mixture = None, None
+        self._pool = None
         self._futures.clear()
-        self._wanted.clear()
-        self._uses.clear()
+        self._plan.clear()
         self.cache.close()
 
-    def _extend(self, block: int) -> list[int]:
-        """Want the windows of the next blocks, as far as there is room; those of the first block in any case. Their
-        shards, in the order in which they are needed."""
-        assert self._mixture is not None, "of follow"
-        coming: list[int] = []
-        for _ in range(_MOST_BLOCKS):
-            if self._head > block and len(self._uses) == self._number:
-                break
-            new = [one for one in self._windows(self._head) if one not in self._wanted]
-            places = {place: None for one in new for place in self._shards(one)}
-            size = sum(self.shards[place].size for place in places if place not in self._uses)
-            if self._head > block and size and self._used() + size > self.cache.limit:
-                break
-            for window in new:
-                self._wanted[window] = self._shards(window)
-                self._uses.update(self._wanted[window])
-                coming += self._wanted[window]
-            self._head += 1
-        return coming
-
-    def _windows(self, block: int) -> list[Window]:
-        """Windows of a block's samples, by their first ones."""
-        mixture = self._mixture
-        assert mixture is not None, "of follow"
-        counts = np.array([mixture.counts(block * BLOCK), mixture.counts((block + 1) * BLOCK)])
-        found: set[Window] = set()
-        for domain, (first, stop) in enumerate(counts.T.tolist()):
-            found.update(self._windows_between(domain, first, stop))
-        if all(window in self._wanted for window in found):
-            return []
-        picks = mixture.picks(np.arange(block * BLOCK, (block + 1) * BLOCK))
-        first_use: dict[Window, None] = {}
-        number = {domain: first for domain, first in enumerate(counts[0].tolist())}
-        for domain in picks.domain.tolist():  # inside a domain rows follow each other
-            rows = mixture.num_rows[self.domains[domain]]
-            epoch, index = divmod(number[domain], rows)
-            first_use[domain, epoch, self.order.epoch(mixture.seed, domain, epoch).window_of(index)] = None
-            number[domain] += 1
-        return list(first_use)
-
-    def _windows_between(self, domain: int, first: int, stop: int) -> Iterator[Window]:
-        assert self._mixture is not None, "of follow"
-        rows = self._mixture.num_rows[self.domains[domain]]
-        at = first
-        while at < stop:
-            epoch, index = divmod(at, rows)
-            order = self.order.epoch(self._mixture.seed, domain, epoch)
-            window = order.window_of(index)
-            yield domain, epoch, window
-            at = epoch * rows + int(order.window_starts[window + 1])
-
-    def _is_behind(self, window: Window, counts: Sequence[int]) -> bool:
-        assert self._mixture is not None, "of follow"
-        domain, epoch, number = window
-        starts = self.order.epoch(self._mixture.seed, domain, epoch).window_starts
-        return epoch * self._mixture.num_rows[self.domains[domain]] + int(starts[number + 1]) <= counts[domain]
-
-    def _shards(self, window: Window) -> list[int]:
-        domain, epoch, number = window
-        assert self._mixture is not None, "of follow"
-        places = self.order.window_shards(self._mixture.seed, domain, epoch, number)
-        return [self.places[domain][place] for place in places.tolist()]
+    def _cancel_waiting(self) -> None:
+        """Reads that have not begun: others may come first now."""
+        with self._lock:
+            for place in [place for place, future in self._futures.items() if future.cancel()]:
+                del self._futures[place]
 
     def _let_go(self, place: int) -> None:
         with self._lock:
             future = self._futures.pop(place, None)
         if future is None:
-            self._release(place)
             return
         future.cancel()
         future.add_done_callback(lambda _: self._release(place))  # one that is being read is held only at its end
 
     def _release(self, place: int) -> None:
         digest = self.shards[place].digest  # of equal content in two domains there is one file
-        shared = any(self.shards[other].digest == digest for other in list(self._uses))
+        shared = any(self.shards[other].digest == digest for other in self._plan.all_wanted())
         if self.shards[place].domain not in self.away and not shared:
             self.cache.release(digest)
-
-    def _used(self) -> int:
-        return sum(self.shards[place].size for place in self._uses)
 
     def _submit(self, place: int) -> "Future[bytes | Path | Unreadable]":
         self._futures[place] = self._threads().submit(self._read, place)
@@ -340,5 +260,5 @@ class ReadAhead:
         with self._lock:
             self._away.pop(domain, None)
         for other in places:
-            if other not in self._uses:
+            if not self._plan.wants(other):
                 self.cache.release(self.shards[other].digest)
