@@ -36,7 +36,7 @@ CLAIM = (
 DOMAINS = tuple(f"domain{number}" for number in range(8))
 BASE = dict.fromkeys(DOMAINS, 1.0)
 MOVES, SAMPLES, EVALUATIONS, SIGMA = 10_000, 10_000_000, 10_000, 0.01
-POLICIES = {"ppl_guard": lambda: PplGuard(BASE), "exp3": lambda: Exp3(list(BASE)), "aioli": lambda: Aioli(BASE)}
+POLICIES = {"ppl_guard": lambda: PplGuard(BASE), "exp3": lambda: Exp3(list(BASE)), "aioli": lambda: Aioli(BASE, BASE)}
 
 
 class Rows:

@@ -167,23 +167,25 @@ def test_exp3_waits_until_it_has_seen_every_domain():
     assert policy.decide(shown(1, {"a": 1.0, "b": 1.0}, trained={"b": 2.0})).weights is not None
 
 
-def test_aioli_moves_to_what_helps_all():
-    """Losses that fall by A times the weights, as its law says; the domain whose column has the largest sum gains."""
+@pytest.mark.parametrize("late", [0.0, 0.6])
+def test_aioli_moves_to_what_helps_all(late):
+    """Losses that fall by A times the weights, as its law says; the domain whose column has the largest sum gains. Old
+    weights hold for a share of the time behind a move: A is that of the mixtures which samples had."""
     effect = np.array([[0.03, 0.0, 0.02], [0.0, 0.02, 0.02], [0.0, 0.0, 0.04]])  # of a share of domain j on loss i
     names = ["a", "b", "c"]
-    policy, weights, losses, found = (
-        Aioli(dict.fromkeys(names, 1.0)),
-        shares(dict.fromkeys(names, 1.0)),
-        np.full(3, 4.0),
-        [],
-    )
+    tokens = {"a": 5.0, "b": 1.0, "c": 2.0}
+    policy, weights = Aioli(dict.fromkeys(names, 1.0), tokens), shares(dict.fromkeys(names, 1.0))
+    losses, seen, found = np.full(3, 4.0), np.zeros(3), []
     for t in range(120):
-        told = policy.decide(shown(t, dict(zip(names, losses.tolist(), strict=True)), weights=weights))
+        epochs = {name: seen[at] / tokens[name] for at, name in enumerate(names)}
+        told = policy.decide(shown(t, dict(zip(names, losses.tolist(), strict=True)), epochs=epochs, weights=weights))
+        before = np.array([weights[name] for name in names])
         if told.weights is not None:
             weights = told.weights
             if told.why.startswith("a round"):
                 found.append([weights[name] for name in names])
-        losses = losses - effect @ np.array([weights[name] for name in names])
+        mixture = late * before + (1 - late) * np.array([weights[name] for name in names])
+        seen, losses = seen + mixture, losses - effect @ mixture
     sums = effect.sum(0)
     once = np.exp(0.2 * sums / effect.max()) / 3
     np.testing.assert_allclose(found[0], once / once.sum(), rtol=1e-6)
@@ -286,7 +288,7 @@ POLICIES = {
     "schedule": lambda: Schedule([(0.0, FOUR), (0.001, {"code": 1.0, "mail": 2.0})]),
     "ppl_guard": lambda: PplGuard(FOUR, cooldown=2, calm=4, noise=0.6),
     "exp3": lambda: Exp3(list(FOUR)),
-    "aioli": lambda: Aioli(FOUR, hold=3),
+    "aioli": lambda: Aioli(FOUR, FOUR, hold=3),
 }
 
 
@@ -340,7 +342,7 @@ def test_a_domain_without_held_out_text_keeps_its_base():
     for t in range(60):
         told = guard.decide(shown(t, {"a": 3.0, "b": None}))
         assert told == MixDecision()
-    assert Aioli({"a": 1, "b": 1}).decide(shown(0, {"a": None, "b": None})) == MixDecision()
+    assert Aioli({"a": 1, "b": 1}, {"a": 1, "b": 1}).decide(shown(0, {"a": None, "b": None})) == MixDecision()
 
 
 def test_policies_need_no_torch():

@@ -19,7 +19,7 @@ BASE = {"x": 40.0, "y": 90.0, "z": 7.0}
 POLICIES = {
     "ppl_guard": lambda: PplGuard(BASE, patience=2, noise=0.3, cooldown=1, calm=3),
     "exp3": lambda: Exp3(list(BASE), 0.8),
-    "aioli": lambda: Aioli(BASE, hold=2, rate=1.0),
+    "aioli": lambda: Aioli(BASE, BASE, hold=2, rate=1.0),
 }
 
 

@@ -133,6 +133,15 @@ def test_held_out_batches_rotate_at_their_own_interval(data, tmp_path):
     assert steps == [2, 4, 6, 8], "apart from train.eval_interval; after the last step there is nothing to move"
 
 
+def test_aioli_compares_losses_of_the_same_held_out_batches(data, tmp_path):
+    """Two domains and hold = 1: three evaluations are one round."""
+    still = {"optim__lr": 1e-12, "train__micro_batch_size": 2, "train__steps": 7, "train__global_batch_size": 4}
+    train(tiny(data, tmp_path, run__name="job", **of("aioli", **still | {"data__mixing__interval": 1})))
+    found = [row["alpha"]["loss"] for row in shown(tmp_path / "job")]
+    assert found == pytest.approx([found[0]] * 3 + [found[3]] * 3, rel=1e-6)
+    assert abs(found[0] - found[3]) > 1e-4
+
+
 def run(rank, data, folder, cases):
     """One rank of several runs."""
     ceilings.measure = fixed_ceilings  # this process is the test's own

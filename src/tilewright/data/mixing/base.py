@@ -59,6 +59,8 @@ class MixPolicy(Protocol):
     """A rule for weights."""
 
     name: str
+    turn: int
+    """Evaluations in a row that are shown losses of the same held-out batches."""
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
         """Answer an evaluation. Called once for each, in their order."""

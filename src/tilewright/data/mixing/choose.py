@@ -78,5 +78,5 @@ def _policy(section: MixingSection, base: Mapping[str, float], tokens: Mapping[s
     if section.policy == "exp3":
         return Exp3(list(base), section.keep)
     if section.policy == "aioli":
-        return Aioli(base, section.probe, section.hold, section.rate)
+        return Aioli(base, tokens, section.probe, section.hold, section.rate)
     return Static()

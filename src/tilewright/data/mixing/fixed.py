@@ -10,6 +10,7 @@ class Static:
     """The weights stay those of `data.weights`: stratified sampling, which is what others are compared with."""
 
     name = "static"
+    turn = 1
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
         """See `MixPolicy`."""

@@ -29,6 +29,7 @@ class PplGuard:
     """
 
     name = "ppl_guard"
+    turn = 1
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class Exp3:
     """
 
     name = "exp3"
+    turn = 1
 
     def __init__(self, domains: Sequence[str], keep: float = 0.9) -> None:
         self.keep = keep
@@ -73,8 +74,13 @@ class Aioli:
     domain j. Then w_j is multiplied by exp(rate * sum_i A_ij), A being divided by its largest entry, and holds for the
     rest of the round. The paper's rounds are shares of the run; here they are counted in evaluations.
 
+    A fall is the difference of two evaluations, so those of a round are of the same held-out batches: other text
+    differs by more than a domain is worth. And new weights hold from a block of samples on, so A is solved for the
+    mixtures that samples really had between the evaluations.
+
     Args:
         base: weights of the first round.
+        tokens: of each domain's rows.
         probe: weight of the domain that is probed.
         hold: evaluations of a round after its probes.
         rate: of the update.
@@ -82,18 +88,27 @@ class Aioli:
 
     name = "aioli"
 
-    def __init__(self, base: Mapping[str, float], probe: float = 0.75, hold: int = 8, rate: float = 0.2) -> None:
-        self.domains = tuple(base)
+    def __init__(
+        self,
+        base: Mapping[str, float],
+        tokens: Mapping[str, float],
+        probe: float = 0.75,
+        hold: int = 8,
+        rate: float = 0.2,
+    ) -> None:
+        self.domains, self.tokens = tuple(base), dict(tokens)
         self.probe, self.hold, self.rate = probe, hold, rate
+        self.turn = len(base) + hold
         self._weights = shares(base)
+        self._seen = dict.fromkeys(base, 0.0)  # tokens up to the evaluation before
         self._place = 0  # in the round; below the number of domains a probe is under way
         self._before: Weights | None = None
-        self._falls: list[tuple[Weights, Weights]] = []  # of each probe the mixture that held, and falls of losses
+        self._falls: list[tuple[Weights, Weights]] = []  # of each probe the mixture that was seen, and falls of losses
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
         """See `MixPolicy`."""
         losses = {name: domain.held_out for name, domain in seen.domains.items() if domain.held_out is not None}
-        number, before = len(self.domains), self._before
+        number, before, mixture = len(self.domains), self._before, self._mixture(seen)
         self._before = losses
         if number == 1 or not losses:
             return MixDecision()
@@ -101,7 +116,7 @@ class Aioli:
             return self._move(self._probe(0), f"probe of {self.domains[0]}")
         if self._place < number:
             fall = {name: before[name] - losses[name] for name in losses if name in before}
-            self._falls.append((dict(seen.weights), fall))
+            self._falls.append((mixture, fall))
         self._place += 1
         if self._place < number:
             return self._move(self._probe(self._place), f"probe of {self.domains[self._place]}")
@@ -116,12 +131,19 @@ class Aioli:
     def _move(self, weights: Weights, why: str) -> MixDecision:
         return MixDecision(weights, why)
 
+    def _mixture(self, seen: MixEvaluation) -> Weights:
+        """Shares of the tokens since the evaluation before."""
+        tokens = {name: seen.domains[name].epochs * self.tokens[name] for name in self.domains}
+        new = {name: max(0.0, tokens[name] - self._seen[name]) for name in self.domains}
+        self._seen = tokens
+        return shares(new) if sum(new.values()) else new
+
     def _probe(self, place: int) -> Weights:
         rest = (1 - self.probe) / (len(self.domains) - 1)
         return {name: self.probe if at == place else rest for at, name in enumerate(self.domains)}
 
     def _learn(self) -> None:
-        """Solve falls = mixtures A for A, of the mixtures that really held."""
+        """Solve falls = mixtures A for A."""
         mixtures = np.array([[mixture[name] for name in self.domains] for mixture, _ in self._falls])
         told = [name for name in self.domains if all(name in fall for _, fall in self._falls)]
         falls = np.array([[fall[name] for name in told] for _, fall in self._falls])
@@ -138,11 +160,12 @@ class Aioli:
             "weights": self._weights,
             "place": self._place,
             "before": self._before,
+            "seen": self._seen,
             "falls": [list(one) for one in self._falls],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `MixPolicy`."""
-        self._weights, self._place = dict(state["weights"]), state["place"]
+        self._weights, self._place, self._seen = dict(state["weights"]), state["place"], dict(state["seen"])
         self._before = None if state["before"] is None else dict(state["before"])
         self._falls = [(dict(mixture), dict(fall)) for mixture, fall in state["falls"]]

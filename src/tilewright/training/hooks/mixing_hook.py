@@ -17,7 +17,7 @@ from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 
 HeldOutLosses = Callable[[int], Mapping[str, float]]
-"""Number of the evaluation -> mean held-out loss by domain, over all ranks."""
+"""Number of a turn of held-out batches -> mean held-out loss by domain, over all ranks."""
 
 
 class MixingHook(StepHook):
@@ -75,7 +75,7 @@ class MixingHook(StepHook):
         if not (self._evaluations or self.sums.told):
             text = "the model tells no losses of rows, so training losses by domain are not known to the policy"
             step.recorder.event(step.number, "mix_refused", text)
-        held_out = self.evaluate(self._evaluations)
+        held_out = self.evaluate(self._evaluations // self.mixer.policy.turn)
         self._evaluations += 1
         seen = self._seen(step.number, held_out, trained)
         decision = self.mixer.decide(seen)

@@ -29,7 +29,8 @@ class MixingSection(Section):
     interval: Count = Field(default=50, ge=1)
     """Steps between evaluations that the policy is shown, apart from `train.eval_interval`."""
     eval_batches: Count = Field(default=1, ge=1)
-    """Held-out batches of each domain in such an evaluation. The next one takes the next ones, and so on around."""
+    """Held-out batches of each domain in such an evaluation. The next one takes the next ones, and so on around; with
+    `aioli` the next round does."""
     lowest: float = Field(default=0.0, ge=0, le=1)
     """Smallest share of a domain."""
     highest: float = Field(default=1.0, gt=0, le=1)
