@@ -113,6 +113,54 @@ def test_prefetch_changes_nothing_but_time():
     ahead.close()
 
 
+class Gathered(Numbers):
+    """Rows that are made for several steps at once."""
+
+    rows_per_call = 50
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def train_arrays(self, picks, seed):
+        self.calls += 1
+        return super().train_arrays(picks, seed)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    asked=st.lists(st.sampled_from(["step", "step", "move", "skip", "resume"]), min_size=5, max_size=40),
+    batch_size=st.integers(5, 30),
+    world=st.integers(1, 5),
+)
+def test_steps_that_are_made_together_are_those_that_are_made_alone(asked, batch_size, world):
+    rows = [Gathered() for _ in range(world)]
+    alone = [make(world, rank, batch_size) for rank in range(world)]
+    together = [make(world, rank, batch_size, rows=rows[rank]) for rank in range(world)]
+    for number, what in enumerate(asked):
+        for streams in (alone, together):
+            for at, stream in enumerate(streams):
+                if what == "move":
+                    stream.move({"x": 1 + number, "y": 3}, "test")
+                elif what == "skip":
+                    stream.leave_out(
+                        stream.state_dict()["next_sample"] + 7, stream.state_dict()["next_sample"] + 40, ""
+                    )
+                elif what == "resume":
+                    state, streams[at] = stream.state_dict(), make(world, at, batch_size, rows=stream._prepared)
+                    streams[at].load_state_dict(state)
+        assert steps(alone, 3) == steps(together, 3)
+        for one, other in zip(alone, together, strict=True):
+            assert one.row_domains.tolist() == other.row_domains.tolist()
+            assert one.state_dict() == other.state_dict()
+
+
+def test_rows_in_memory_are_made_for_several_steps_at_once():
+    rows = Gathered()
+    steps([make(batch_size=5, rows=rows)], 50)
+    assert rows.calls <= 7
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=6),

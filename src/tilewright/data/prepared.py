@@ -25,6 +25,7 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
 from tilewright.parallel.pipeline.assignment import part_bounds
 
+_POSITIONS_PER_CALL = 1 << 14
 _EVAL_SEED = 0x0E7A1  # masks of evaluation batches, whatever the run's seed
 
 
@@ -99,6 +100,11 @@ class PreparedData:
         ends = np.append(0, np.cumsum(self._rows["train"].packing.lengths_P, dtype=np.int64))
         first_R = self._rows["train"].packing.first_R
         return {name: int(ends[first_R[b]] - ends[first_R[a]]) for name, (a, b) in self._ranges["train"].items()}
+
+    @property
+    def rows_per_call(self) -> int:
+        """See `GatheredRows`."""
+        return _POSITIONS_PER_CALL // self.seq_len
 
     @property
     def full_rows(self) -> int:

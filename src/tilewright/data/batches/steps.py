@@ -60,6 +60,16 @@ class FarRows(Protocol):
         ...
 
 
+@runtime_checkable
+class GatheredRows(Protocol):
+    """What it makes use of where rows lie in memory: a call for them costs as much as some dozens of them do."""
+
+    @property
+    def rows_per_call(self) -> int:
+        """Rows that are asked for at once, of several steps together where steps have fewer."""
+        ...
+
+
 class RowsOfDocuments(Rows, Protocol):
     """What it needs where each row is one document."""
 
@@ -129,8 +139,21 @@ class StepCut(Protocol):
         ...
 
 
+@dataclass
+class _Ahead:
+    """Steps of rows that were made in one call."""
+
+    mixture: Mixture
+    skips: list[tuple[int, int]]
+    """Of the mixture as it was then."""
+    steps: dict[int, BuiltStep]
+    """By their first samples."""
+
+
 class RowSteps:
     """A step is `batch_size` rows; rank r gets every `world`-th of them, from the r-th one on.
+
+    Where rows are `GatheredRows`, those of the next steps are made with them, up to the end of a block of samples.
 
     Args:
         prepared: what to read.
@@ -153,6 +176,9 @@ class RowSteps:
             )
         self.size = batch_size
         self._prepared, self._rank, self._world, self._micro_batch = prepared, rank, world, micro_batch_size
+        per_call = prepared.rows_per_call if isinstance(prepared, GatheredRows) else 1
+        self._most_steps = max(1, per_call // -(-batch_size // world))
+        self._ahead: _Ahead | None = None
 
     def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Samples are rows, all of one length."""
@@ -160,19 +186,33 @@ class RowSteps:
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
         """A rank with fewer rows than the others is filled up with a row that has no targets."""
-        samples = mixture.following(start, self.size)[self._rank :: self._world]
-        picks = mixture.picks(samples)
+        ahead = self._ahead
+        known = ahead is not None and ahead.mixture is mixture and ahead.skips is mixture.skips
+        if ahead is None or not known or start not in ahead.steps:
+            number = max(1, min(self._most_steps, (BLOCK - start % BLOCK) // self.size))
+            ahead = self._ahead = _Ahead(mixture, mixture.skips, self._made(mixture, start, number))
+        return ahead.steps.pop(start)
+
+    def _made(self, mixture: Mixture, start: int, number: int) -> dict[int, BuiltStep]:
+        """So many steps, by their first samples."""
+        samples = mixture.following(start, number * self.size).reshape(number, self.size)
+        samples = samples[:, self._rank :: self._world]
+        picks = mixture.picks(samples.ravel())
         arrays, domains = self._prepared.train_arrays(picks, mixture.seed), picks.domain
-        most = -(-self.size // self._world)
-        if len(samples) < most:
+        rows, most = samples.shape[1], -(-self.size // self._world)
+        if rows < most:
             blank = self._prepared.blank_row()
-            arrays = {name: np.concatenate([array, blank[name]]) for name, array in arrays.items()}
-            domains = np.append(domains, -1)
+            arrays = {name: _filled(array, blank[name], number) for name, array in arrays.items()}
+            domains = _filled(domains, np.array([-1]), number)
         num_batches = -(-most // self._micro_batch)
         bounds = [most * i // num_batches for i in range(num_batches + 1)]
-        tensors = as_tensors(arrays)
-        batches = [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
-        return BuiltStep(batches, mixture.behind(start, self.size), domains)
+        tensors, steps = as_tensors(arrays), dict[int, BuiltStep]()
+        for at in range(0, number * most, most):
+            batches = [{name: tensor[at + a : at + b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
+            end = mixture.behind(start, self.size)
+            steps[start] = BuiltStep(batches, end, domains[at : at + most])
+            start = end
+        return steps
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
         """Steps of one size have one number of samples."""
@@ -241,6 +281,13 @@ class DocumentSteps:
                 here = slice(0, max(1, fit))
                 return _of(picks, here), lengths_N[here]
             number *= 2
+
+
+def _filled(values: np.ndarray, blank: np.ndarray, number: int) -> np.ndarray:
+    """Values of `number` steps, with one blank row behind those of each."""
+    rows, rest = len(values) // number, values.shape[1:]
+    every = np.broadcast_to(blank, (number, *blank.shape))
+    return np.concatenate([values.reshape(number, rows, *rest), every], axis=1).reshape(number * (rows + 1), *rest)
 
 
 def padded_length(tokens: int, most: int) -> int:

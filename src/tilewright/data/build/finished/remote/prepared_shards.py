@@ -96,6 +96,11 @@ class PreparedShards(PreparedData):
         self.reader.follow(mixture, sample)
 
     @property
+    def rows_per_call(self) -> int:
+        """Each step is read when it is made: what cannot be read is blank for as few steps as can be."""
+        return 1
+
+    @property
     def read_s(self) -> float:
         """Seconds that rows have waited for shards."""
         return self.reader.counts.wait_s
