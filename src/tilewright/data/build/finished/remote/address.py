@@ -14,7 +14,13 @@ import xxhash
 
 from tilewright.core.errors import DataError, HardwareError
 
-_FOREIGN = (("aiohttp", "ClientError"), ("gcsfs.retry", "HttpError"), ("botocore.exceptions", "BotoCoreError"))
+_FOREIGN = (
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("azure.core.exceptions", "AzureError"),
+)
 """Modules and classes of errors that are no OSError; looked at only where the module is loaded, which it is if it
 raised one."""
 _DAMAGED_TRIES = 2
@@ -96,7 +102,8 @@ class Remote:
                     said = f"{type(error).__name__}: {error}".rstrip(": ")
                     raise SourceAwayError(f"{said}, {failed} times") from error
                 self._sleep(min(_LONGEST_S, self.backoff_s * 2 ** (failed - 1)))
-                if isinstance(error, PermissionError):  # credentials that expired: read anew
+                if not isinstance(error, (ConnectionError, TimeoutError)):
+                    # Credentials may have expired, for which each package has other exceptions: they are read again.
                     self._files, self._root = _opened(self.address, fresh=True)
                 continue
             damaged += 1
