@@ -13,7 +13,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 # On two cores a third process works where tests of ranks wait for each other: 18:56 instead of 21:16.
 SPREAD := -n 3 --dist loadfile -q
 
-.PHONY: help train test test-fast lint types unit again fuzz mutants hooks docs bench reference support constraints clean
+.PHONY: help train test test-fast test-slow lint types unit again fuzz mutants hooks docs bench reference support constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,12 @@ FAST_NOT := tests/contracts/test_settings.py tests/contracts/test_wheel.py
 test-fast: lint ## lint and the quick tests, in under 90 s
 	@$(PYTEST) -n 2 --dist loadfile -q --durations=5 \
 	  -m "not slow and not gpu and not dist" $(FAST:%=tests/%) $(FAST_NOT:%=--ignore=%)
+
+# All of them take hours on two cores. A test is in the same part each time, so ten runs with PART=1/10 to 10/10 are all
+# of them; each test has its own limit of time. Property-based tests draw all their cases here.
+PART ?= 1/1
+test-slow: $(READY) ## the slow tests, and property-based ones with all cases, or a part of them (PART=3/10)
+	@HYPOTHESIS_PROFILE=many $(PYTEST) $(SPREAD) -m "(slow or hypothesis) and not gpu" --part $(PART)
 
 lint: $(READY) ## ruff and the import layers
 	@$(BIN)/ruff check .

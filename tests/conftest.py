@@ -19,14 +19,30 @@ if not torch.cuda.is_available():
     # Each process that compiles would start others for Triton's compiler, which import torch and have nothing to do.
     os.environ["TORCH_WARM_POOL"] = "0"
 
-# Property-based tests draw the same cases every time, so that a green suite stays green; `make fuzz` draws new ones. No
-# deadline: how long one example takes says more of what else runs on the machine.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# Property-based tests draw the same cases every time, so that a green suite stays green, and a quarter of them:
+# `make test-slow` draws all, `make fuzz` new ones. No deadline: how long one example takes says more of what else runs
+# on the machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
+settings.register_profile("many", derandomize=True, deadline=None)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 THREADS = torch.get_num_threads()
 gc.disable()  # while tests are collected: imports make few objects that are garbage
+
+
+def pytest_addoption(parser):
+    from tests.parts import part
+
+    parser.addoption("--part", type=part, metavar="N/ALL", help="run one part of the tests, for example 3/10")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of tests that are asked for, those of `--part`."""
+    part = config.getoption("part")
+    if part is not None:
+        config.hook.pytest_deselected(items=[item for item in items if not part.has(item.nodeid)])
+        items[:] = [item for item in items if part.has(item.nodeid)]
 
 
 def pytest_configure():

@@ -5,12 +5,21 @@ import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import settings
 
 TEST_SEED = os.environ.get("TEST_SEED", "0")
 """`make fuzz` has a new one each time: a claim that holds by luck fails there."""
+
+
+def examples(number: int, **others: Any) -> settings:
+    """The `hypothesis.settings` of a property-based test with so many examples: all of them where the profile has a
+    hundred, as many in a hundred as it has elsewhere, and at least ten. `others` are settings as they are."""
+    of_profile = round(number * settings.default.max_examples / 100)
+    return settings(max_examples=max(of_profile, min(number, 10)), **others)
 
 
 def draw_from(name: str) -> None:

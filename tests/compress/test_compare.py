@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.compress.export.targets import TARGETS
 from tilewright.compress.prove.compare import compare
 from tilewright.compress.prove.held_out import ReferenceAnswer
@@ -19,7 +20,7 @@ def expected(logits, labels, domain):
 
 
 @given(st.integers(0, 2**31), st.floats(0, 3), st.floats(-50, 50))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_against_torch(seed, noise, shift):
     draw = np.random.default_rng(seed)
     ours, labels, domain = draw.normal(size=(6, 11)), draw.integers(0, 11, 6), np.array([0, 0, 1, 1, 1, 0])

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tilewright.compress.quantize.awq import best_scale, fold
 from tilewright.compress.quantize.gptq import DAMPING, gptq, output_error
 from tilewright.formats.integer import INT4, INT8, quantize_integer
@@ -40,7 +41,7 @@ def plain_gptq(weight, hessian, spec, group):
     return codes, steps
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.integers(1, 6),
     st.sampled_from([1, 5, 16, 40, 150, 260]),
@@ -61,7 +62,7 @@ def test_codes_equal_an_independent_implementation(rows, cols, group, spec, seed
         assert (fraction < 1e-4).all(), f"column {first}: {steps[different[:, first], first]}"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(1, 12), st.sampled_from([16, 33, 64]), st.sampled_from([0, 16, 7]), st.integers(0, 2**31))
 def test_output_error_on_correlated_inputs_is_below_that_of_rounding(rows, cols, group, seed):
     x = correlated(4 * cols, cols, seed)

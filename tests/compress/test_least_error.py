@@ -4,9 +4,10 @@ holds."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.compress.quantize.least_error import round_to_least_error
 from tilewright.formats.integer import INT4, IntSpec, half_scale, quantize_integer
 from tilewright.formats.scaling import Tile
@@ -56,7 +57,7 @@ ROUNDING = 1 + 2.0**-16
 """Errors are compared in FP64; ours was chosen by sums of 32 squares in FP32 of numbers up to one."""
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(groups())
 def test_no_group_loses_more_than_by_the_rule_of_llama_cpp(x):
     found = round_to_least_error(x, INT4, Tile(1, GROUP), half=True, negative=True)
@@ -70,7 +71,7 @@ def test_no_group_loses_more_than_by_the_rule_of_llama_cpp(x):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(groups(), st.booleans())
 def test_no_group_loses_more_than_by_its_range(x, half):
     found = round_to_least_error(x, INT4, Tile(1, GROUP), half=half)
@@ -84,7 +85,7 @@ def test_no_group_loses_more_than_by_its_range(x, half):
     assert (errors(x, found.dequantize()) <= bound * ROUNDING + 1e-7).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(groups(lowest=-7.5, highest=4), st.booleans())
 def test_small_groups_are_not_lost(x, negative):
     """A step of FP16's smallest number, or an eighth of the group: an element is off by half of the larger, and a
@@ -129,7 +130,7 @@ def test_zeros_infinities_and_nothing():
 
 
 @given(st.floats(-1e6, 1e6, width=32, allow_subnormal=True))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_half_scales_are_numbers_of_fp16(value):
     found = half_scale(torch.tensor([value])).item()
     assert found == float(np.float16(found))

@@ -5,9 +5,10 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import FitError
 from tilewright.core.mip import Column, LinearRow, minimise
 
@@ -28,7 +29,7 @@ def programs(draw):
     return columns, rows
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(programs())
 def test_the_cheapest_of_all_that_hold(program):
     columns, rows = program

@@ -4,10 +4,11 @@ import random
 import tomllib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fuzz_config import run_case
+from tests.draws import examples
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import MAX_LINES, ConfigError
@@ -90,7 +91,7 @@ def test_many_problems_are_counted(tmp_path):
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=st.integers(0, 10**9))
 def test_generated_configurations(seed, tmp_path_factory):
     """Settings that exist or nearly, with values of any kind, from command line, environment and file."""
@@ -125,7 +126,7 @@ def test_generated_configurations(seed, tmp_path_factory):
     outcome(file=tmp_path_factory.mktemp("r") / "r.toml", text=text, overrides=given_, environ=environ)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.binary(max_size=200))
 def test_a_file_of_any_bytes(tmp_path_factory, data):
     said = outcome(file=tmp_path_factory.mktemp("r") / "r.toml", text=data)

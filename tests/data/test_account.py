@@ -10,11 +10,12 @@ import random
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fuzz_data import content, entries, problem_of, run_case
 from tests.data.conftest import write_text
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import train_tokenizer
@@ -45,7 +46,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     files=st.lists(st.integers(0, 10**9), max_size=5),
     names=st.lists(st.binary(min_size=1, max_size=30).filter(lambda b: b not in (b".", b"..")), min_size=5, max_size=5),
@@ -85,7 +86,7 @@ def test_quick_fuzz(seed, tmp_path):
     run_case(seed, tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=12), st.binary(max_size=12))
 def test_printable_names_are_utf8_and_different(one, two):
     shown = [printable(os.fsdecode(name)) for name in (one, two)]
@@ -163,7 +164,7 @@ def test_json(folder, tmp_path, shape, encoding):
     assert sum(rejects.values()) == (2 if shape == "nested" else 0)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=8), st.integers(1, 9)
 )
@@ -315,7 +316,7 @@ def test_a_file_that_changes_is_said(folder, tmp_path):
 # ---- texts without spaces ----
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.sampled_from(["漢", "a", "-", "_", " ", "\n", "1", "é", "\u0301"]), max_size=12), st.integers(1, 400)
 )

@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
+from tests.draws import examples
 from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.rows import IGNORE, STARTS
 from tilewright.data.batches.steps import NUM_LENGTHS, padded_length
@@ -91,7 +92,7 @@ def test_an_epoch_has_each_document_once():
         assert sorted(of_domain[:60]) == list(range(60))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7), st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 99),

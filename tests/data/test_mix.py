@@ -4,16 +4,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.data.batches.mix import BLOCK, Mixture, apportion, counts_of, permute, shares_of
 
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10)), min_size=1, max_size=9).filter(lambda w: sum(w) > 0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(WEIGHTS)
 def test_counts_never_fall_and_stay_near_the_weights(weights):
     shares, total = shares_of(weights), sum(weights)
@@ -35,7 +36,7 @@ def test_weights_far_below_one_in_a_block_are_served():
     assert (np.bincount(domain) == [3, 3 * 4095]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 700), st.integers(0, 2**64 - 1))
 def test_permute_is_a_permutation(size, key):
     image = permute(np.arange(size), np.full(size, size), np.full(size, key, np.uint64))
@@ -53,7 +54,7 @@ def test_permutations_of_different_keys_differ_and_mix():
     assert abs(correlation) < 4 / np.sqrt(40 * size)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 10**6)), min_size=1, max_size=4),

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.base import DomainSeen, MixDecision, MixEvaluation, shares
 from tilewright.data.mixing.fixed import Schedule, Static, Temperature
@@ -76,7 +77,7 @@ def test_a_shift_is_answered_within_three_evaluations(kind, alike, trained):
     assert late <= 3, f"{late} of {len(found)} are answered late: {found}"
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     rise=st.floats(0.002, 0.1), fall=st.floats(0.0, 0.1), epochs=st.floats(1.5, 40.0),
     alike=st.sampled_from([0.0, 0.9]), name=st.integers(0, 2**31),
@@ -218,7 +219,7 @@ def test_temperature_and_schedule():
 NUMBERS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10)), min_size=5, max_size=5).filter(lambda w: sum(w) > 0)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     wanted=NUMBERS, now=NUMBERS, lowest=st.floats(0, 0.2), highest=st.floats(0.2, 1), smoothing=st.floats(0, 0.99),
     full=st.sets(st.integers(0, 4), max_size=4),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_stream import Numbers, make, steps
+from tests.draws import examples
 from tilewright.core.errors import CheckpointError, DataError
 from tilewright.data.batches.mix import BLOCK, Mixture
 from tilewright.data.batches.state.move_log import MoveLog, chained
@@ -54,7 +55,7 @@ def test_ten_thousand_moves_leave_a_state_of_a_kilobyte_and_a_short_resume(tmp_p
     assert again.explain(5)["domain"] in DOMAINS, "of the first stage"
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["stop", "kill", "move", "recipe"])), max_size=8),
     st.integers(0, 2**31),

@@ -5,14 +5,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.data.batches.pack import pack
 from tilewright.data.batches.rows import IGNORE, TextRows
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(1, 90), max_size=60), st.integers(1, 33))
 def test_every_position_is_placed_once(lengths, row_length):
     lengths = np.array(lengths, np.int64)
@@ -25,7 +26,7 @@ def test_every_position_is_placed_once(lengths, row_length):
         assert 0 < packed.lengths_P[a:b].sum() <= row_length
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 33))
 def test_documents_that_fit_are_not_cut(lengths, row_length):
     lengths = np.array(lengths, np.int64)
@@ -43,7 +44,7 @@ def test_rows_are_nearly_full_for_real_lengths():
     assert packed.num_rows <= 1.005 * np.ceil(lengths.sum() / 512)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(2, 24), st.booleans())
 def test_batches_train_every_token_once(num_tokens, row_length, shifted):
     """Rows gathered from the stream against a plain walk over the documents."""

@@ -11,10 +11,11 @@ import sys
 from importlib import metadata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
+from tests.draws import examples
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import collect
 from tilewright.data.sources.documents import Document, Part, Source, cut
@@ -43,7 +44,7 @@ def made(sizes):
     return Source("made", "key", tuple(parts))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.binary(max_size=9).filter(lambda b: b"\n" not in b)), st.integers(1, 7), st.booleans())
 def test_segments_hold_every_line_once(tmp_path_factory, lines, size, ends):
     path = tmp_path_factory.mktemp("lines") / "x"
@@ -54,7 +55,7 @@ def test_segments_hold_every_line_once(tmp_path_factory, lines, size, ends):
     assert all(data[offset:].startswith(line) for offset, line in found)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.text("ab \n", max_size=300), st.integers(4, 40))
 def test_cut_loses_nothing(text, max_chars):
     pieces = list(cut(Document("x", text), max_chars))
@@ -72,7 +73,7 @@ def test_small_domains_give_all_and_large_ones_share(tmp_path):
     assert 59_500 < sum(sizes.values()) <= 60_000
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(20, 90), min_size=1, max_size=40), min_size=1),
     st.integers(400, 4000),

@@ -4,10 +4,11 @@ import random
 import re
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.conftest import WORDS, write_text
+from tests.draws import examples
 from tilewright.data.corpus.holdout import choose_holdout
 from tilewright.data.corpus.near_dup import near_copy_clusters, shingle_hashes
 from tilewright.data.corpus.read import Spool
@@ -53,7 +54,7 @@ def joined(texts):
 TEXT = st.text("ab cD_9-.é日\n<(+:'?", min_size=1, max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(TEXT, min_size=1, max_size=6))
 @example(["é日", "日é"])
 @example(["-", "a-", "-a", ":", ":a", "+", ":+"])
@@ -190,7 +191,7 @@ def test_a_domain_too_small_is_dropped_and_said(tmp_path):
     assert (refused["files"], refused["documents"], refused["text_bytes"]) == (1, 1, 9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 6)), min_size=1, max_size=9), min_size=1, max_size=4

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.mix import BLOCK
 from tilewright.data.batches.stream import Stream
@@ -127,7 +128,7 @@ class Gathered(Numbers):
         return super().train_arrays(picks, seed)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     asked=st.lists(st.sampled_from(["step", "step", "move", "skip", "resume"]), min_size=5, max_size=40),
     batch_size=st.integers(5, 30),
@@ -161,7 +162,7 @@ def test_rows_in_memory_are_made_for_several_steps_at_once():
     assert rows.calls <= 7
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=6),
     world=st.integers(1, 2),

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.common.tokenizer import EOS, SPLIT_PATTERN, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -22,7 +23,7 @@ def tokenizer():
     return train_tokenizer(TEXTS, 420)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(max_size=80))
 def test_round_trip_of_any_text(text):
     ids = TOKENIZER.encode(text)
@@ -99,7 +100,7 @@ def test_names_of_other_tokenizers(tokenizer, tmp_path):
         renamed({"<|eos|>": "<nothing known>"})
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.text(max_size=60), max_size=4))
 def test_sized_ids_are_the_same_ids_and_their_bytes_sum_to_the_text(texts):
     for text, (ids, sizes) in zip(texts, TOKENIZER.encode_sized(texts), strict=True):
@@ -108,7 +109,7 @@ def test_sized_ids_are_the_same_ids_and_their_bytes_sum_to_the_text(texts):
         assert sum(sizes) == len(text.encode())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.text(st.characters(codec="ascii"), max_size=60))
 def test_a_token_of_ascii_has_as_many_bytes_as_characters(text):
     ((ids, sizes),) = TOKENIZER.encode_sized([text])

@@ -4,9 +4,10 @@ import os
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.energy.trees import RANGE_UJ, FakeRapl
 from tilewright.energy.counter import MOST_RESETS, STILL_S, MeteredPart, Tally
 from tilewright.energy.processors import FileCounter, PerfCounter, processor_counters
@@ -30,7 +31,7 @@ class Listed:
         return value
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(steps=st.lists(st.integers(1, 400_000_000), min_size=1, max_size=20), start=st.integers(0, RANGE_UJ - 1))
 def test_every_joule_is_counted_over_wraps(tmp_path_factory, steps, start):
     rapl = FakeRapl(tmp_path_factory.mktemp("tree"))

@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.formats.encode import NAN_CODE, decode, decode_e8m0, encode
 from tilewright.formats.quant_error import measure, sqnr_db
 from tilewright.formats.quantize import noise_like, quantize
@@ -69,7 +70,7 @@ def test_every_bf16_and_fp16_rounds_to_nearest_even(spec):
     assert torch.equal(decode(encode(beyond, spec), spec), beyond.sign() * spec.max)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(list(FP8_SPECS.values())))
 def test_nearest_value_by_exact_arithmetic(value, spec):
     qdata = [code for code in range(256) if (code & 0x7F) <= (0x7E if spec is E4M3 else 0x7B)]
@@ -106,7 +107,7 @@ def test_e8m0_equals_torch():
     assert decode_e8m0(torch.tensor([255], dtype=torch.uint8)).isnan().all()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.floats(min_value=0, max_value=FP32.max, width=32), st.sampled_from(list(FP8_SPECS.values())))
 def test_scale_is_the_smallest_power_of_two_that_fits(amax, spec):
     scale = Fraction(scale_inv_of(torch.tensor(amax), spec).item())
@@ -144,7 +145,7 @@ def matrices(draw):
     return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(matrices(), st.sampled_from(TILES), st.sampled_from(list(FP8_SPECS.values())), st.booleans())
 def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
     tiled = quantize(x, fp8_format(spec, tile, power_of_two=power_of_two))
@@ -162,7 +163,7 @@ def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
             assert torch.equal(tiled.qdata[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols], qdata)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(matrices(), st.sampled_from(TILES), st.sampled_from(list(FP8_SPECS.values())))
 def test_error_of_an_element_is_at_most_half_a_step(x, tile, spec):
     tiled = quantize(x, fp8_format(spec, tile))

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright import dynamic_quantize
 from tilewright.core.errors import ConfigError, NumericsError
 from tilewright.formats.integer import (
@@ -58,7 +59,7 @@ def by_hand(part, spec, symmetric):
     return scale, spec.lowest - low / scale
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(matrices(), st.sampled_from(list(TILES)), st.sampled_from(SPECS), st.booleans())
 def test_tiles_equal_one_tile_at_a_time_in_float64(x, tile, spec, symmetric):
     if spec.narrow and not symmetric:
@@ -85,7 +86,7 @@ def test_tiles_equal_one_tile_at_a_time_in_float64(x, tile, spec, symmetric):
         assert (error <= limit).all(), f"worst {np.max(error / our_scale)} steps"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(matrices(), st.sampled_from(list(TILES)), st.sampled_from(SPECS))
 def test_what_was_rounded_rounds_to_itself(x, tile, spec):
     first = quantize_integer(x, spec, TILES[tile])
@@ -97,7 +98,7 @@ def test_what_was_rounded_rounds_to_itself(x, tile, spec):
     assert first.nbytes == first.packed().nbytes + first.scale.nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(matrices(finite=False), st.sampled_from(list(TILES)), st.sampled_from([INT8_AFFINE, INT4]), st.booleans())
 def test_a_bad_element_spoils_its_own_tile_and_no_other(x, tile, spec, symmetric):
     got = quantize_integer(x, spec, TILES[tile], symmetric=symmetric)
@@ -125,7 +126,7 @@ def test_constant_tensors(value, symmetric):
 LARGEST = torch.finfo(torch.float32).max
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.floats(-LARGEST, LARGEST, width=32) | st.sampled_from([LARGEST, -LARGEST, 3.4e38]), min_size=1),
     st.sampled_from(SPECS),
@@ -159,7 +160,7 @@ def test_int4_takes_the_lowest_code_where_the_largest_value_is_negative():
 # ---- packing ----
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.integers(0, 6), st.integers(0, 9), st.integers(0, 2**31))
 def test_nibbles_equal_a_loop_and_come_back(rows, cols, seed):
     codes = torch.randint(-8, 8, (rows, cols), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
@@ -197,7 +198,7 @@ def test_what_does_not_fit_is_an_error():
 # ---- dynamic_quantize ----
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(matrices(), st.integers(2, 8))
 def test_dynamic_quantize_is_within_a_step(x, bits):
     codes, values = dynamic_quantize(x, bits)
@@ -230,7 +231,7 @@ def test_dynamic_quantize_of_what_has_no_range():
 # ---- sums of two products ----
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(matrices(), st.booleans())
 def test_no_pair_of_products_leaves_16_bits(x, one_sign):
     """vpmaddubsw clips a sum of two products of a byte from 0 to 255 and a code: none may get there."""

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.formats.encode import decode, encode
 from tilewright.formats.quantize import noise_like, quantize
 from tilewright.formats.scaling import MX_SCALE, ScaleSpec, Tile, scale_values
@@ -101,7 +102,7 @@ blocks = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(blocks, st.sampled_from([E4M3, E5M2, E2M1, E2M3, E3M2]))
 def test_mx_is_the_open_compute_rule(values, spec):
     """OCP MX v1.0, 6.3: X = the largest power of two <= max|v|, over the largest power of two of the element format."""
@@ -115,7 +116,7 @@ def test_mx_is_the_open_compute_rule(values, spec):
     assert [Fraction(v) for v in got] == [nearest(Fraction(v) / Fraction(2) ** exponent, spec) for v in values]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(blocks, st.sampled_from([E4M3, E5M2, E2M1]))
 def test_scales_rounded_up_clip_nothing_and_are_the_least(values, spec):
     """NVIDIA's MXFP8 recipe (Mishra et al., 2025): the exponent is rounded up."""
@@ -126,7 +127,7 @@ def test_scales_rounded_up_clip_nothing_and_are_the_least(values, spec):
     assert exponent == -127 or amax > Fraction(spec.max) * Fraction(2) ** (exponent - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 5), st.integers(1, 70), st.sampled_from([0.0, 3.0, 12.0, 40.0]), st.integers(0, 2**31))
 def test_nvfp4_is_the_recipe(rows, cols, spread, seed):
     """Second scale amax / (6 * 448); scale of 16 elements amax / 6 over it, rounded to E4M3; elements over both."""
@@ -150,7 +151,7 @@ def test_nvfp4_is_the_recipe(rows, cols, spread, seed):
             assert np.array_equal(tiled.dequantize()[row, 16 * block : 16 * block + 16].numpy(), got * (scale * second))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.tuples(st.integers(0, 70), st.integers(0, 130)), st.sampled_from(ELEMENTS), st.sampled_from(SCALES),
     st.sampled_from([0.0, 2.0, 10.0]), st.integers(0, 2**31),

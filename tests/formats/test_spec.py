@@ -7,9 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.formats.spec import BF16, FP16, FP32, SPECS, TF32, round_to
 
 
@@ -59,7 +60,7 @@ def test_tf32_at_every_exponent_and_edge():
     check_tf32(patterns)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_tf32_on_any_bits(patterns):
     check_tf32(patterns)

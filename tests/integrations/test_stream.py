@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from tests.draws import examples
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.stream import Stream
 from tilewright.integrations.stream import StreamLoader, StreamRows, language_model_row
@@ -68,7 +69,7 @@ def plain(steps, moves=()):
 MOVES = {30: {"x": 9.0, "y": 1.0}, 50: {"x": 1.0, "y": 4.0}}
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(stops=st.lists(st.integers(1, 60), min_size=1, max_size=4), micro=st.integers(1, 5), prefetch=st.integers(0, 2))
 def test_micro_batches_continue_from_any_of_them(stops, micro, prefetch):
     """Stops inside of steps too, after which another process loads the state as JSON; moves are at ends of steps."""
@@ -97,7 +98,7 @@ def test_ranks_have_the_samples_of_one_process():
     assert [row for pair in zip(*parts, strict=True) for row in pair] == plain(20)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(ahead=st.integers(0, 5), at=st.integers(0, 40), move=st.integers(0, 40))
 def test_a_state_before_a_step_that_was_read_ahead_has_the_moves_since(ahead, at, move):
     """What was handed out before a move came of the old weights, and comes again the same."""

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cover import covering
+from tests.draws import examples
 from tests.models.shapes import KERNELS, MIXED, SHAPES, make_decoder
 from tests.models.test_hf_models import CAUSAL, make
 from tilewright.models.generate import generate
@@ -106,7 +107,7 @@ def test_adapters(kind):
     assert_near(with_adapters(make_one(kind), "fp8"), with_adapters(make_one(kind), "keep"))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data(), name=st.sampled_from(["gqa", "mla", "deepseek", *MIXED, "llama", "gemma2", "bloom"]))
 def test_tokens_in_pieces_of_any_size(data, name):
     """Logits after each piece are those of the whole row so far."""
@@ -124,7 +125,7 @@ def test_tokens_in_pieces_of_any_size(data, name):
         assert cache.length == end
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     keys=st.integers(1, 3), group=st.integers(1, 3), new=st.integers(1, 4), past=st.integers(1, 9),
     narrow=st.booleans(), seed=st.integers(0, 99),

@@ -5,10 +5,11 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tests.draws import examples
 from tests.models.shapes import KERNELS, load_decoder, make_batch, make_decoder
 from tests.models.test_hf_io import FP32_DB, deepseek, hf_logits, llama
 from tests.ops.compare import assert_snr
@@ -224,7 +225,7 @@ def test_a_folder_with_power_of_two_scales_is_written_again_without_loss(name, t
     st.integers(0, 2**31),
     st.sampled_from((1, 16, 448)),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_what_came_from_codes_goes_back_without_loss(rows, cols, exponent, seed, top):
     """Also where a block uses only small codes, subnormals among them."""
     generator = torch.Generator().manual_seed(seed)

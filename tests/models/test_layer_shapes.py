@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch, make_decoder
 from tests.optim.test_citizen import assert_in_words
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
@@ -97,7 +98,7 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(entries=st.lists(ENTRIES, min_size=1, max_size=4), times=st.integers(1, 2), seq_len=st.integers(1, 9))
 def test_any_list_is_a_decoder_or_an_error_of_four_parts(entries, times, seq_len):
     length = times * sum(entry.get("repeat", 1) for entry in entries)

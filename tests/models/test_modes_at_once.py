@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tests.interleave import interleave
 from tilewright.models.base import eval_mode
 from tilewright.models.base.eval_mode import eager, evaluation
@@ -19,7 +20,7 @@ def net():
     return model
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(order=ORDERS)
 def test_evaluation_ends_with_the_last_block(order):
     """Blocks of a model and of a part of it."""
@@ -37,7 +38,7 @@ def test_evaluation_ends_with_the_last_block(order):
     assert not eval_mode._OPEN.parts
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(order=ORDERS)
 def test_eager_mode_ends_with_the_last_block(order):
     stance = torch._dynamo.eval_frame._stance

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.models.shapes import SHAPES, make_decoder
 from tests.models.test_cache import hf_model
 from tilewright.models.rows import RowBatch
@@ -55,7 +56,7 @@ def test_rows_of_the_decoder_are_the_same_bits_as_alone(name):
     check(make_decoder(name).eval(), PLANS, 4, 4, equal_bits)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(st.data(), st.sampled_from(["gqa", "mla"]))
 def test_any_rows_joining_and_leaving(data, name):
     ids = st.integers(0, 60)

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ops.low_bit import HALF, KINDS
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.quadratic_map import BLOCK, scale_shape
@@ -70,7 +71,7 @@ def cut_out(whole, part):
     return dataclasses.replace(whole, **found, first=part.first_element, skip=part.shape[1] - part.sizes[1])
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     data=st.data(), kind=st.sampled_from(KINDS), rows=st.integers(1, 7), columns=st.sampled_from([128, 256, 300, 640]),
     seed=st.integers(0, 9),
@@ -92,7 +93,7 @@ def test_moments_in_8_bits(data, kind, rows, columns, seed):
                 assert got is None or torch.equal(got, getattr(want, name)), f"{candidate.name} {name} of {part}"
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     data=st.data(), rows=st.integers(1, 7), columns=st.integers(1, 40), seed=st.integers(0, 9),
     kind=st.sampled_from(["moments", "weights", "both", "masters"]),

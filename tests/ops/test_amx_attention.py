@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from tests.draws import examples
 from tests.ops.cases import AttentionCase
 from tests.ops.compare import LargestTensor
 from tests.ops.test_ops import NATIVE_ATTENTION, grads_of
@@ -49,7 +50,7 @@ def run_both_ways(run, tensors):
     return dout, [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 2),

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.document_attention import attention
 from tilewright.ops.backends.ref import math as ref
@@ -43,7 +44,7 @@ def _segments(rows: list[list[int]], padding: int) -> torch.Tensor:
     dtype=st.sampled_from((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_each_document_as_with_a_mask_and_padding_as_zeros(rows, padding, group, narrower, dtype, seed):
     segments_BS = _segments(rows, padding)
     operands = _operands(segments_BS, 4, group, 16, narrower, dtype, seed)

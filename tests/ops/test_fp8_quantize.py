@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ops.cases import awkward_matrix
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
@@ -47,7 +48,7 @@ def reference_both(x, spec, power_of_two=True):
     return tuple(formats.quantize(v, fp8_format(spec, ROW_TILE, power_of_two=power_of_two)) for v in (x, x.T))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     rows=st.integers(0, 300), cols=st.integers(0, 300), seed=st.integers(0, 2**31),
     spec=st.sampled_from(SPECS), tile=st.sampled_from([*TILES, TENSORWISE, Tile(1, 0), Tile(32, 64)]),

@@ -7,10 +7,11 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tilewright.core.errors import ConfigError, HardwareError, NumericsError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT4, INT8, quantize_integer
@@ -62,7 +63,7 @@ def test_against_float64(name, shape, dtype):
     assert_exact(int8_linear(x, Int8Weight.of(weight, MACHINE, name), bias), x, weight, bias)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 9), st.integers(1, 70), st.integers(1, 40), st.integers(0, 2**31))
 def test_all_candidates_give_the_same_bits(rows, cols, outs, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +82,7 @@ def test_extreme_codes_do_not_saturate(name):
         assert_exact(int8_linear(x, Int8Weight.of(weight, MACHINE, name)), x, weight)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from([-140, -30, 0, 100]))
 def test_tokens_have_the_codes_of_the_format(rows, cols, seed, exponent):
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent

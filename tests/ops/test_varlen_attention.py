@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.draws import examples
 from tests.ops import varlen_contract
 from tests.ops.cases import AttentionCase, attention_cases
 from tests.ops.compare import LargestTensor
@@ -135,7 +136,7 @@ def test_the_shapes_are_those_that_torch_tells_of_its_kernels(longest):
 # ---- documents ----
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(0, 5))
 def test_starts_are_those_of_the_lengths_whatever_the_numbers(rows, padding):
     length = max(map(sum, rows)) + padding

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.draws import examples
 from tests.ops.compare import assert_snr
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.cpu import wgrad
@@ -39,7 +40,7 @@ def assert_fp32_sums(out, dy, x):
 
 
 @needs_tiles
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     tokens=st.one_of(st.integers(0, 70), st.sampled_from([511, 512, 513, 1100])),
     rows=st.one_of(st.integers(1, 70), st.sampled_from([1024, 1025, 1500])),

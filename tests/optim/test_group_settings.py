@@ -6,12 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
+from tests.draws import examples
 from tests.optim.test_citizen import assert_in_words, normal
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.hardware import detect_machine
@@ -124,7 +125,7 @@ def test_the_flags_of_muon_are_booleans(way, flag):
             way(Muon, name, flag)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lr=st.floats(0, 1e3) | st.floats(0, 1, width=32).map(np.float32) | st.floats(0, 1, width=32).map(torch.tensor),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),

@@ -8,13 +8,14 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from tests.draws import examples
 from tests.optim.shard_cases import BF16, FORMATS, FP32, Case, differences, normal, refusals
 from tests.optim.test_citizen import assert_in_words
 from tests.ranks import on_ranks
@@ -46,9 +47,9 @@ EVERY_FORMAT = [Case(((7, 300), (5,), (3, 4, 40)), format) for format in FORMATS
 
 
 @given(sizes=MESHES, cases=st.lists(CASES, min_size=5, max_size=8))
-@example(sizes=(8,), cases=EVERY_FORMAT)  # three ranks and more without a row
+@example(sizes=(5,), cases=EVERY_FORMAT)  # one rank and more without a row
 @example(sizes=(2, 2), cases=EVERY_FORMAT)
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(2, suppress_health_check=list(HealthCheck))
 @pytest.mark.support("adam", "shards", "hsdp")
 def test_a_sharded_update_has_the_bits_of_the_whole_one(sizes, cases):
     of_ranks = on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)
@@ -88,11 +89,19 @@ def test_a_sharded_matrix_of_muons_has_the_bits_of_the_whole_one(sizes):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
-def test_blocks_of_a_matrix_of_muons_have_the_bits_of_the_whole_one(sizes):
+FEW_BLOCKS = [(FP32, "fp32", "fp32"), (BF16, "bf16", "stochastic"), (BF16, "8bit", "split24")]
+ALL_BLOCKS = [format for format in FORMATS if format[0] != torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "formats"),
+    [((2, 2), FEW_BLOCKS), *(pytest.param(of, ALL_BLOCKS, marks=pytest.mark.slow) for of in ((2,), (2, 2)))],
+    ids=["few", "one axis", "all"],
+)
+def test_blocks_of_a_matrix_of_muons_have_the_bits_of_the_whole_one(sizes, formats):
     """As tensor parallelism by columns leaves them, and FSDP2 over it: more matrices than ranks."""
     shapes = (7, 256), (12, 256), (12, 512), (3, 256), (256, 256)
-    cases = [Case(shapes, format, muon=True, columns=True) for format in FORMATS if format[0] != torch.float16]
+    cases = [Case(shapes, format, muon=True, columns=True) for format in formats]
     of_ranks = on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)
     for rank, found in enumerate(of_ranks):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)

@@ -27,12 +27,13 @@ NATIVE = Kernels(detect_machine("cpu"), {"linear": "native"}, compile=False)
 NARROW = torch.bfloat16, torch.float16
 
 CASES = {
-    **{kind: {"kind": kind} for kind in ("gqa", "deepseek")},
+    "deepseek": {"kind": "deepseek"},
     "kept": {"sharding": Sharding(reshard_after_forward=False)},
-    "offloaded": {"sharding": Sharding(cpu_offload=True)},
     "two formats": {"rules": (Rule("*down_proj", compute="fp16"), Rule("*q_proj", compute="fp32"))},
 }
 MORE = {
+    "gqa": {"kind": "gqa"},
+    "offloaded": {"sharding": Sharding(cpu_offload=True)},
     **{f"{kind} {mode}": {"kind": kind, "mode": mode} for kind in ("tied", "gqa_moe", "mla", "mla_q_rank")
        for mode in ("bf16_mixed", "hybrid")},
     **{f"compiled {mode}": {"mode": mode, "compiled": True} for mode in ("bf16_mixed", "hybrid")},

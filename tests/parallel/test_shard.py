@@ -41,9 +41,12 @@ TWO_SHARDS = {
 }  # fmt: skip
 
 
-TWINS = ("deepseek-fp8_tile", "llama-fp8_tile", "llama-selective", "llama-matmuls", "llama-attention",
-         "llama-8bit-inputs", "gqa-tiled-fp8_tile", "llama-int4_a8", "llama-lora-fp8")  # fmt: skip
-"""Two features, each of which another case has."""
+TWINS = (
+    "gqa", "llama", "qwen3", "gqa-fp8_tile", "deepseek-fp8_tile", "llama-fp8_tile", "gqa-pure_fp16", "bert-pure_fp16",
+    "gqa-full", "llama-selective", "llama-matmuls", "llama-attention", "llama-8bit-inputs", "gqa-tiled-fp32",
+    "gqa-tiled-fp8_tile", "llama-int4_a8", "mla-int4", "gqa-kept", "gqa-reduce-each", "llama-lora-fp8",
+)  # fmt: skip
+"""Features, each of which another case has."""
 FEW = tuple(name for name in TWO_SHARDS if name not in TWINS)
 
 
@@ -85,7 +88,7 @@ def test_two_shards_have_the_gradient_of_one_process(name):
     ("sizes", "names"),
     [
         ((2, 1), ("gqa",)),
-        ((2, 2), ("gqa", "deepseek", "gqa-reduce-each", "gqa-pure_fp16", "gqa-kept")),
+        ((2, 2), ("deepseek", "gqa-reduce-each-16-bit")),
         pytest.param((2, 1), (*KINDS, "gqa-fp8_tile", "gqa-pure_fp16"), marks=pytest.mark.slow),
         pytest.param((2, 2), tuple(TWO_SHARDS), marks=pytest.mark.slow),
         pytest.param((1, 4), tuple(TWO_SHARDS), marks=pytest.mark.slow),

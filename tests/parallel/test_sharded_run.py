@@ -118,7 +118,7 @@ def _trained(rank):
         losses, models = [], []
         for model, ranks in ((_sharded(case, world), [rank]), (made(case), [0, 1])):
             alone = len(ranks) > 1
-            optimizer = DeepSeekAdam(model.parameters(), lr=lr, moments=moments)
+            optimizer = DeepSeekAdam(model.parameters(), lr=lr, moments=moments, kernels=KERNELS)
             groups = {} if alone else groups_of(world)
             executor = StandardExecutor(model, optimizer, clip=GradClip(0.5), **groups)
             losses.append(

@@ -5,10 +5,11 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.draws import examples
 from tests.planner.families import FAMILIES
 from tests.planner.rates import make_machine
 from tests.planner.test_trace import recipe_of
@@ -70,7 +71,7 @@ def counted(loop: type[ExpertLoop], case) -> dict:
     return {"kept": kept, "forward": peak} | {name: getattr(live, name) for name in numbers}
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=stacks())
 def test_one_expert_counts_for_all_that_are_alike(case):
     assert counted(AlikeExperts, case) == counted(ExpertLoop, case)

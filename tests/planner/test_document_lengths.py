@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contracts.observe import fixed_ceilings
+from tests.draws import examples
 from tests.training.tiny import settings as tiny_settings
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
@@ -31,7 +32,7 @@ def bounds(tmp_path_factory):
     return folder, {pp: (_plan(folder, 1.0, parallel__pp=pp), _plan(folder, 0.0, parallel__pp=pp)) for pp in (1, 2)}
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.lists(st.integers(1, LENGTH), min_size=1, max_size=40), st.sampled_from([1, 2]))
 def test_seconds_of_attention_are_those_of_the_lengths(bounds, lengths, pp):
     """Between both bounds in proportion to the sum of L^2 over that of full rows of as many tokens."""

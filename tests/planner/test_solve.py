@@ -3,9 +3,10 @@
 import itertools
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.planner.cost.solve import (
     COSTS,
     ChoiceGroup,
@@ -80,7 +81,7 @@ def every(problem):
         yield counts, sum(cost.seconds for _, cost in layers), max(peaks), host, disk
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems())
 def test_optimum_equals_brute_force(problem):
     limits = (problem.device_budget, problem.host_budget, problem.disk_budget)
@@ -100,7 +101,7 @@ def test_optimum_equals_brute_force(problem):
         assert host_bytes(problem, found) <= problem.host_budget
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems())
 def test_smallest_peak_equals_brute_force(problem):
     fitting = [row for row in every(problem) if row[3] < problem.host_budget and row[4] < problem.disk_budget]

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tests.interleave import interleave
 from tests.precision.test_fp8_cover import NAMES, build
 from tilewright.models.decoder.config import DecoderConfig
@@ -56,7 +57,7 @@ def outputs_of(model, x):
     return getattr(out, "logits", out)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(order=st.lists(st.integers(0, CALLS - 1), max_size=60))
 def test_any_order_of_lines_gives_each_call_its_own_input(order):
     torch.manual_seed(0)

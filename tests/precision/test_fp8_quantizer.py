@@ -6,11 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.draws import examples
 from tilewright import FP8Quantizer
 from tilewright.core.errors import ConfigError
 from tilewright.formats.quantize import quantize
@@ -27,7 +28,7 @@ NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 @pytest.mark.parametrize("spec", FP8_SPECS)
 @pytest.mark.parametrize("granularity", TILES)
 @given(rows=st.integers(0, 150), cols=st.integers(1, 300), seed=st.integers(0, 2**31), spread=st.integers(0, 30))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_the_bits_are_those_of_the_products(granularity, spec, power_of_two, rows, cols, seed, spread):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator) * torch.exp2(

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.draws import examples
 from tilewright import IntegerQuantizer
 from tilewright.core.errors import ConfigError
 from tilewright.formats.integer import IntSpec, quantize_integer
@@ -21,7 +22,7 @@ TILES = {"tensor": TENSORWISE, "token": Tile(1, 0), "channel": Tile(1, 0), "grou
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", TILES)
 @given(rows=st.integers(0, 20), cols=st.integers(1, 100), seed=st.integers(0, 2**31))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_the_bits_are_those_of_the_format(granularity, bits, symmetric, rows, cols, seed):
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) + 1
     spec = IntSpec(bits, narrow=symmetric and bits == 8)
@@ -64,7 +65,7 @@ def test_the_gradient_passes_inside_and_stops_where_clipped():
     assert moved(torch.tensor([-300.0, 300.0])).tolist() == [-228.0, 27.0]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.integers(1, 5),
     st.integers(1, 70),

@@ -5,10 +5,11 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.precision import Mode, PrecisionRule, PrecisionSection
 from tilewright.core.config.unused import without_effect
@@ -33,7 +34,7 @@ def torch_decisions(overflows: list[bool], init: float, window: int) -> list[tup
     return decisions
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 5), st.integers(4, 16))
 @pytest.mark.support("clip", "one")
 def test_decisions_equal_torchs_grad_scaler(overflows, window, exponent):

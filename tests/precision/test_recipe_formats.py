@@ -7,10 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tests.training.tiny import tiny, write_text
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, HardwareError
@@ -78,7 +79,7 @@ def assert_product(got, a, b, what):
     assert excess.max() <= 0, f"{what}: {got[at].item()!r} at {at}, not {want[at].item()!r}"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     mode=st.sampled_from(MODES), rows=st.integers(1, 70), features=st.tuples(st.integers(1, 100), st.integers(1, 70)),
     keep=st.sampled_from(["qdata", "value"]), spread=st.integers(0, 6), seed=st.integers(0, 2**31), kept=st.booleans(),

@@ -8,10 +8,11 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.draws import examples
 from tests.optim.test_citizen import assert_in_words
 from tilewright.core.errors import ConfigError, NumericsError
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
@@ -55,7 +56,7 @@ def play(scaler, rounds, update):
     return history
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(Round, min_size=1, max_size=12), st.integers(1, 3), st.integers(2, 12))
 def test_several_optimizers_equal_torchs_grad_scaler(rounds, window, exponent):
     ours = play(DynamicScaler(2.0**exponent, window=window, **BOUNDS), rounds, lambda scaler: scaler.update())
@@ -136,7 +137,7 @@ def run(operations, window):
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(Operation, max_size=30), st.integers(1, 2))
 def test_any_order_of_calls_gives_true_numbers_or_an_error(operations, window):
     """Scales and losses are small integers times powers of two, so true numbers are exact. One loss in seven
@@ -162,7 +163,7 @@ def proper_rounds(draw):
     return operations
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(proper_rounds(), st.integers(1, 2))
 def test_no_proper_loop_is_refused(operations, window):
     """Whichever optimizers rest, unscale before they step, and however their gradients are set to zero."""

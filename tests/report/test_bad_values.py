@@ -5,10 +5,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cover import covering
+from tests.draws import examples
 from tests.report.synthetic import eval_rows, read, step_rows, write
 from tests.report.test_page import outline
 from tilewright.report.page import render, write_report
@@ -29,7 +30,7 @@ def test_a_run_of_one_value_everywhere(tmp_path, value, count, strict):
     outline(render(read(tmp_path / "run", rows, strict=strict)))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     rows=st.lists(st.dictionaries(st.sampled_from(NAMES), anything), max_size=40),
     evals=st.dictionaries(st.integers(1, 40), st.dictionaries(st.sampled_from("ab"), anything), max_size=4),
@@ -49,7 +50,7 @@ def test_rows_of_anything(rows, evals, clip, planned):
         outline(render(run))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(st.sampled_from(EXTREMES) | st.floats(), min_size=1, max_size=60), st.data())
 def test_curves_of_any_floats(losses, data):
     norms = data.draw(st.lists(st.sampled_from(EXTREMES) | st.floats(), min_size=len(losses), max_size=len(losses)))

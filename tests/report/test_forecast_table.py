@@ -2,9 +2,10 @@
 
 import json
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.report.synthetic import PLAN, step_rows, write
 from tilewright.report.page import render, write_report
 from tilewright.report.run_data.collect import collect
@@ -80,7 +81,7 @@ _ANY = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(_ANY, st.sampled_from([*TOLD, "ranks", "rank", "history", "sent_bytes.dp_shard.all_gather.fp32"]))
 def test_damaged_values_give_a_page(tmp_path_factory, value, place):
     folder, told, ranks, piped, sent = tmp_path_factory.mktemp("run"), dict(TOLD), dict(RANKS), dict(PIPED), dict(SENT)

@@ -1,8 +1,9 @@
 """The report's table of what processes send each other, from rows of metrics."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.report.synthetic import PLAN, step_rows, write
 from tilewright.report.page import render
 from tilewright.report.run_data.collect import collect
@@ -48,7 +49,7 @@ def test_one_process_has_no_table(tmp_path):
 _ANYTHING = st.one_of(st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.integers(-(10**30), 10**400))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     st.dictionaries(
         st.sampled_from(

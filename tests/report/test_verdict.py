@@ -4,9 +4,10 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.report.synthetic import eval_rows, read, step_rows
 from tests.report.verdict_cases import BAD, CASES, CLEAN, COUNT, GOOD, LOOK, NOT_MEASURED, Case, falling, marked, rise
 from tilewright.report.page import FIGURES, render
@@ -57,7 +58,7 @@ def test_states_rise_with_the_number_and_thresholds_belong_to_the_graver_one(rul
     assert order.index(rule.state(value)) <= order.index(rule.state(value * 1.5))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(times=st.floats(1.01, 1000), slower=st.booleans())
 def test_a_run_that_is_faster_than_planned_is_never_bad(tmp_path_factory, times, slower):
     """Whatever the factor; one that is as much slower is judged by it."""
@@ -68,7 +69,7 @@ def test_a_run_that_is_faster_than_planned_is_never_bad(tmp_path_factory, times,
     assert found.state is (LOOK if by_factor is BAD and not slower else by_factor)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 2**32), scatter=st.floats(0.001, 0.15), count=st.integers(200, 600))
 def test_a_clean_run_is_never_bad_and_never_diverges(tmp_path_factory, seed, scatter, count):
     run = Case(falling(count, seed, scatter), evals={}).read(tmp_path_factory.mktemp("clean"))
@@ -79,7 +80,7 @@ def test_a_clean_run_is_never_bad_and_never_diverges(tmp_path_factory, seed, sca
     assert judge(run).in_state(BAD) == []
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     seed=st.integers(0, 2**32),
     at=st.floats(0.05, 0.9),

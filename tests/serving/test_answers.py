@@ -1,10 +1,11 @@
 """Answers of a scripted model: the text of all ids up to the first stop string; and what is no conversation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import make_folder
+from tests.draws import examples
 from tests.serving.scripted import PROMPT, scripted
 from tests.serving.test_text import letter_by_letter
 from tilewright.core.errors import DataError
@@ -27,7 +28,7 @@ def answer(session, prompt, num_tokens, stop=()):
     return "".join(stream), stream
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.sampled_from(NAMES), st.lists(TEXTS, min_size=1, max_size=5), st.lists(TEXTS, max_size=2), st.data())
 def test_an_answer_is_the_text_of_its_ids_up_to_the_first_stop_string(tokenizers, name, texts, stops, data):
     tokenizer = tokenizers[name]
@@ -42,7 +43,7 @@ def test_an_answer_is_the_text_of_its_ids_up_to_the_first_stop_string(tokenizers
     assert (found, stream.finish_reason) == (expected, "stop" if stopped else "length")
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.sampled_from(NAMES), TEXTS, TEXTS)
 def test_a_continued_text_and_its_beginning_are_the_text_of_all_ids(tokenizers, name, begin, rest):
     tokenizer = tokenizers[name]

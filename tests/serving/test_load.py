@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.cli.tuned import make_model
+from tests.draws import examples
 from tests.serving.bodies import bodies
 from tests.serving.served import make_session, serving
 from tilewright.serving.app import Limits
@@ -52,7 +53,7 @@ def test_generated_bodies(port):
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     found = set()
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(100, suppress_health_check=list(HealthCheck))
     @given(bodies())
     def check(body):
         found.add(send(connection, *body))

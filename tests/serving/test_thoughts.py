@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat import families
+from tests.draws import examples
 from tests.serving.scripted import scripted
 from tests.serving.served import NAME, post, serving
 from tests.serving.streams import events
@@ -31,7 +32,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(PARTS, st.booleans(), st.lists(st.integers(0, 60)))
 def test_as_a_plain_search_has_it_however_it_is_cut(parts, inside, cuts):
     whole = "".join(parts)

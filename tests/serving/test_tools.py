@@ -5,10 +5,11 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat import families
+from tests.draws import examples
 from tests.serving.scripted import scripted
 from tests.serving.served import NAME, post, serving
 from tests.serving.streams import events
@@ -98,7 +99,7 @@ VALUES = st.recursive(
 CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text("xy", min_size=1), VALUES)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(sorted(FAMILIES)), CALLS, st.text("Yes <t[T", max_size=9), st.lists(st.integers(0, 400)))
 def test_calls_and_text_however_they_are_cut(kind, calls, before, cuts):
     before = before if kind != "llama3" else ""
@@ -109,7 +110,7 @@ def test_calls_and_text_however_they_are_cut(kind, calls, before, cuts):
     assert text.strip() == before.strip()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.lists(st.sampled_from(
@@ -135,7 +136,7 @@ TYPED = st.dictionaries(st.sampled_from(["s1", "s2", "j1", "j2"]), st.none(), ma
 STRINGS = {"type": "object", "properties": {"s1": {"type": "string"}, "s2": {"anyOf": [{"type": "string"}]}}}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from(["glm", "qwen3_coder", "deepseek", "deepseek31"]),
     st.lists(st.tuples(st.sampled_from(NAMES), TYPED), max_size=3),
@@ -153,7 +154,7 @@ def test_calls_of_other_formats_however_they_are_cut(kind, calls, before, cuts):
     assert text.strip() == before.strip()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from(["glm", "qwen3_coder", "deepseek"]),
     st.lists(st.sampled_from(

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import MemoryPlan
@@ -32,7 +33,7 @@ class Placed:
         self.memory_plan = memory_plan
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(value=NUMBERS, peaks=PEAKS, reason=st.none() | st.text())
 def test_a_process_alone_gets_back_what_it_gives(value, peaks, reason):
     one, stop = Agreement(), StopRequest()

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint import writing
@@ -88,7 +89,7 @@ def test_a_step_in_place_is_not_written_again(tmp_path):
     assert len(store.finished()) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     name=st.sampled_from(["__0_0.distcp", ".metadata", "index.json", "meta.json", "manifest.json"]),
     where=st.floats(0, 0.999),

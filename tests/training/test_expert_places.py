@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contracts.observe import fixed_ceilings
+from tests.draws import examples
 from tests.ranks import on_ranks
 from tests.training.test_experts_run import MIXED
 from tests.training.tiny import last_state, rows, tiny
@@ -31,7 +32,7 @@ RUN = MIXED | {
 STOP = 7
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 10_000))
 def test_balanced_orders_are_near_the_best(ranks, each, seed):
     """All experts once, as many on each rank, in their order there; within 4/3 of the best, as for packing so."""

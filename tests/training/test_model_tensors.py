@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.draws import examples
 from tilewright.memory.offload.layout import placeholder
 from tilewright.training.checkpoint.state import model_tensors
 
@@ -106,7 +107,7 @@ def mesh():
 
 
 @pytest.mark.dist
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(ENTRIES)
 def test_each_parameter_once_in_shards(mesh, entries):
     _no_memory(entries, lambda value: distribute_tensor(value, mesh, [Shard(0)]))

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import JsonLines, RunLog
@@ -56,7 +57,7 @@ def test_no_value_stops_a_row_from_being_written_and_read(tmp_path, value, wrap)
         json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(cut=st.integers(0, 60), resumed=st.integers(0, 8))
 def test_resume_cuts_the_torn_line_and_later_rows(tmp_path_factory, cut, resumed):
     folder = tmp_path_factory.mktemp("log")

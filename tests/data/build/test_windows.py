@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, prose
 from tests.data.build.corpora import settings as build_settings
+from tests.draws import examples
 from tilewright.data.batches.mix import Picks
 from tilewright.data.build.stages.windows import windows
 from tilewright.data.common.tokenizer import load_tokenizer
@@ -25,7 +26,7 @@ def texts(draw):
 
 
 @given(texts(), st.integers(16, 64), st.floats(0, 0.5))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_every_position_is_a_target_of_one_window(pieces, num, overlap):
     data, sizes = b"".join(pieces), [len(piece) for piece in pieces]
     found = windows(data, sizes, num, overlap)

@@ -5,10 +5,11 @@ import random
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.data.chat.test_prepare_chat import WORDS, all_rows, chat, model, talk, write  # noqa: F401
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.prepare import prepare
 
@@ -49,7 +50,7 @@ def trained_tasks(prepared, num_tasks):
     words=st.integers(30, 60),
     share=st.sampled_from([0.02, 0.1, 0.3]),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(8, suppress_health_check=list(HealthCheck))
 def test_every_task_is_trained_and_some_of_it_held_out(model, tmp_path_factory, seed, num_tasks, rows, words, share):  # noqa: F811
     tmp_path = tmp_path_factory.mktemp("tasks")
     source = write(tmp_path / "a.jsonl", tasks(seed, num_tasks, rows, words))

@@ -4,10 +4,11 @@ import os
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import FAMILIES, make_folder
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.chat import sandbox
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
@@ -111,7 +112,7 @@ def test_a_template_that_cannot_be_compiled_ends(name, tokenizer):
         max_leaves=6,
     )
 )
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_generated_templates_end(tokenizer, expression):
     ends("{% for m in messages %}{{ (" + expression + ") | string | length }}{% endfor %}", tokenizer)
 

@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import make_folder
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
 from tilewright.data.chat.rows import read_row
@@ -244,7 +245,7 @@ ROWS = st.dictionaries(
 
 
 @given(row=ROWS, pairs=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_row_crashes_the_reader(model, row, pairs):
     template = _template(model)
     with contextlib.suppress(ChatError):
@@ -261,7 +262,7 @@ def _template(model):
 
 
 @given(rows=st.lists(ROWS | JSON, max_size=6))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_file_of_garbage_stops_the_preparation(model, tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("garbage")
     path = write(folder / "a.jsonl", [*({"messages": talk(i)} for i in range(6)), *rows])

@@ -9,10 +9,11 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import make_folder
+from tests.draws import examples
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.rows import read_row
 from tilewright.data.chat.template import ChatTemplate
@@ -175,7 +176,7 @@ def check(name, chats, row, messages, tools):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(talk=talks())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_row_is_rendered_whole_or_set_aside_and_its_answers_are_trained_by_weight(chats, name, talk):
     messages, tools = talk
     check(name, chats, {"messages": messages, **({"tools": tools} if tools else {})}, messages, tools)
@@ -224,7 +225,7 @@ FORMATS = {"openai": as_openai, "llama_factory": as_llama_factory, "axolotl": as
 
 @pytest.mark.parametrize("form", FORMATS)
 @given(talk=talks())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_formats_of_other_tools_say_the_same(chats, form, talk):
     messages, tools = talk
     if form == "llama_factory":  # has neither weights nor names nor reasoning, and no text beside a call

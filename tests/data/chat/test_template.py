@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import FAMILIES, make_folder
+from tests.draws import examples
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.template import ChatError, ChatTemplate
@@ -81,7 +82,7 @@ def _theirs(tokenizer, messages, prompt=False):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data(), prompt=st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_ids_are_those_of_apply_chat_template(chats, name, data, prompt):
     ours, theirs = chats[name]
     messages = data.draw(conversations(name))
@@ -130,7 +131,7 @@ def _reference(name, theirs, messages):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_each_answer_is_trained_once_where_it_stands_as_the_model_will_write_it(chats, name, data):
     ours, theirs = chats[name]
     messages = data.draw(conversations(name, thinking=("qwen3",)))

@@ -5,11 +5,12 @@ import random
 from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.data.conftest import write_text
+from tests.draws import examples
 from tilewright.data.common.ranked_bpe import _PATTERNS, RankedBpe, classes_agree, ranks_of
 from tilewright.data.common.tokenizer import SPLIT_PATTERN, train_tokenizer
 
@@ -81,14 +82,14 @@ def _as_text(string):
     return "" if "\ufffd" in found else found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(odd_vocabularies())
 def test_any_list_of_pairs(case):
     vocab, merges, _, texts = case
     assert not assert_same(backend_of(vocab, merges), texts)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(odd_vocabularies())
 def test_any_list_of_pairs_whose_tokens_are_pieces_at_once(case):
     """`ignore_merges`: equal, or refused because tiktoken would merge what no pair does."""
@@ -127,7 +128,7 @@ def test_trained_vocabularies_on_odd_texts(pattern, kind):
         assert not assert_same(backend_of(vocab, merges, pattern, ignore_merges=ignore), ["", *texts, *mixed])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(300, suppress_health_check=list(HealthCheck))
 @given(st.text(st.one_of(st.sampled_from(ODD + "sStTlLdDmMrReEvV'''' \n\t"), st.characters(exclude_categories=["Cs"]))))
 def test_pieces_of_any_text(text):
     for pattern, (ranked, backend) in by_pattern().items():

@@ -6,11 +6,12 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.data.chat.families import FAMILIES, make_folder
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.common import reading
 from tilewright.data.common.reading import PROVEN, Direct, Limited, TokenizerError, failures_told, reader_of
@@ -133,7 +134,7 @@ def test_a_pattern_that_is_large_when_compiled_ends(tmp_path):
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=20), max_size=4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_inside_and_outside_of_the_process_ids_and_texts_are_the_same(readers, texts, special):
     for direct, limited in readers:
         assert direct.encode_ids(texts) == limited.encode_ids(texts)

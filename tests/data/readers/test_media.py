@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import scipy.fft
 import soundfile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from tests.data.readers.made import image_bytes, one, pixels, read, refusal, sound_bytes, tone, wav_bytes
+from tests.draws import examples
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
@@ -132,7 +133,7 @@ def test_other_formats_of_sound(kind, tmp_path):
     assert facts["loudness_db"] == pytest.approx(20 * np.log10(0.5 / np.sqrt(2)), abs=0.5)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.sampled_from([8000, 16000, 32000, 44100, 48000]), st.integers(300, 40_000), st.integers(0, 99))
 def test_log_mel_is_that_of_transformers(rate, size, seed):
     samples = np.random.default_rng(seed).normal(0, 0.1, max(size, rate // 30)).astype(np.float32)

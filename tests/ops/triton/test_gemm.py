@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ops.triton.cases import SPECS, GemmCase, gemm_cases
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE
@@ -41,7 +42,7 @@ def test_product(case):
         assert_product(gemm.tile_gemm(a, b, bias, out_dtype), a, b, bias, out_dtype, str(case))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     st.integers(1, 140), st.integers(1, 140), st.integers(1, 300), st.sampled_from((BLOCK_TILE, ROW_TILE, TENSORWISE)),
     st.sampled_from(SPECS), st.sampled_from(SPECS), st.booleans(), st.booleans(),

@@ -5,9 +5,10 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ops.triton.cases import DTYPES, SPECS, TILES, MatrixCase, assert_same_bits, matrix_cases
 from tilewright.formats import quantize as formats
 from tilewright.formats.encode import NAN_CODE, encode
@@ -19,7 +20,7 @@ from tilewright.ops.backends.triton import fused, launch, quantize
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(matrix_cases(), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans(), st.booleans())
 def test_any_tile(case, tile, spec, power_of_two, noisy):
     x = case.matrix()
@@ -28,7 +29,7 @@ def test_any_tile(case, tile, spec, power_of_two, noisy):
     assert_same_bits(quantize.quantize(x, spec, tile, power_of_two, noise), want, str(case))
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(matrix_cases(), st.sampled_from(SPECS), st.booleans())
 def test_both_ways(case, spec, power_of_two):
     x = case.matrix()
@@ -79,7 +80,7 @@ def convert_as_the_instruction_does(values, from_dtype, to_dtype, rounding):
     return torch.where(x.isnan(), NAN_CODE, qdata).to(torch.uint8).numpy()
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(matrix_cases(), st.sampled_from(SPECS), st.booleans(), st.sampled_from((*TILES, "both")))
 def test_with_the_conversion_instruction(case, spec, power_of_two, tile):
     """The way that GPUs with 8-bit units go, with their instruction imitated."""
@@ -94,7 +95,7 @@ def test_with_the_conversion_instruction(case, spec, power_of_two, tile):
             assert_same_bits(quantize.quantize(x, spec, tile, power_of_two), want, str(case))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(matrix_cases(), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans(), st.booleans(), st.booleans())
 def test_a_transposed_view_is_read_as_it_lies(case, tile, spec, power_of_two, noisy, by_instruction):
     """The weight of an input's gradient: no copy in the values' own format, and codes that a matmul takes."""
@@ -118,7 +119,7 @@ def plain_norm(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(matrix_cases(200), st.sampled_from(SPECS), st.booleans())
 def test_norm(case, spec, power_of_two):
     x = MatrixCase(case.rows, case.cols, "normal", case.dtype, case.seed).matrix()
@@ -128,7 +129,7 @@ def test_norm(case, spec, power_of_two):
     check_both(y[0], (row, column), spec, power_of_two, str(case))
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(matrix_cases(200), st.sampled_from(SPECS), st.booleans())
 def test_swiglu(case, spec, power_of_two):
     gate = case.matrix()

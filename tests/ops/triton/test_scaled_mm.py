@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.ops.triton.cases import GemmCase
 from tests.ops.triton.test_gemm import assert_product
 from tilewright.core.hardware import Machine, detect_machine
@@ -34,7 +35,7 @@ def tiles(size):
     return -(-size // 128)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cases(), st.sampled_from(OUT), st.booleans())
 def test_rules_of_the_call(case, out_dtype, on_meta):
     """Every check of ScaledBlas.cpp, and of torch's shape functions where they are right."""
@@ -88,7 +89,7 @@ def multiplied(call):
     return (out if call.bias is None else out + call.bias.double()).to(call.out_dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases(), st.sampled_from(OUT))
 def test_arguments_mean_the_product(case, out_dtype):
     """Padding is cut off and changes nothing; scales stand where the kernels look for them."""

@@ -5,9 +5,10 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.models.shapes import KERNELS, make_batch
 from tests.parallel.steps import build, groups_of, microbatches, world_of
 from tests.ranks import on_ranks
@@ -70,7 +71,7 @@ def gathered(x_MK, ranks, dtype):
     return torch.cat(codes)[: len(x_MK)], torch.cat(values)[: len(x_MK)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 700), st.integers(1, 300), st.integers(1, 5), st.sampled_from(EXACT), st.integers(0, 1000))
 def test_codes_are_those_of_the_whole_matrix_at_any_cut(rows, columns, ranks, dtype, seed):
     x_MK = drawn(rows, columns, seed).to(dtype)

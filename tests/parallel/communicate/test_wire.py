@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
 from tilewright.ops.kernels import Kernels
@@ -36,7 +37,7 @@ def reference(x_RN, wire):
     return x_RN.bfloat16().float() if wire == "bf16" else quantize(x_RN, FP8_ROW).dequantize()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 5), st.one_of(st.integers(0, 400), st.sampled_from([128, 256, 1024])), st.integers(0, 2**30))
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_arrives_is_the_rounded_value_bit_for_bit(wire, rows, values, seed):
@@ -52,7 +53,7 @@ def test_what_arrives_is_the_rounded_value_bit_for_bit(wire, rows, values, seed)
     assert torch.equal(found_RN.isnan(), spoiled)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(1, 6), st.integers(1, 400), st.integers(0, 2**30))
 @pytest.mark.parametrize("wire", WIRES)
 def test_sums_are_fp32_in_the_order_of_the_ranks(wire, rows, values, seed):

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.parallel.pipeline.assignment import Room, check_assignment, in_stream_order
 from tilewright.parallel.pipeline.split import Pipeline
 
@@ -40,7 +41,7 @@ def _fewest_parts(lengths: list[int], most: int) -> int:
 
 
 @given(_steps())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_every_step_of_documents_is_cut_into_few_even_parts_in_their_order(step):
     lengths_N, room = step
     assignment = in_stream_order(lengths_N, room)

@@ -36,7 +36,9 @@ def test_families_on_two_ranks():
     _check(cases, on_ranks(2, _cases, cases))
 
 
+@pytest.mark.slow
 def test_in_shards_on_four_ranks():
+    """By default a family is in shards of stages with its experts (`test_spread_stages`)."""
     cases = [(SCHEDULES["zbv"], "qwen3-tied", 2), (SCHEDULES["1f1b"], "granite", 2)]
     _check(cases, on_ranks(4, _cases, cases))
 

@@ -39,26 +39,35 @@ def _check(cases, results):
 @pytest.mark.support("checkpointing", "stages")
 @pytest.mark.support("accumulation", "stages")
 def test_on_two_ranks():
-    few = ("1f1b", "interleaved", "zbv")
-    cases = [(pipeline, kind) for name, pipeline in SCHEDULES.items() for kind in (KINDS if name in few else ["gqa"])]
-    cases += [(SCHEDULES[name], "gqa", 1, 1, "full") for name in ("1f1b", "zbv")]
+    """Each schedule with tied ends, each kind of model in another one."""
+    kinds = {"1f1b": "mla", "interleaved": "gqa_moe"}
+    cases = [(SCHEDULES[name], kind) for name, kind in kinds.items()]
+    cases += [(SCHEDULES["zbv"], "gqa", 1, 1, "full")]
     cases += [(pipeline, "tied") for pipeline in SCHEDULES.values()]
     _check(cases, on_ranks(2, _cases, cases))
 
 
+@pytest.mark.slow
+def test_more_on_two_ranks():
+    few = ("1f1b", "interleaved", "zbv")
+    cases = [(pipeline, kind) for name, pipeline in SCHEDULES.items() for kind in (KINDS if name in few else ["gqa"])]
+    cases += [(SCHEDULES["1f1b"], "gqa", 1, 1, "full")]
+    _check(cases, on_ranks(2, _cases, cases))
+
+
 def test_with_shards_and_copies_on_four_ranks():
-    """Each kind of backward pass in shards, with tied ends, experts or neither; copies, recomputed layers, four
-    stages."""
-    kinds = {"1f1b": "gqa_moe", "interleaved": "tied", "interleaved_zero_bubble": "gqa", "zbv": "gqa_moe"}
-    cases = [(SCHEDULES[name], kind, 2) for name, kind in kinds.items()]
-    cases += [(SCHEDULES["1f1b"], "mla", 1, 2), (SCHEDULES["dualpipe_v"], "tied", 2, 1, "full"), (Pipeline(4), "tied")]
+    """Experts and tied ends in shards, recomputed layers; copies."""
+    cases = [(SCHEDULES["zbv"], "gqa_moe", 2, 1, "full"), (SCHEDULES["interleaved"], "tied", 2)]
+    cases += [(SCHEDULES["1f1b"], "mla", 1, 2)]
     _check(cases, on_ranks(4, _cases, cases))
 
 
 @pytest.mark.slow
 def test_more_with_shards_on_four_ranks():
-    kinds = {"gpipe": "tied", "interleaved_deferred": "gqa_moe", "zbv": "tied", "dualpipe_v": "gqa"}
+    kinds = {"gpipe": "tied", "interleaved_deferred": "gqa_moe", "zbv": "tied", "dualpipe_v": "gqa", "1f1b": "gqa_moe",
+             "interleaved_zero_bubble": "gqa"}  # fmt: skip
     cases = [(SCHEDULES[name], kind, 2) for name, kind in kinds.items()]
+    cases += [(SCHEDULES["dualpipe_v"], "tied", 2, 1, "full"), (Pipeline(4), "tied")]
     _check(cases, on_ranks(4, _cases, cases))
 
 

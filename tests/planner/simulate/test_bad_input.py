@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.units import parse_bytes
 from tilewright.parallel.mesh import MeshSizes
@@ -46,7 +47,7 @@ def refusal(call):
 
 
 @pytest.mark.parametrize("option", READERS)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(text=_TEXT)
 def test_any_text_is_taken_or_refused_in_four_parts(option, text):
     problem = refusal(lambda: READERS[option](text))
@@ -81,7 +82,7 @@ def test_a_link_that_is_nearly_one_has_one_of_the_table_to_try(name, data):
     assert caught.value.problems[0].try_.removeprefix("--link inter=") in LINKS
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     world=st.integers(1, 96), nodes=st.sampled_from([1, 2, 4, 8]), layers=st.integers(1, 12), heads=st.integers(1, 8),
     experts=st.sampled_from([0, 4, 6, 16]), batch=st.integers(1, 48),

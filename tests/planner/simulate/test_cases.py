@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.core.errors import TilewrightError
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.case import DocumentCosts, SimulatedCase
@@ -20,7 +21,7 @@ from tilewright.planner.simulate.step import SimulatedStep, idle_by_cause
 LENGTHS = DrawnLengths("lognormal", (6.6, 1.1), 8192)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from(["fixed", "tokens", "cost"]),
     st.integers(1, 3),

@@ -9,9 +9,10 @@ import time
 from urllib.parse import quote
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.report.watch.runs import append, make, serving
 from tilewright.core.errors import ConfigError
 from tilewright.report.page import render
@@ -113,7 +114,7 @@ def test_nothing_is_written(two, method):
         assert ask(server, "/api/view", method)[0] == 501
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(max_size=30) | st.sampled_from(["../run.toml", "run0/../../x", "..%2f..%2fetc%2fpasswd", "/[x"]))
 @pytest.mark.parametrize("server", ["one"], indirect=True)
 def test_no_path_of_a_client_is_opened(server, name):
@@ -137,7 +138,7 @@ def test_a_bad_query_is_refused(server, query):
     assert ask(server, f"/api/view?{query}")[0] == 400
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(query=st.text(max_size=40), low=st.floats(), high=st.floats(), points=st.integers(2, 2000))
 def test_any_query_gets_an_answer(server, query, low, high, points):
     assert ask(server, f"/api/view?{quote(query, safe='=&', errors='replace')}")[0] in (200, 400)

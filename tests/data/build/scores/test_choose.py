@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.data.build.config import QualitySection, SampleSection
 from tilewright.data.build.stages.scores.choose import ScoreRanks, count_scores
 from tilewright.data.build.stages.scores.judges import chances, noise_judge, quality_judge, sample_judge
@@ -30,7 +31,7 @@ def ranks_of(folder, shards: list[np.ndarray]) -> ScoreRanks:
 SCORES = st.lists(st.integers(0, 20).map(lambda v: v / 8) | st.just(float("nan")), max_size=60)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(scores=SCORES, cuts=st.lists(st.integers(0, 60), max_size=4), seed=st.integers(0, 99))
 def test_shards_and_order_change_nothing(tmp_path_factory, scores, cuts, seed):
     values, names = np.array(scores), digests(len(scores))

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tests import draws
 from tests.data.build.corpora import changed, prose
 from tilewright.core.errors import DataError
 from tilewright.data.build.stages.scores import classifier
@@ -28,7 +29,7 @@ def examples(num: int, share: float) -> tuple[list[bytes], np.ndarray, np.ndarra
     return good + bad, np.arange(2 * num) < num, np.arange(2 * num, dtype=np.uint64) * np.uint64(7)
 
 
-@settings(deadline=None, max_examples=20)
+@draws.examples(20)
 @given(texts=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5), seed=st.integers(0, 9))
 def test_features_are_the_frequencies_that_the_score_sums(texts, seed):
     weights = np.random.default_rng(seed).integers(-(1 << 20), 1 << 20, 1 << 18).astype(np.int32)
@@ -94,7 +95,7 @@ def test_the_same_examples_give_the_same_file(tmp_path):
     assert model.scores([]).shape == (0,)
 
 
-@settings(deadline=None, max_examples=30)
+@draws.examples(30)
 @given(data=st.binary(max_size=200))
 def test_other_files_are_no_model(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("model") / "m"

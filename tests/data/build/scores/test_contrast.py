@@ -5,10 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.build.scores.texts import story
+from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import NoiseSection
 from tilewright.data.build.stages.scores.contrast import (
@@ -135,7 +136,7 @@ def test_several_pairs_are_one_account(trained):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(text=st.text(max_size=200), key=st.integers(0, 2**64 - 1))
 def test_noise_is_made_of_any_text(text, key):
     for kind, make in KINDS.items():

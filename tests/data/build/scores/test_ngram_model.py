@@ -5,11 +5,12 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.build.corpora import prose
 from tests.data.build.scores.texts import story
+from tests.draws import examples
 from tilewright.data.build.stages.scores import ngram_model
 from tilewright.data.build.stages.scores.grams import LONGEST, blocks, hashed, mask, spaced
 from tilewright.data.build.stages.scores.ngram_model import NgramModel, bits_per_byte, probabilities, train_ngrams
@@ -84,7 +85,7 @@ def test_it_is_the_model_of_the_paper(order, monkeypatch):
     assert abs(found[worst] - wanted[worst]) <= bound, (asked[worst], found[worst], wanted[worst])
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(texts=st.lists(TEXT, min_size=1, max_size=8), context=st.binary(max_size=9), order=st.integers(2, 8))
 def test_probabilities_sum_to_one(texts, context, order):
     model = train_ngrams(texts, order)
@@ -94,7 +95,7 @@ def test_probabilities_sum_to_one(texts, context, order):
         assert abs(p.sum() - 1) <= 2 * order * FIELD, (before, p.sum())
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(texts=st.lists(TEXT, min_size=1, max_size=6), order=st.integers(2, 6))
 def test_a_text_has_its_bits_whatever_is_beside_it(texts, order):
     models = [train_ngrams([b"the one text " * 9], order), train_ngrams(texts[:1], order)]

@@ -108,9 +108,16 @@ FULL = {"activation_checkpoint": "full"}
 SOME = {"activation_checkpoint": "selective"}
 
 
-def test_gradients_are_those_of_one_process():
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("latent_tiles", LENGTH, FULL), ("tiles", LENGTH, SOME), ("tiles", 48, {})],
+        pytest.param([("tiles", LENGTH, {})], marks=pytest.mark.slow),
+    ],
+    ids=["few", "more"],
+)
+def test_gradients_are_those_of_one_process(kinds):
     """Also where slices are no whole tiles, and values travel. Evaluation in FP32 reads none of these codes."""
-    kinds = [("tiles", LENGTH, {}), ("latent_tiles", LENGTH, FULL), ("tiles", LENGTH, SOME), ("tiles", 48, {})]
     of_ranks = on_ranks(2, _steps, kinds)
     for found in zip(*of_ranks, strict=True):
         assert len({loss for *_, loss in found}) == 1, "all ranks have the same loss"

@@ -18,11 +18,11 @@ def test_on_two_ranks():
 
 
 def test_on_four_ranks():
-    cases = [Case(2, 2, ep=2, kind="moe"), Case(2, 2, ep=4, kind="moe", options={"reduce_each": True}, number=3)]
+    cases = [Case(2, 2, ep=4, kind="moe", options={"reduce_each": True}, number=3)]
     check(cases, on_ranks(4, compare, cases))
 
 
 @pytest.mark.slow
 def test_more_on_four_ranks():
-    cases = [Case(2, 2, kind="latent_moe", settings=FULL), Case(4, ep=2, kind="moe")]
+    cases = [Case(2, 2, kind="latent_moe", settings=FULL), Case(4, ep=2, kind="moe"), Case(2, 2, ep=2, kind="moe")]
     check(cases, on_ranks(4, compare, cases))

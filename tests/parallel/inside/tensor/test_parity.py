@@ -39,13 +39,15 @@ def test_more_on_two_ranks():
 
 
 def test_on_four_ranks():
-    cases = [Case(4, settings=FULL), Case(2, 2, kind="mla_q", chunks=2)]
+    """Four parts of a matrix are in `test_rows`."""
+    cases = [Case(2, 2, kind="mla_q", settings=FULL, chunks=2)]
     check(cases, on_ranks(4, compare, cases))
 
 
 @pytest.mark.slow
 def test_more_on_four_ranks():
-    cases = [Case(4, kind="mla", settings=FULL), Case(2, 2, reshard=False), Case(2, 2, kind="mla")]
+    cases = [Case(4, kind=kind, settings=FULL) for kind in ("gqa", "mla")]
+    cases += [Case(2, 2, reshard=False), Case(2, 2, kind="mla")]
     cases += [Case(2, 2, kind="mla_q", settings=FULL), Case(2, 2, chunks=2), Case(2, copies=2)]
     cases += [Case(2, 2, kind="odd_vocabulary", options={"reduce_each": True}, number=3)]
     check(cases, on_ranks(4, compare, cases))
@@ -54,7 +56,12 @@ def test_more_on_four_ranks():
 def test_copies():
     """Of what is cut, and of experts in parts over the same ranks."""
     cases = [Case(2, copies=2, ep=2, kind="moe", settings=FULL)]
-    cases += [Case(2, copies=2, kind="mla", slices=False, number=3, options={"reduce_each": True})]
+    check(cases, on_ranks(4, compare, cases))
+
+
+@pytest.mark.slow
+def test_copies_of_what_is_cut_without_slices():
+    cases = [Case(2, copies=2, kind="mla", slices=False, number=3, options={"reduce_each": True})]
     check(cases, on_ranks(4, compare, cases))
 
 

@@ -27,15 +27,14 @@ def test_on_two_ranks():
 
 
 def test_on_four_ranks():
-    """Two positions over four ranks, some of which have none; slices of shards; no slices."""
+    """Two positions over four ranks, some of which have none; slices of shards."""
     cases = [Case(4, kind="moe", length=2), Case(2, 2, kind="mla_q", length=11, options={"reduce_each": True})]
-    cases += [Case(2, 2, slices=False, settings=FULL)]
     check(cases, on_ranks(4, compare, cases))
 
 
 @pytest.mark.slow
 def test_more_on_four_ranks():
-    cases = [Case(4, length=3), Case(2, 2, kind="moe", documents=True)]
+    cases = [Case(4, length=3), Case(2, 2, kind="moe", documents=True), Case(2, 2, slices=False, settings=FULL)]
     check(cases, on_ranks(4, compare, cases))
 
 

@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tilewright.parallel.pipeline.assignment import Room, check_assignment
 from tilewright.parallel.pipeline.balance.assign import RowShape, WeighedDocuments, assign, choose, in_order
 from tilewright.parallel.pipeline.balance.balancer import as_arrays
@@ -23,7 +24,7 @@ def of(lengths) -> WeighedDocuments:
     return WeighedDocuments(lengths, [length + length * length / 60 for length in lengths])
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     lengths=st.lists(st.integers(1, 99), min_size=1, max_size=60),
     speeds=st.lists(st.sampled_from([1.0, 0.8, 0.3]), min_size=1, max_size=4),
@@ -41,7 +42,7 @@ def test_each_document_is_read_once_whatever_there_is(lengths, speeds, tokens, p
     assert places == choose(of(lengths), list(speeds), room, row, each_s=each_s, now=now)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 99), min_size=4, max_size=80),
     speeds=st.lists(st.sampled_from([1.0, 0.8]), min_size=1, max_size=3),
