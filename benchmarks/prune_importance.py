@@ -45,7 +45,7 @@ def main() -> None:
     facts |= {"shape": {name: str(value) for name, value in SHAPE.items()}}
     seeds: dict[str, Any] = {}
     for seed in range(args.seeds):
-        study = Study(args.work, seed, args.teacher_steps, args.steps)
+        study = Study.of_text(args.work, seed, args.teacher_steps, args.steps)
         seeds[str(seed)] = {"teacher": study.case("teacher", study.facts)}
         for method in METHODS:
             seeds[str(seed)][method] = study.case(

@@ -1,9 +1,10 @@
-"""What FFN channels cut by a quarter and by half cost a small run, fitted, then recovered with distillation or without
-it, beside the run that got the same further steps.
+"""What FFN channels and heads cut by a quarter and by half cost a small run: before anything is trained, recovered with
+distillation and without it, and the small shape from random weights, beside the run that got the same further steps.
 
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
-the run as it is, and over the run with as many more steps. The file is written after each seed; the same command
-continues in its folder, which may be that of `prune_importance`.
+the run as it is, and over the run with as many more steps. Recovery learns from the teacher's 32 likeliest tokens on
+disk; of the half also from all of them. The file is written after each seed; the same command continues in its folder,
+which may be that of `prune_importance`.
 
 python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3]
 """
@@ -14,21 +15,33 @@ from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.prune_stages import SHAPE, Study
-from tilewright.compress.budget.measure import parameters, row_losses_of
+from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
 from tilewright.compress.prune.prune import prune
 
-CLAIM = "what FFN channels cut by a quarter and by half cost after recovery, beside the run with as many more steps"
+CLAIM = "what a quarter and a half of FFN channels and heads cost after recovery, beside as many more steps of the run"
 SHARES = (0.25, 0.5)
+LIVE = 0.5
+"""The share that is recovered from the whole distributions of the teacher, too."""
 
 
 def of_share(study: Study, share: float) -> dict[str, Any]:
-    """Rises of a cut, and of both ways of recovery."""
-    made = prune(study.source.model, {"ffn": share}, batches=study.seen, refit=True).model
+    """Rises of a cut, of each way of recovery, and of its shape from random weights."""
+    made = prune(study.source.model, {"ffn": share, "heads": share}, batches=study.seen, refit=True).model
     found: dict[str, Any] = {"parameters": [parameters(study.source.model), parameters(made)]}
     found["before"] = study.rises(row_losses_of(made, study.batches))
-    for name, taught in (("with teacher", True), ("without teacher", False)):
-        found[name] = study.rises(study.trained(f"{name.split()[0]}-{share:g}", made, taught=taught))
+    cached = study.trained(f"both-with-{share:g}", made, taught=True)
+    found["with teacher"] = study.rises(cached)
+    found["without teacher"] = study.rises(study.trained(f"both-without-{share:g}", made, taught=False))
+    found["from random weights"] = study.rises(study.from_random(f"both-scratch-{share:g}", made))
+    if share == LIVE:
+        found |= _beside_live(cached, study.trained(f"both-live-{share:g}", made, taught=True, cached=False))
     return found
+
+
+def _beside_live(cached: RowLosses, live: RowLosses) -> dict[str, Any]:
+    """Rise of what was recovered from likeliest tokens over what was recovered from whole distributions."""
+    rise, error = cached.rise_over(live)
+    return {"cache over live teacher": {"rise": rise, "error": error}}
 
 
 def main() -> None:
@@ -43,12 +56,11 @@ def main() -> None:
     facts |= {"shape": {name: str(value) for name, value in SHAPE.items()}}
     seeds: dict[str, Any] = {}
     for seed in range(args.seeds):
-        study = Study(args.work, seed, args.teacher_steps, args.steps)
+        study = Study.of_text(args.work, seed, args.teacher_steps, args.steps)
         seeds[str(seed)] = {"teacher": study.case("teacher", study.facts)}
         for share in SHARES:
-            seeds[str(seed)][f"ffn -{100 * share:g} %"] = study.case(
-                f"ffn -{100 * share:g} %", lambda share=share, study=study: of_share(study, share)
-            )
+            name = f"ffn and heads -{100 * share:g} %"
+            seeds[str(seed)][name] = study.case(name, lambda share=share, study=study: of_share(study, share))
         write_result("prune_recovery", CLAIM, facts | {"seeds": seeds})
 
 

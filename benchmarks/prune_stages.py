@@ -4,7 +4,7 @@ All is below one folder: a run that was stopped continues where it stood, and a 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
 from tilewright.compress.budget.rises import rises_of
-from tilewright.compress.budget.stages import run_stage, stage_recipe, write_model
+from tilewright.compress.budget.stages import from_scratch, run_stage, stage_recipe, write_model
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
+from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import Recipe
 from tilewright.training.components.dataset import held_out
 from tilewright.training.session import train
 
@@ -32,24 +34,34 @@ CALIBRATION = 8
 
 
 class Study:
-    """A teacher of one seed, and what is made of it.
+    """A teacher, and what is made of it.
 
     Args:
-        work: folder of all seeds.
-        seed: of the teacher and its data.
-        teacher_steps: that it is trained.
-        steps: of each stage after it.
+        folder: of this study.
+        steps: of each stage after the teacher.
+        settings: of the teacher.
     """
 
-    def __init__(self, work: Path, seed: int, teacher_steps: int, steps: int) -> None:
-        self.folder, self.steps = work / f"seed-{seed}", steps
-        settings = {**SHAPE, "run.dir": self.folder, "run.name": "teacher", "run.seed": seed}
-        settings |= {"train.steps": teacher_steps}
+    def __init__(self, folder: Path, steps: int, settings: Mapping[str, Any]) -> None:
+        self.folder, self.steps = folder, steps
+        settings = {**settings, "run.dir": folder, "run.name": "teacher"}
         done = train(load_recipe(None, {name: str(value) for name, value in settings.items()}, environ={}))
         assert done.run_dir is not None
         self.source: ExportSource = open_to_export(done.run_dir)
         self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
         self.whole: RowLosses = row_losses_of(self.source.model, self.batches)
+
+    @classmethod
+    def of_text(cls, work: Path, seed: int, teacher_steps: int, steps: int) -> "Study":
+        """Of a small decoder.
+
+        Args:
+            work: folder of all seeds.
+            seed: of the teacher.
+            teacher_steps: that it is trained.
+            steps: of each stage after it.
+        """
+        return cls(work / f"seed-{seed}", steps, {**SHAPE, "run.seed": seed, "train.steps": teacher_steps})
 
     @cached_property
     def seen(self) -> Sequence[Any]:
@@ -66,13 +78,32 @@ class Study:
         rows = sum(len(counts) for _, counts in self.whole.domains.values())
         return {"loss": self.whole.loss, "rows": rows, "as many more steps": rises_of(self.equal, self.whole, None)}
 
-    def trained(self, name: str, model: Any, *, taught: bool) -> RowLosses:
-        """Losses of a model after a stage."""
-        write_model(self.source, model, self.folder / "models" / name)
-        recipe = stage_recipe(
-            self.source, name, self.folder, folder=self.folder / "models" / name, taught=taught, steps=self.steps
-        )
-        return row_losses_of(open_to_export(run_stage(recipe, self.source)).model, self.batches)
+    def trained(self, name: str, model: Any, *, taught: bool, cached: bool = True) -> RowLosses:
+        """Losses of a model after a stage.
+
+        Args:
+            name: of the stage.
+            model: that it begins with.
+            taught: learns from the teacher too.
+            cached: from its likeliest tokens on disk; else from all of them, which it computes again.
+        """
+        recipe = self._recipe(name, model, taught)
+        if not cached:
+            recipe = changed(recipe, {"distill.cache": ""})
+        return self._losses(run_stage(recipe, self.source))
+
+    def from_random(self, name: str, model: Any) -> RowLosses:
+        """Losses of a model's shape from random weights, after as many steps as the teacher and a stage took."""
+        steps = self.source.recipe.train.steps + self.steps
+        return self._losses(run_stage(from_scratch(self._recipe(name, model, False), name, steps), self.source))
+
+    def _recipe(self, name: str, model: Any, taught: bool) -> Recipe:
+        folder = self.folder / "models" / name
+        write_model(self.source, model, folder)
+        return stage_recipe(self.source, name, self.folder, folder=folder, taught=taught, steps=self.steps)
+
+    def _losses(self, run: Path) -> RowLosses:
+        return row_losses_of(open_to_export(run).model, self.batches)
 
     def rises(self, losses: RowLosses) -> dict[str, float | None]:
         """Of a model, over the teacher and over the teacher with as many more steps."""

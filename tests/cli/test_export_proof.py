@@ -17,8 +17,7 @@ from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export import targets
 from tilewright.compress.exports_file import read_exports
 from tilewright.compress.prove.held_out import ask_held_out
-from tilewright.core.config.load import load_recipe, write_run_toml
-from tilewright.core.errors import ConfigError, DataError
+from tilewright.core.errors import DataError
 from tilewright.report.page import write_report
 from tilewright.training.components.dataset import HeldOut
 from tilewright.training.session import train
@@ -158,22 +157,5 @@ def test_no_held_out_text_is_an_error_in_four_parts(finished, monkeypatch, batch
     monkeypatch.setattr("tilewright.compress.prove.held_out.held_out", lambda *_: HeldOut(batches, {}))
     with pytest.raises(DataError, match="No held-out text") as error:
         ask_held_out(source.recipe, source.data, source.tokenizer, source.model, 300)
-    (problem,) = error.value.problems
-    assert all((problem.what, problem.got, problem.need, problem.try_, problem.where))
-
-
-def test_a_run_on_images_is_refused_in_four_parts(tmp_path):
-    (tmp_path / "images").mkdir()
-    settings = {
-        "model.task": "image_classification",
-        "model.kind": "hf",
-        "model.path": str(tmp_path),
-        "data.source": str(tmp_path / "images"),
-    }
-    loaded = load_recipe(None, settings, environ={})
-    (tmp_path / "run").mkdir()
-    write_run_toml(loaded, tmp_path / "run" / "run.toml")
-    with pytest.raises(ConfigError, match="read images are not exported") as error:
-        open_to_export(tmp_path / "run")
     (problem,) = error.value.problems
     assert all((problem.what, problem.got, problem.need, problem.try_, problem.where))

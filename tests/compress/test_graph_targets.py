@@ -14,7 +14,7 @@ from tilewright.compress.export.publish import artefact_bytes
 from tilewright.compress.export.target import missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.graph.quantized import quantize_8da4w
-from tilewright.compress.graph.trace import graph_of, why_no_graph
+from tilewright.compress.graph.trace import graph_of
 
 EXACT_KL, INT8_KL = 1e-5, 5e-3
 ROUNDED_KL = 1e-3
@@ -107,8 +107,3 @@ def rounded_answers(model, question):
     empty = [torch.zeros(1, heads, 0, width) for _, (heads, _, width) in graph.kept]
     rows = [graph(torch.from_numpy(ids)[None], *empty)[0][0].double().log_softmax(-1) for ids in question.rows]
     return torch.stack([rows[row][at] for row, at in question.positions_N2]).numpy()
-
-
-def test_images_are_a_reason():
-    assert "images" in (why_no_graph(decoder(), "image_classification") or "")
-    assert why_no_graph(decoder(), "causal_lm") is None

@@ -256,7 +256,7 @@ def test_first_values_in_pieces_and_layers_are_the_model_s(spec, tmp_path):
 @torch.no_grad()
 def test_its_graph_computes_it():
     model = model_of(NORMS_BEHIND)
-    assert why_no_graph(model, "causal_lm") is None
+    assert why_no_graph(model) is None
     graph = graph_of(model)
     ids = torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1))
     empty = [torch.zeros(1, heads, 0, width) for _, (heads, _, width) in graph.kept]
@@ -265,7 +265,7 @@ def test_its_graph_computes_it():
 
 def test_what_it_does_not_say_is_refused_in_words(data, tmp_path):
     model = model_of(TWO_MATRICES)
-    assert "two_matrices" in (why_no_graph(model, "causal_lm") or "")
+    assert "two_matrices" in (why_no_graph(model) or "")
     with pytest.raises(CheckpointError) as caught:
         graph_of(model)
     assert_in_words(caught.value, "two_matrices", "ModelSpec.graph", "--to hf")

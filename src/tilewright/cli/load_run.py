@@ -16,7 +16,7 @@ from tilewright.compress.export.source import ExportSource
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
-from tilewright.core.hardware import detect_machine
+from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, folder_tokenizer
@@ -59,20 +59,28 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened
         CheckpointError: no valid checkpoint is there, or it is of another model than the run's recipe builds.
     """
     recipe = load_recipe(run / "run.toml", environ={}).recipe
-    machine = detect_machine(device)
-    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     tokenizer = surrounding(load_tokenizer(run / "tokenizer.json"), recipe)
     if recipe.model.weights == "load":  # a run that is older than its generation_config.json
         tokenizer = tokenizer.stopping_at(declared_stops(Path(local_folder(recipe.model.path)).expanduser()))
+    machine = detect_machine(device)
+    model, checkpoint = _trained_model(run, recipe, machine, tokenizer.vocab_size, rounded=rounded)
+    return Reopened(recipe, tokenizer, model, checkpoint, torch.device(machine.device))
+
+
+def _trained_model(
+    run: Path, recipe: Recipe, machine: Machine, vocab_size: int, *, rounded: bool
+) -> tuple[Model, Path]:
+    """The model with the weights of the newest checkpoint, in evaluation mode, and that checkpoint."""
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
     plain = recipe.model_copy(update={"model": section})
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
-    model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
+    model = build_adapted(plain, vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
     policy = Policy.from_section(recipe.precision, machine.device)
     if rounded and policy.rounds_to_integers:
         convert(model, in_fp32(policy), kernels=kernels)
-    return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
+    return model.eval(), checkpoint
 
 
 def open_to_export(
@@ -86,32 +94,18 @@ def open_to_export(
 
     Raises:
         CheckpointError: no valid checkpoint is there.
-        ConfigError: the run's model has no text.
     """
-    task = load_recipe(run / "run.toml", environ={}).recipe.model.task
-    if task == "image_classification":
-        raise ConfigError(
-            "Models that read images are not exported",
-            got=f'model.task = "{task}"',
-            need="a language model: formats and proofs are of text",
-            try_="checkpoint.export_hf = true, which leaves a Hugging Face folder at the end of a run",
-            where=str(run),
-        )
-    opened = reopen(run, "cpu", rounded=False)
-    merge_lora(opened.model)
-    step, asked = read_meta(opened.checkpoint)["parts"]["counters"]["step"], opened.recipe.train.steps
+    recipe, tokenizer = load_recipe(run / "run.toml", environ={}).recipe, None
+    if recipe.model.task == "image_classification":
+        model, checkpoint = _trained_model(run, recipe, detect_machine("cpu"), 0, rounded=False)
+    else:
+        opened = reopen(run, "cpu", rounded=False)
+        recipe, tokenizer, model, checkpoint = opened.recipe, opened.tokenizer, opened.model, opened.checkpoint
+    merge_lora(model)
+    step, asked = read_meta(checkpoint)["parts"]["counters"]["step"], recipe.train.steps
     if step < asked:
         say(f"note: the run is at step {step} of {asked}; its newest checkpoint is exported", error=True)
-    return ExportSource(
-        run,
-        opened.recipe,
-        opened.tokenizer,
-        opened.model,
-        opened.checkpoint,
-        without_tokenizer,
-        method,
-        normalized_text,
-    )
+    return ExportSource(run, recipe, tokenizer, model, checkpoint, without_tokenizer, method, normalized_text)
 
 
 def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:

@@ -19,7 +19,7 @@ from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import Row, read_exports, write_exports
-from tilewright.compress.prove.held_out import ask_held_out, reference
+from tilewright.compress.prove.held_out import ask_held_out, ask_images, reference
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.tolerance import TOLERANCES
@@ -204,6 +204,9 @@ def _clock() -> float | None:
 
 def _proof(source: ExportSource, folder: Path, threads: int, limits: ConsumerLimits) -> Proof:
     torch.set_num_threads(threads)
+    if source.reads_images:
+        asked = ask_images(source.recipe, source.data, source.as_trained)
+        return Proof(folder, *asked, threads, limits)
     vocab_size = vocabulary_size(source)
     question, expected, texts = ask_held_out(
         source.recipe, source.data, source.tokenizer, source.as_trained, vocab_size
@@ -231,7 +234,8 @@ def _baselines(source: ExportSource, proof: Proof, bar: ProgressBar, on_row: Cal
     log_probs = reference(source.model, proof.question) if plain else None
     for name, dtype, compiled in BASELINES:
         bar.phase(f"baseline {name}")
-        options = {"section": section, "vocab_size": source.tokenizer.vocab_size, "weights": str(weights)}
+        words = 0 if source.reads_images else source.tokenizer.vocab_size
+        options = {"section": section, "vocab_size": words, "weights": str(weights)}
         more = {"dtype": dtype, "compile": compiled}
         row = {"name": name, **proof.of(_OURS, weights, options | more, log_probs=log_probs)}
         rows.append(row)

@@ -94,9 +94,9 @@ def test_the_budget_is_over_the_better_of_the_run_and_the_run_trained_further(tu
     row = rises_of(cut, whole, equal)
     assert ruling(row) == pytest.approx(cut.loss / min(whole.loss, equal.loss) - 1, abs=1e-6)
     assert row["equal_rise"] == pytest.approx((1 + row["rise"]) / (1 + rises_of(equal, whole, None)["rise"]) - 1)
-    artefact = rounded(row, 1.01)
+    artefact = rounded(row, 1.0, 1.01)
     assert ruling(artefact) == pytest.approx(1.01 * (1 + ruling(row)) - 1)
     assert "with as many more steps" in in_words(row)
     alone = rises_of(cut, whole, None)
     assert ruling(alone) == alone["rise"]
-    assert ruling(rounded(alone, 1.01)) == pytest.approx(1.01 * cut.loss / whole.loss - 1, abs=1e-6)
+    assert ruling(rounded(alone, 1.0, 1.01)) == pytest.approx(1.01 * cut.loss / whole.loss - 1, abs=1e-6)

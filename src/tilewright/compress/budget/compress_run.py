@@ -21,7 +21,7 @@ from tilewright.compress.budget.measure import Batches, RowLosses, Say, paramete
 from tilewright.compress.budget.record import Record, read_record, recipe_hash, write_record
 from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
-from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
 from tilewright.compress.budget.stages import OpenRun, from_scratch, run_stage, stage_recipe, write_model
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
@@ -64,12 +64,13 @@ class Compression:
         self.whole = row_losses_of(self.model, self.batches)
         if not self.whole.domains:
             raise ConfigError(
-                "No held-out text to measure the budget on",
+                "No held-out rows to measure the budget on",
                 got=f"data.holdout = {self.source.recipe.data.holdout:g}",
-                need="held-out rows",
+                need="held-out text, or images",
                 try_="a run with data.holdout above 0",
                 where=str(self.source.run),
             )
+        self.taught = not self.source.reads_images  # `[distill]` teaches language models alone
         self.record = self._found_record()
 
     def plan(self) -> list[CutPlan]:
@@ -148,7 +149,7 @@ class Compression:
         before = row_losses_of(made.model, self.batches)
         seconds, whole_s = seconds_beside(made.model, self.model)
         self.say(f"{plan.name}: {100 * before.rise_over(self.whole)[0]:+.2f} % before recovery")
-        run = self._stage(f"recovered-{plan.name}", folder, taught=True)
+        run = self._stage(f"recovered-{plan.name}", folder, taught=self.taught)
         after = self._losses(run)
         rows[plan.name] = {
             "name": plan.name,
@@ -170,7 +171,8 @@ class Compression:
 
     def _controls(self, best: Mapping[str, Any]) -> None:
         """What else the same steps would have brought the best cut."""
-        for name in ("alone", "scratch") if self.settings.controls == "all" else ():
+        names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
+        for name in names if self.settings.controls == "all" else ():
             self._control(name, best)
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
@@ -221,8 +223,9 @@ class Compression:
         source = self.open_run(self.out / made["run"])
         record = export_run(source, targets, self.out / "artefacts", limits=self.limits)
         names = {target.name for target in targets}
+        budget, points = self.settings.budget, self.whole.points
         found = [
-            row | {"of": made["run"], "integers": made.get("integers", "")} | judged(row, made, self.settings.budget)
+            row | {"of": made["run"], "integers": made.get("integers", "")} | judged(row, made, budget, points=points)
             for row in record["artefacts"]
             if row["target"] in names
         ]
@@ -242,7 +245,7 @@ class Compression:
         self.say(f"{best['name']}: rounding is above the budget; trained for {integers}")
         folder = self.out / "cut" / f"{best['name']}-recovered"
         write_model(self.source, self.open_run(self.out / best["run"]).model, folder)
-        run = self._stage(name, folder, taught=True, integers=integers)
+        run = self._stage(name, folder, taught=self.taught, integers=integers)
         losses = self._losses(run)
         rows[name] = {"run": run.name, "integers": integers, **self._rises(losses), "domains": losses.by_domain()}
         self.say(f"{best['name']} in {integers}: {in_words(rows[name])}, after {self.settings.steps} steps")
@@ -274,6 +277,7 @@ class Compression:
         before = read_record(self.out)
         if before is None:
             return asked | {
+                "points": self.whole.points,
                 "loss": self.whole.loss,
                 "domains": self.whole.by_domain(),
                 "parameters": parameters(self.model),
@@ -303,12 +307,12 @@ class Compression:
 
 def _check_source(source: ExportSource) -> None:
     recipe = source.recipe
-    if recipe.model.task == "causal_lm" and not recipe.lora.rank and recipe.data.format != "preferences":
+    if recipe.model.task in DEFAULTS and not recipe.lora.rank and recipe.data.format != "preferences":
         return
     raise ConfigError(
         "Runs of this kind are not compressed",
         got=f'model.task = "{recipe.model.task}", lora.rank = {recipe.lora.rank}, data.format = "{recipe.data.format}"',
-        need="a causal language model without adapters, on text or conversations: recovery learns from it",
+        need="a causal language model without adapters, on text or conversations, or an image classifier",
         try_="tilewright merge, and a run that continues with the merged model",
         where=str(source.run),
     )

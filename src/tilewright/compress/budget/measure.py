@@ -1,4 +1,8 @@
-"""Held-out loss row by row, so that two models are compared on the same rows: the rise, and its standard error."""
+"""What models are compared by, row by row on the same held-out rows: the rise, and its standard error.
+
+Of text it is the loss, and rises are relative to it. Of images it is the share that a model classifies wrongly, and
+rises are differences of shares: 0.01 is one percentage point.
+"""
 
 import math
 import time
@@ -20,13 +24,19 @@ Batches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Of one model on held-out rows, by domain: sums and numbers of targets, FP64 [N] each."""
+    """Of one model on held-out rows, by domain: sums and numbers of targets, FP64 [N] each.
+
+    Args:
+        domains: by name.
+        points: sums are of targets that are wrong, and rises are percentage points, not relative.
+    """
 
     domains: Mapping[str, tuple[Tensor, Tensor]]
+    points: bool = False
 
     @property
     def loss(self) -> float:
-        """Mean over all targets, nats."""
+        """Mean over all targets: nats, or the share that is wrong."""
         sums, counts = self._all()
         return float(sums.sum() / counts.sum())
 
@@ -39,7 +49,7 @@ class RowLosses:
         return torch.cat(sums), torch.cat(counts)
 
     def rise_over(self, other: "RowLosses") -> tuple[float, float]:
-        """Relative rise of the loss over another model's, and its standard error, by the differences of rows.
+        """Rise over another model's loss, and its standard error, by the differences of rows.
 
         Example:
             >>> counts = torch.tensor([10.0, 10.0])
@@ -48,22 +58,35 @@ class RowLosses:
             >>> b.rise_over(a)
             (0.08, 0.0)
         """
-        (mine, _), (theirs, _) = self._all(), other._all()
+        (mine, counts), (theirs, _) = self._all(), other._all()
         differences = mine - theirs
+        scale = float((counts if self.points else theirs).sum())
         spread = float(differences.std()) if len(differences) > 1 else math.inf
-        error = spread * math.sqrt(len(differences)) / float(theirs.sum())
-        return float(differences.sum()) / float(theirs.sum()), error
+        error = spread * math.sqrt(len(differences)) / scale
+        return float(differences.sum()) / scale, error
+
+    def rises_by_domain(self, other: "RowLosses") -> dict[str, float]:
+        """Rise over another model's loss in each domain."""
+        before = other.by_domain()
+        return {
+            name: loss - before[name] if self.points else loss / before[name] - 1
+            for name, loss in self.by_domain().items()
+        }
 
 
 @torch.no_grad()
 def row_losses_of(model: Any, batches: Batches) -> RowLosses:
-    """Losses of a model's held-out rows.
+    """Losses of a model's held-out rows; of an image classifier, which of them are wrong.
 
     Raises:
         NumericsError: one is not finite.
     """
+    points = model.task == "image_classification"
+    sums_of = _wrong if points else _losses
     with evaluation(model):
-        return row_losses({domain: ((model.loss(batch), batch) for batch in rows) for domain, rows in batches.items()})
+        return _by_domain(
+            {domain: (sums_of(model, batch) for batch in rows) for domain, rows in batches.items()}, points
+        )
 
 
 def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor]]]]) -> RowLosses:
@@ -75,40 +98,61 @@ def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor
     Raises:
         NumericsError: one is not finite.
     """
+    return _by_domain({domain: (_sums(out, batch) for out, batch in of) for domain, of in outs.items()}, points=False)
+
+
+def _by_domain(parts: Mapping[str, Iterable[tuple[Tensor, Tensor]]], points: bool) -> RowLosses:
+    """Rows that have targets, of sums and numbers of micro-batches."""
     found = {}
-    for domain, of_domain in outs.items():
-        parts = []
-        for out, batch in of_domain:
-            assert out.each is not None
-            parts.append(sums_by_row(out.each.double(), batch))
-        kept = torch.cat([counts for _, counts in parts]) > 0
-        if kept.any():
-            sums, counts = (torch.cat(part)[kept].double() for part in zip(*parts, strict=True))
-            found[domain] = (sums, counts)
+    for domain, of_batches in parts.items():
+        sums, counts = (torch.cat(part).double() for part in zip(*of_batches, strict=True))
+        if (kept := counts > 0).any():
+            found[domain] = (sums[kept], counts[kept])
     if not all(bool(torch.isfinite(sums).all()) for sums, _ in found.values()):
         raise NumericsError(
             "Held-out loss is not finite",
-            got="NaN or infinite losses of a model after a cut, or of the run itself",
+            got="NaN or infinite losses or logits of a model after a cut, or of the run itself",
             need="finite weights",
             try_="an earlier checkpoint of the run, or a smaller cut",
         )
-    return RowLosses(found)
+    return RowLosses(found, points)
+
+
+def _losses(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return _sums(model.loss(batch), batch)
+
+
+def _sums(out: LossOutput, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    assert out.each is not None
+    return sums_by_row(out.each.double(), batch)
+
+
+def _wrong(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits_BC, labels_B = model.image_logits(batch["pixel_values"]), batch["labels"]
+    wrong_B = (logits_BC.argmax(-1) != labels_B).double()
+    finite_B = torch.isfinite(logits_BC).all(-1)
+    return wrong_B.masked_fill(~finite_B, math.nan), torch.ones_like(labels_B)
 
 
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
-    """Least seconds of a forward pass of each over a few tokens, in turn: a busy machine adds to both, and to the least
-    of several least."""
-    ids_BS = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    """Least seconds of a forward pass of each over a few tokens or images, in turn: a busy machine adds to both, and to
+    the least of several least."""
     times: tuple[list[float], list[float]] = ([], [])
     with evaluation(model), evaluation(other):
         for turn in range(_TIMES + 1):
             for kept, one in zip(times, (model, other), strict=True):
                 began = time.perf_counter()
-                one.next_token_logits(ids_BS)
+                _pass(one)
                 if turn:  # the first prepares kernels
                     kept.append(time.perf_counter() - began)
     return min(times[0]), min(times[1])
+
+
+def _pass(model: Any) -> Tensor:
+    if model.task == "image_classification":
+        return model.image_logits(model.short_batch()["pixel_values"])
+    return model.next_token_logits(torch.zeros(1, _TOKENS, dtype=torch.int64))
 
 
 def parameters(model: Any) -> int:

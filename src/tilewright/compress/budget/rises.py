@@ -1,8 +1,8 @@
 """Which rise of the loss the budget is of: over the run, and over the run with as many more steps.
 
-Of a run that was still learning any cut looks free beside what it was, for recovery trains it further. Of one that
-further steps make worse, a cut looks free beside those. So the larger of both rises rules; without the control that of
-the run alone.
+Rises are relative, or percentage points of images that are wrong (`measure`). Of a run that was still learning any
+cut looks free beside what it was, for recovery trains it further. Of one that further steps make worse, a cut looks
+free beside those. So the larger of both rises rules; without the control that of the run alone.
 """
 
 from collections.abc import Mapping
@@ -35,21 +35,25 @@ def ruling(row: Mapping[str, Any]) -> float:
     return rise if equal is None else max(rise, equal)
 
 
-def rounded(row: Mapping[str, Any], ratio: float) -> dict[str, float | None]:
+def rounded(row: Mapping[str, Any], ours: float, theirs: float, *, points: bool = False) -> dict[str, float | None]:
     """Both rises of an artefact.
 
     Args:
         row: of the model that it was made of.
-        ratio: its loss beside that model's.
+        ours: loss of that model.
+        theirs: loss of the artefact, on the same rows.
+        points: rises are differences (`measure`).
 
     Example:
-        >>> rounded({"rise": 0.0, "equal_rise": None}, 1.25)
+        >>> rounded({"rise": 0.0, "equal_rise": None}, 2.0, 2.5)
         {'rise': 0.25, 'equal_rise': None}
+        >>> rounded({"rise": 0.25, "equal_rise": None}, 0.25, 0.5, points=True)
+        {'rise': 0.5, 'equal_rise': None}
     """
-    equal = row.get("equal_rise")
+    found = {name: row.get(name) for name in ("rise", "equal_rise")}
+    more = theirs - ours if points else theirs / ours
     return {
-        "rise": (1 + row["rise"]) * ratio - 1,
-        "equal_rise": None if equal is None else (1 + equal) * ratio - 1,
+        name: None if rise is None else rise + more if points else (1 + rise) * more - 1 for name, rise in found.items()
     }
 
 

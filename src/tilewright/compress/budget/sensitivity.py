@@ -25,10 +25,10 @@ class CutCost:
         kind: of unit.
         share: that was asked to go.
         units: that stay.
-        rise, error: of the held-out loss over the whole model, relative; its standard error.
+        rise, error: of the held-out loss over the whole model (`measure`); its standard error.
         saved: parameters that go.
-        speed: seconds of a forward pass of a few tokens, as a share of the whole model's.
-        domains: relative rise by domain.
+        speed: seconds of a forward pass of a few tokens or images, as a share of the whole model's.
+        domains: rise by domain.
     """
 
     kind: Kind
@@ -94,12 +94,7 @@ def sensitivities(
             rise, error = losses.rise_over(whole)
             seconds, before = seconds_beside(made, model)
             saved = parameters(model) - parameters(made)
-            one = CutCost(kind, share, number, rise, error, saved, seconds / before, _domains(losses, whole))
+            one = CutCost(kind, share, number, rise, error, saved, seconds / before, losses.rises_by_domain(whole))
             found.append(one)
             say(f"{kind} -> {number}: loss {100 * rise:+.2f} % +- {100 * error:.2f}, {one.speed:.2f}x the time")
     return found
-
-
-def _domains(losses: RowLosses, whole: RowLosses) -> dict[str, float]:
-    before = whole.by_domain()
-    return {name: loss / before[name] - 1 for name, loss in losses.by_domain().items()}

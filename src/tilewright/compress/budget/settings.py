@@ -1,5 +1,6 @@
 """What `compress` was asked for, checked before a model is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,11 @@ from tilewright.precision.search.loss_model import parse_budget
 
 SHORT = {"int8": "onnx-int8", "edge4": "gguf-q4_0"}
 """Names of targets on this command line beside those of `export`."""
+DEFAULTS: Mapping[str, tuple[str, str]] = {
+    "causal_lm": ("int8,edge4,fp8", "ffn,heads"),
+    "image_classification": ("onnx", "channels"),
+}
+"""By task, targets and kinds of unit of a command line that names none."""
 Goal = Literal["bytes", "latency"]
 Controls = Literal["all", "equal", "none"]
 
@@ -21,8 +27,8 @@ class CompressSettings:
     """Of one command.
 
     Args:
-        budget: largest relative rise of the held-out loss over the run's own, and over the run with as many more steps
-            (`rises`); above 0.
+        budget: largest rise of the held-out loss (`measure`) over the run's own, and over the run with as many more
+            steps (`rises`); above 0.
         targets: that the result is exported to, at least one.
         kinds: of unit that may be cut.
         importance: which units stay.

@@ -15,7 +15,6 @@ from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
-from tilewright.training.components.export import config_keys
 from tilewright.training.session import train
 
 _WARMUP = 0.1
@@ -38,7 +37,7 @@ def write_model(source: ExportSource, model: Model, folder: Path) -> None:
     """
     if (folder / "config.json").is_file():
         return
-    model.save_hf(folder, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
+    model.save_hf(folder, extra=source.config_keys)
 
 
 def stage_recipe(
@@ -64,7 +63,6 @@ def stage_recipe(
         "model.kind": kind_of(str(folder)),
         "model.path": str(folder.resolve()),
         "model.weights": "load",
-        "data.tokenizer": str((source.run / "tokenizer.json").resolve()),
         "train.steps": steps,
         "train.minutes": 0.0,
         "train.eval_interval": 0,
@@ -76,6 +74,8 @@ def stage_recipe(
         "checkpoint.export_hf": False,
         "checkpoint.save_last": True,
     }
+    if not source.reads_images:
+        values["data.tokenizer"] = str((source.run / "tokenizer.json").resolve())
     if integers:
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)

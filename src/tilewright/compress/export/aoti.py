@@ -14,7 +14,7 @@ from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_
 def _why_not(source: ExportSource) -> str | None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "AOTInductor compiles C++, and neither g++ nor clang++ is there"
-    return why_no_graph(source.model, source.task)
+    return why_no_graph(source.model)
 
 
 def _write(source: ExportSource, path: Path) -> Written:

@@ -127,7 +127,7 @@ def calibration(recipe: Recipe, data: Any, rows: int = CALIBRATION_ROWS) -> list
     )
     try:
         found: list[dict[str, Tensor]] = []
-        while sum(len(batch["input_ids"]) for batch in found) < rows:
+        while sum(len(batch["labels"]) for batch in found) < rows:
             for batch in stream.next_step():
                 flat = {name: t.flatten(0, 1) for name, t in batch.items() if t.dim() == 3} if pairs else dict(batch)
                 found.append(flat)

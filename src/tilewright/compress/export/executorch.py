@@ -21,7 +21,7 @@ LONGEST = 1024
 
 
 def _why_not(source: ExportSource) -> str | None:
-    return why_no_graph(source.model, source.task) or why_not_8da4w(source.model)
+    return why_no_graph(source.model) or why_not_8da4w(source.model)
 
 
 def _write(source: ExportSource, path: Path) -> Written:

@@ -11,14 +11,16 @@ from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_share
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.folder.fp8_weights import fp8_bytes
-from tilewright.training.components.export import config_keys, write_beside
+from tilewright.models.hf.load import AUTO_CLASSES
+from tilewright.training.components.export import write_beside
 
 
 def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
-    source.model.save_hf(path, dtype=dtype, extra=config_keys(source.recipe, source.tokenizer, source.text_rules))
-    write_beside(source.recipe, source.run, source.model, source.text_rules, path)
+    source.model.save_hf(path, dtype=dtype, extra=source.config_keys)
+    if not source.reads_images:
+        write_beside(source.recipe, source.run, source.model, source.text_rules, path)
     if dtype != CODE_DTYPE:
-        return Written(options={"task": source.task})
+        return Written(options={"task": source.task, "auto": AUTO_CLASSES[source.task]})
     in_fp8, total = fp8_bytes(path)
     section = source.recipe.model.model_copy(update={"weights": "load", "path": ""}).model_dump()
     return Written(
@@ -53,6 +55,7 @@ HF = Target(
     write=functools.partial(_write, torch.bfloat16),
     why_not=functools.partial(_why_not, torch.bfloat16),
     consumer=_TRANSFORMERS,
+    images=True,
 )
 FP8 = Target(
     name="fp8",

@@ -2,7 +2,8 @@
 with explicit quantisation for TensorRT, checked against its rules and run in onnxruntime.
 
 Inputs are ids [1, S] int64 and, of each layer, what is kept of earlier tokens (of length 0 at first); outputs are
-logits [1, S, V] and what is kept now.
+logits [1, S, V] and what is kept now. Of `onnx` with a model that reads images: pixels [B, 3, H, W] in, logits [B, C]
+out.
 """
 
 import contextlib
@@ -34,13 +35,13 @@ def why_not(source: ExportSource) -> str | None:
     size = sum(parameter.numel() for parameter in source.model.parameters()) * 4
     if size > MAX_BYTES:
         return f"{format_bytes(size)} in FP32; an ONNX file holds less than {format_bytes(MAX_BYTES)}"
-    return why_no_graph(source.model, source.task)
+    return why_no_graph(source.model)
 
 
 def traced_onnx(source: ExportSource):
     """The model as an ONNX ModelProto in FP32, and notes."""
-    graph = graph_of(source.model)
-    notes = () if graph.kept else ("whole rows only: the model keeps no keys and values",)
+    graph = graph_of(source.model, source.recipe.data.image_size if source.reads_images else 0)
+    notes = () if graph.kept or source.reads_images else ("whole rows only: the model keeps no keys and values",)
     return to_onnx(trace(graph), input_names(graph), output_names(graph)), notes
 
 
@@ -101,6 +102,7 @@ ONNX = Target(
     consumer=_ONNXRUNTIME,
     packages=("onnx", "onnxscript"),
     extra="onnx",
+    images=True,
 )
 ONNX_INT8 = Target(
     name="onnx-int8",

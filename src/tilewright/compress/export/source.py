@@ -13,6 +13,7 @@ from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.components.dataset import Prepared, prepare_data
+from tilewright.training.components.export import config_keys
 from tilewright.training.components.tokenizer_files import TextRules
 
 
@@ -21,9 +22,9 @@ class ExportSource:
     """A run, or a model's folder, opened to be exported or compressed.
 
     Args:
-        run: its folder, with a tokenizer.json.
+        run: its folder, with a tokenizer.json where the model reads text.
         recipe: the resolved one.
-        tokenizer: of the run.
+        text_tokenizer: of the run; None of a model that reads images.
         model: FP32, on the CPU, in evaluation mode; adapters are merged.
         checkpoint: where the weights are from.
         without_tokenizer: write formats that carry a tokenizer without one where theirs cannot be ours.
@@ -33,7 +34,7 @@ class ExportSource:
 
     run: Path
     recipe: Recipe
-    tokenizer: Tokenizer
+    text_tokenizer: Tokenizer | None
     model: Model
     checkpoint: Path
     without_tokenizer: bool = False
@@ -64,6 +65,22 @@ class ExportSource:
     def trained_in_int8(self) -> bool:
         """Whether the run's rules round weights to eight bits."""
         return trained_codes(self.model, self.recipe, 8).trained  # type: ignore[arg-type]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of a model that reads text."""
+        assert self.text_tokenizer is not None
+        return self.text_tokenizer
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model classifies images; else it reads text."""
+        return self.task == "image_classification"
+
+    @cached_property
+    def config_keys(self) -> dict[str, Any]:
+        """What the run adds to config.json of its model's folder."""
+        return config_keys(self.recipe, self.text_tokenizer, None if self.reads_images else self.text_rules)
 
     @cached_property
     def text_rules(self) -> TextRules:

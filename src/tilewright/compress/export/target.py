@@ -69,6 +69,7 @@ class Target:
         packages: that `write` imports.
         extra: of tilewright, which installs them; "" where every installation has them.
         takes: the integer format of precision rules whose codes it stores as they were trained; "" for none.
+        images: whether it holds models that read images, too.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Target:
     packages: tuple[str, ...] = ()
     extra: str = ""
     takes: str = ""
+    images: bool = False
 
 
 def missing(packages: Sequence[str], extra: str) -> str | None:

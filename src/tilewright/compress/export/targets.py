@@ -14,7 +14,7 @@ TARGETS: tuple[Target, ...] = (
 
 PREFERRED = {
     "training": ("fp8", "hf"),
-    "serving": ("onnx-int8", "openvino-int8", "gguf-q8_0"),
+    "serving": ("onnx-int8", "openvino-int8", "gguf-q8_0", "onnx"),
     "edge": ("executorch-8da4w", "gguf-q4_0"),
 }
 """By use, the targets of a command without `--to`: the first that is there and can hold the model."""
@@ -70,4 +70,6 @@ def default_targets(source: ExportSource) -> list[Target]:
 
 def why_not(target: Target, source: ExportSource) -> str | None:
     """Why a target cannot be written here: a package is missing, or the format cannot hold the model."""
+    if source.reads_images and not target.images:
+        return f"{target.name} is written of models that read text, not images"
     return missing(target.packages, target.extra) or target.why_not(source)

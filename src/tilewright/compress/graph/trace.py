@@ -1,11 +1,12 @@
 """A model traced by torch.export: the one form that ONNX, OpenVINO, ExecuTorch and AOTInductor are made from.
 
 Lengths are free: of the new tokens from 1, of the kept ones from 0, up to `longest` where a runtime plans its
-memory.
+memory. Of images the number is free.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,31 +15,35 @@ from torch.export import Dim, ExportedProgram
 
 from tilewright.compress.graph.decoder import DecoderGraph
 from tilewright.compress.graph.hf import HFGraph
+from tilewright.compress.graph.images import ImageGraph
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import spec_of
 
-IDS, LOGITS = "ids", "logits"
+IDS, PIXELS, LOGITS = "ids", "pixels", "logits"
+Graph = DecoderGraph | HFGraph | ImageGraph
 GRAPHS: dict[str, Callable[[Any], nn.Module]] = {"decoder": DecoderGraph, "hf": HFGraph}
 """By architecture, what makes its graph; one of the caller's own brings `ModelSpec.graph`."""
 
 
-def why_no_graph(model: Model, task: str) -> str | None:
+def why_no_graph(model: Model) -> str | None:
     """Why a model cannot become a graph; None where tracing it can be tried. Quick."""
-    if task == "image_classification":
-        return "graphs are written for models that read token ids, not images"
     spec = spec_of(model.architecture)
     return None if (spec.graph or GRAPHS.get(spec.name)) else f"no graph form for the architecture {spec.name}"
 
 
-def graph_of(model: Model) -> Any:
+def graph_of(model: Any, image_size: int = 0) -> Any:
     """The graph form of a model in FP32, in evaluation mode.
+
+    Args:
+        model: a `models.base.protocols.Model`.
+        image_size: side of the images that it reads; of text 0.
 
     Raises:
         CheckpointError: its architecture has none.
     """
     spec = spec_of(model.architecture)
-    make = spec.graph or GRAPHS.get(spec.name)
+    make = partial(ImageGraph, size=image_size) if image_size else spec.graph or GRAPHS.get(spec.name)
     if make is None:
         raise CheckpointError(
             "No graph form for this architecture",
@@ -50,18 +55,21 @@ def graph_of(model: Model) -> Any:
     return graph.eval().requires_grad_(False)
 
 
-def input_names(graph: DecoderGraph | HFGraph) -> list[str]:
-    """Names of the inputs, in order: ids, then what is kept."""
-    return [IDS, *(f"past.{name}" for name, _ in graph.kept)]
+def input_names(graph: Graph) -> list[str]:
+    """Names of the inputs, in order: ids or pixels, then what is kept."""
+    first = PIXELS if isinstance(graph, ImageGraph) else IDS
+    return [first, *(f"past.{name}" for name, _ in graph.kept)]
 
 
-def output_names(graph: DecoderGraph | HFGraph) -> list[str]:
+def output_names(graph: Graph) -> list[str]:
     """Names of the outputs, in order: logits, then what is kept."""
     return [LOGITS, *(f"kept.{name}" for name, _ in graph.kept)]
 
 
-def example(graph: DecoderGraph | HFGraph, new: int = 6, past: int = 7) -> tuple[Tensor, ...]:
-    """Inputs of `new` tokens after `past` ones."""
+def example(graph: Graph, new: int = 6, past: int = 7) -> tuple[Tensor, ...]:
+    """Inputs of `new` tokens after `past` ones, or of `new` images."""
+    if isinstance(graph, ImageGraph):
+        return (torch.zeros(new, *graph.shape),)
     kept = [torch.zeros(1, heads, past, width) for _, (heads, _, width) in graph.kept]
     return (torch.arange(new)[None], *kept)
 
@@ -81,7 +89,8 @@ def trace(graph: nn.Module, *, longest: int | None = None) -> ExportedProgram:
         new, past = Dim.DYNAMIC(min=1, max=longest), Dim.DYNAMIC(min=0, max=longest)
     inputs = example(graph)
     kept = tuple({2: past} for _ in inputs[1:])
-    shapes = ({1: new}, kept) if kept else ({1: new},)
+    free = 0 if isinstance(graph, ImageGraph) else 1
+    shapes = ({free: new}, kept) if kept else ({free: new},)
     with (
         converting("Model cannot be traced into a graph", need="a model without branches on its data"),
         torch.no_grad(),

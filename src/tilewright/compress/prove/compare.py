@@ -25,6 +25,7 @@ class AnswerDifference:
         top1_clear: share of these at which the likeliest token is the same; None where there are none.
         loss: domain -> (our model, consumer), nats per target.
         answers: N.
+        right: domain -> (our model, consumer), share of labels that are the likeliest.
     """
 
     kl: float
@@ -35,6 +36,7 @@ class AnswerDifference:
     top1_clear: float | None
     loss: Mapping[str, tuple[float, float]]
     answers: int
+    right: Mapping[str, tuple[float, float]]
 
 
 LIKELY = 1e-6
@@ -67,7 +69,13 @@ def compare(expected: ReferenceAnswer, logits_NV: np.ndarray, ours: np.ndarray |
         for index, name in enumerate(expected.domains)
         if (mine := expected.domain_N == index).any()
     }
-    same_N = ours.argmax(axis=1) == theirs.argmax(axis=1)
+    best_N, their_best_N = ours.argmax(axis=1), theirs.argmax(axis=1)
+    same_N, labels_N = best_N == their_best_N, expected.labels_N
+    right = {
+        name: (float((best_N == labels_N)[mine].mean()), float((their_best_N == labels_N)[mine].mean()))
+        for index, name in enumerate(expected.domains)
+        if (mine := expected.domain_N == index).any()
+    }
     best_N2 = np.partition(ours, -2, axis=1)[:, -2:] if ours.shape[1] > 1 else np.zeros((len(ours), 2))
     clear_N = best_N2[:, 1] - best_N2[:, 0] >= np.log(CLEAR)
     return AnswerDifference(
@@ -79,12 +87,16 @@ def compare(expected: ReferenceAnswer, logits_NV: np.ndarray, ours: np.ndarray |
         top1_clear=float(same_N[clear_N].mean()) if clear_N.any() else None,
         loss=loss,
         answers=len(ours),
+        right=right,
     )
 
 
 def as_json(difference: AnswerDifference) -> dict[str, Any]:
     """Plain types."""
-    loss = {name: {"fp32": ours, "consumer": theirs} for name, (ours, theirs) in difference.loss.items()}
+    loss, right = (
+        {name: {"fp32": ours, "consumer": theirs} for name, (ours, theirs) in found.items()}
+        for found in (difference.loss, difference.right)
+    )
     return {
         "kl": difference.kl,
         "kl_max": difference.kl_max,
@@ -94,4 +106,5 @@ def as_json(difference: AnswerDifference) -> dict[str, Any]:
         "top1_clear": difference.top1_clear,
         "loss": loss,
         "answers": difference.answers,
+        "right": right,
     }

@@ -7,11 +7,13 @@ Legend: S positions  N answers  V vocabulary.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compress.prove.graphs.image_question import ImageQuestion
 from tilewright.compress.prove.question import Question
 from tilewright.compress.prove.session import CACHED_AT
 from tilewright.compress.prove.texts.compare_texts import ReferenceTexts
@@ -31,6 +33,7 @@ _MOST_NUMBERS = 2**21
 """Log-probabilities of one answer file; llama.cpp prints each as text."""
 _FEWEST_ANSWERS = 64
 _MOST_TEXT = 4_000_000
+_MOST_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,33 @@ def ask_held_out(
     return question, expected, replace(texts, token_ids=tokenizer.encode_batch(texts.texts))
 
 
+def ask_images(recipe: Recipe, data: Prepared, model: Model) -> tuple[ImageQuestion, ReferenceAnswer]:
+    """Held-out images, and the answers of the model.
+
+    Raises:
+        DataError: nothing is held out.
+    """
+    ((domain, batches),) = held_out(recipe, data, -(-_MOST_IMAGES // recipe.train.micro_batch_size)).batches.items()
+    if not batches:
+        raise DataError(
+            "No held-out images to prove an export on",
+            got="0 images",
+            need="a held-out image",
+            try_="--no-proof, or a run with more images or a larger data.holdout",
+            where="data.holdout",
+        )
+    pixels, labels = (torch.cat([batch[name] for batch in batches]).numpy() for name in ("pixel_values", "labels"))
+    question = ImageQuestion(pixels)
+    return question, ReferenceAnswer((domain,), np.zeros_like(labels), labels, reference(model, question))
+
+
 @torch.inference_mode()
-def reference(model: Model, question: Question) -> np.ndarray:
-    """FP64 log-probabilities [N, V] of a model in FP32, eager."""
+def reference(model: Model, question: Question | ImageQuestion) -> np.ndarray:
+    """FP64 log-probabilities [N, V] of a model in FP32, eager; of images [N, classes]."""
+    if isinstance(question, ImageQuestion):
+        each: Any = model
+        logits = [each.image_logits(torch.from_numpy(pixels)) for pixels in question.batches()]
+        return torch.cat(logits).double().log_softmax(-1).numpy()
     found = []
     for row, ids_S in enumerate(question.rows):
         at = question.positions_N2[question.positions_N2[:, 0] == row, 1]

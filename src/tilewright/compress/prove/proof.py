@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tilewright.compress.prove.compare import AnswerDifference, as_json, compare
+from tilewright.compress.prove.graphs.image_question import ImageQuestion
 from tilewright.compress.prove.held_out import ReferenceAnswer
 from tilewright.compress.prove.limits import ConsumerLimits, ask
 from tilewright.compress.prove.question import Question
@@ -33,7 +34,7 @@ class Proof:
     """
 
     folder: Path
-    question: Question
+    question: Question | ImageQuestion
     expected: ReferenceAnswer
     threads: int
     limits: ConsumerLimits

@@ -15,6 +15,7 @@ import json
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,10 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.compress.prove.graphs.image_question import ImageQuestion
 from tilewright.compress.prove.question import Question
 from tilewright.core.atomic_io import write_whole
 
 PREFILL_LENGTHS = (32, 256)
+IMAGES = (1, 32)
+"""Images of a pass that is measured."""
 CACHED_AT = 256
 """Tokens before the one whose latency is measured."""
 
@@ -65,6 +69,7 @@ class ConsumerAnswer:
         quantized: operators by format, as the runtime has them.
         notes: in words.
         facts: see `ConsumerSession.facts`.
+        image_s: images in a pass -> seconds, median.
     """
 
     runtime: str
@@ -76,6 +81,7 @@ class ConsumerAnswer:
     quantized: Mapping[str, int] | None = None
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    image_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class ConsumerSession:
@@ -92,6 +98,10 @@ class ConsumerSession:
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
         """Logits or log-probabilities [P, V] that the model puts out at positions of one row of ids."""
+        raise NotImplementedError
+
+    def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
+        """Logits [B, C] of images; of consumers that such models are exported for."""
         raise NotImplementedError
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
@@ -123,14 +133,40 @@ class ConsumerSession:
 
 def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
     """Answer the request that the command line names."""
-    import time
-
     request = Request(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    question, folder = Question.load(Path(request.question)), Path(request.answer)
+    folder = Path(request.answer)
     started = time.perf_counter()
     session = open_session(request)
     load_s = time.perf_counter() - started
     _say("loaded")
+    images = ImageQuestion.load(Path(request.question))
+    if images is not None:
+        answer = _of_images(session, images, folder, load_s)
+    else:
+        answer = _of_text(session, Question.load(Path(request.question)), folder, load_s)
+    write_whole(folder / "answer.json", json.dumps(asdict(answer)))
+    _say("answered")
+
+
+def _of_images(session: ConsumerSession, question: ImageQuestion, folder: Path, load_s: float) -> ConsumerAnswer:
+    np.save(folder / "logits.npy", np.concatenate([session.image_logits(pixels) for pixels in question.batches()]))
+    _say("logits")
+    seconds = {}
+    for number in IMAGES:
+        pixels = np.resize(question.pixels_N3HW, (number, *question.pixels_N3HW.shape[1:]))
+        seconds[str(number)] = _median(session.request.repeats, lambda pixels=pixels: _seconds_of(session, pixels))
+    return ConsumerAnswer(
+        session.runtime, load_s, peak_bytes(), quantized=session.quantized(), notes=session.notes, image_s=seconds
+    )
+
+
+def _seconds_of(session: ConsumerSession, pixels_B3HW: np.ndarray) -> float:
+    began = time.perf_counter()
+    session.image_logits(pixels_B3HW)
+    return time.perf_counter() - began
+
+
+def _of_text(session: ConsumerSession, question: Question, folder: Path, load_s: float) -> ConsumerAnswer:
     np.save(folder / "logits.npy", _all_logits(session, question))
     _say("logits")
     ids = session.token_ids(question.texts)
@@ -139,13 +175,13 @@ def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
         both = {"plain": ids, "special": special}
         (folder / "token_ids.json").write_text(json.dumps(both), encoding="utf-8")
     _say("token ids")
-    ids_S = question.long_row[: session.max_length]
+    ids_S, repeats = question.long_row[: session.max_length], session.request.repeats
     lengths = sorted({min(length, len(ids_S)) for length in PREFILL_LENGTHS})
-    prefill = {str(n): _median(request.repeats, lambda n=n: session.prefill_s(ids_S[:n])) for n in lengths}
+    prefill = {str(n): _median(repeats, lambda n=n: session.prefill_s(ids_S[:n])) for n in lengths}
     cached = None
     if session.cached_token_s(ids_S) is not None:
-        cached = _median(request.repeats, lambda: session.cached_token_s(ids_S) or 0.0)
-    answer = ConsumerAnswer(
+        cached = _median(repeats, lambda: session.cached_token_s(ids_S) or 0.0)
+    return ConsumerAnswer(
         session.runtime,
         load_s,
         peak_bytes(),
@@ -156,8 +192,6 @@ def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
         tuple(session.notes),
         session.facts(),
     )
-    write_whole(folder / "answer.json", json.dumps(asdict(answer)))
-    _say("answered")
 
 
 def _all_logits(session: ConsumerSession, question: Question) -> np.ndarray:

@@ -56,6 +56,12 @@ class TorchModel(ConsumerSession):
         return all_logits(self.model, ids_S)[torch.from_numpy(positions_P)].float().numpy()
 
     @torch.inference_mode()
+    def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
+        """Of one pass."""
+        pixels = torch.from_numpy(pixels_B3HW).to(DTYPES[self.request.options["dtype"]])
+        return self.model.image_logits(pixels).float().numpy()
+
+    @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:
         """A pass over the row, logits of its last position."""
         ids_BS = torch.from_numpy(ids_S)[None]

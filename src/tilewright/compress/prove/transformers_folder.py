@@ -1,6 +1,6 @@
 """The consumer transformers: a Hugging Face folder, loaded as its config.json says and run eagerly.
 
-Options: `task`, causal_lm or masked_lm.
+Options: `task`; `auto`, the class of transformers that loads it.
 """
 
 import importlib.metadata
@@ -16,19 +16,24 @@ from tilewright.models.hf.cache import cache_name
 
 
 class TransformersFolder(ConsumerSession):
-    """A model and a tokenizer of transformers."""
+    """A model of transformers, and a tokenizer where it reads text."""
 
     def __init__(self, request: Request):
         super().__init__(request)
-        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+        import transformers
 
         torch.set_num_threads(request.threads)
-        self.causal = request.options["task"] == "causal_lm"
-        auto = AutoModelForCausalLM if self.causal else AutoModelForMaskedLM
+        task = request.options["task"]
+        self.causal = task == "causal_lm"
+        auto = getattr(transformers, request.options["auto"])
         self.net = auto.from_pretrained(
             request.artefact, dtype="auto", trust_remote_code=False, local_files_only=True, use_safetensors=True
         ).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(request.artefact, trust_remote_code=False, local_files_only=True)
+        self.tokenizer: Any = None
+        if task != "image_classification":
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+                request.artefact, trust_remote_code=False, local_files_only=True
+            )
         dtype = str(self.net.dtype).removeprefix("torch.")
         self.runtime = f"transformers {importlib.metadata.version('transformers')}, {dtype}"
 
@@ -36,6 +41,11 @@ class TransformersFolder(ConsumerSession):
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
         """In one pass over the row."""
         return self._run(ids_S).logits[0, torch.from_numpy(positions_P)].float().numpy()
+
+    @torch.inference_mode()
+    def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
+        """Of one pass."""
+        return self.net(pixel_values=torch.from_numpy(pixels_B3HW).to(self.net.dtype)).logits.float().numpy()
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
         """By AutoTokenizer; special tokens in a text are text."""

@@ -31,11 +31,12 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h
 _NO_CODE = {"trust_remote_code": False}
 _LOCAL = {"local_files_only": True, **_NO_CODE}
 
-_AUTO_CLASS = {
+AUTO_CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
     "image_classification": "AutoModelForImageClassification",
 }
+"""By task, what of transformers builds and loads a model."""
 
 
 def load_hf(
@@ -100,12 +101,12 @@ def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
     """transformers' Auto class of a task, and the config of a folder."""
     transformers = _transformers()
     config = _read_hf_config(transformers, path) if isinstance(path, (str, Path)) else path
-    auto = getattr(transformers, _AUTO_CLASS[task])
+    auto = getattr(transformers, AUTO_CLASSES[task])
     if type(config) not in auto._model_mapping:
         raise ConfigError(
             f"Task {task} is not supported by this architecture",
             got=f"model_type {config.model_type!r}",
-            need=f"one that transformers' {_AUTO_CLASS[task]} knows",
+            need=f"one that transformers' {AUTO_CLASSES[task]} knows",
             try_="another model.task or model.path",
             where="model.task",
         )

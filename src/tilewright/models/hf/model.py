@@ -167,6 +167,10 @@ class HFModel(Model):
         """Logits [B, S, V]; see `protocols.Model`."""
         return self.net(input_ids=input_ids_BS).logits
 
+    def image_logits(self, pixels_B3HW: Tensor) -> Tensor:
+        """Logits [B, C] of images, as a batch has them (`pixel_values`)."""
+        return self.net(pixel_values=pixels_B3HW).logits
+
     def short_batch(self) -> dict[str, Tensor]:
         """Two short rows of the kind that the model learns from, for trying something out."""
         if self.task == "image_classification":

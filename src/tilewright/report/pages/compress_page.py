@@ -72,7 +72,7 @@ def render_compression(record: Mapping[str, Any]) -> str:
     settings = record["settings"]
     asked = f"{record['run']}, {record['checkpoint']}; budget {100 * settings['budget']:g} %, {settings['importance']}"
     return fill(
-        "compress.html", setting=asked, verdict=verdict_of(record), tables=tables, cards=(), notes=_notes(settings)
+        "compress.html", setting=asked, verdict=verdict_of(record), tables=tables, cards=(), notes=_notes(record)
     )
 
 
@@ -85,12 +85,16 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
         rows.append((f"{name}, recovered and trained for integers", *_measured(row), ""))
     for name, row in record.get("controls", {}).items():
         rows.append((f"control: {_CONTROLS[name.partition('-')[0]]}", *_measured(row), ""))
+    rise = (
+        "Percentage points of images that are wrong" if record.get("points") else "Relative rise of the held-out loss"
+    )
     lead = (
-        "Relative rise of the held-out loss, in FP32, on the same rows, with its standard error: over the run, and "
+        f"{rise}, in FP32, on the same rows, with its standard error: over the run, and "
         "over the run with as many more steps. The larger of both is compared with the budget."
     )
     columns = ("stage", "over the run", "error", "over the run with as many more steps", "error", "parameters")
-    return CompressTable("What each stage made of the loss", lead, columns, rows)
+    title = "What each stage made of the images" if record.get("points") else "What each stage made of the loss"
+    return CompressTable(title, lead, columns, rows)
 
 
 def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -112,20 +116,26 @@ def _artefacts(record: Mapping[str, Any]) -> CompressTable:
     for row in record.get("baselines", ()):
         rows.append((f"{row['name']}, of the cut model", row.get("state", ""), "", "", "", "", _token(row), ""))
     columns = ("artefact", "state", "over the run", "over the run with as many more steps", "bytes")
-    columns += ("smaller than the run in FP32", "cached token", "budget")
+    columns += ("smaller than the run in FP32", "an image" if record.get("points") else "cached token", "budget")
     return CompressTable(
-        "Artefacts, each run in its runtime", "Loss: of recovery and rounding together.", columns, rows
+        "Artefacts, each run in its runtime", "Rises: of recovery and rounding together.", columns, rows
     )
 
 
 def _domains(record: Mapping[str, Any]) -> CompressTable:
     before, best = record["domains"], record["recovered"][_best(record)]
     kept = [("recovered", best), *((name, row) for name, row in record.get("controls", {}).items())]
+    rise = (lambda after, loss: after - loss) if record.get("points") else (lambda after, loss: after / loss - 1)
     rows = [
-        (domain, f"{loss:.4f}", *(_percent(row["domains"][domain] / loss - 1) for _, row in kept))
+        (domain, f"{loss:.4f}", *(_percent(rise(row["domains"][domain], loss)) for _, row in kept))
         for domain, loss in before.items()
     ]
-    return CompressTable("Loss by domain", "", ("domain", "run", *(name for name, _ in kept)), rows)
+    return CompressTable(
+        "Share that is wrong" if record.get("points") else "Loss by domain",
+        "",
+        ("domain", "run", *(name for name, _ in kept)),
+        rows,
+    )
 
 
 def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
@@ -139,7 +149,8 @@ def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
         )
         for row in record["sensitivity"]
     ]
-    lead = "Each kind of unit alone, before recovery. Time: a forward pass of 32 tokens here, beside the whole model's."
+    what = "two images" if record.get("points") else "32 tokens"
+    lead = f"Each kind of unit alone, before recovery. Time: a forward pass of {what} here, beside the whole model's."
     return CompressTable("What each cut costs", lead, ("cut", "loss", "error", "parameters less", "time"), rows)
 
 
@@ -175,13 +186,19 @@ def _runs(units: Sequence[int]) -> str:
     return ", ".join(texts[:12]) + (f" and {len(texts) - 12} more" if len(texts) > 12 else "")
 
 
-def _notes(settings: Mapping[str, Any]) -> Iterator[str]:
-    yield f"Recovery and controls: {settings['steps']} steps each, on the run's own data; the run is the teacher."
-    yield "Loss is that of the run's held-out rows, in FP32; artefacts answer for a sample of them in their runtimes."
+def _notes(record: Mapping[str, Any]) -> Iterator[str]:
+    settings, points = record["settings"], record.get("points")
+    teacher = "there is no teacher of images" if points else "the run is the teacher"
+    yield f"Recovery and controls: {settings['steps']} steps each, on the run's own data; {teacher}."
+    if points:
+        yield "Images that are wrong: of the run's held-out ones, in FP32; artefacts answer for them in their runtimes."
+    else:
+        yield "Loss: of the run's held-out rows, in FP32; artefacts answer for a sample of them in their runtimes."
     if settings["controls"] == "none":
         yield "The run was not trained further: it is not known what as many more steps would have brought it."
     elif settings["controls"] == "equal":
-        yield "Recovery without the teacher, and the small shape from random weights, were not run."
+        alone = "" if points else "recovery without the teacher, and "
+        yield f"Not run: {alone}the small shape from random weights."
 
 
 def _percent(share: float) -> str:
@@ -197,5 +214,5 @@ def _size(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 
 def _token(row: Mapping[str, Any]) -> str:
-    seconds = row.get("cached_token_s")
+    seconds = row.get("cached_token_s") or (row.get("image_s") or {}).get("1")
     return f"{1000 * seconds:.2f} ms" if isinstance(seconds, (int, float)) else ""

@@ -28,9 +28,14 @@ PAGE = "compress.html"
 
 @click.command(cls=RecipeCommand)
 @click.argument("run", default=LATEST, metavar="[RUN]")
-@click.option("--budget", default="1%", show_default=True, help="Largest relative rise of the held-out loss.")
-@click.option("--targets", default="int8,edge4,fp8", show_default=True, help="int8, edge4, or targets of `export`.")
-@click.option("--cut", "kinds", default="ffn,heads", show_default=True, help="Units: ffn, heads, experts, ...")
+@click.option(
+    "--budget",
+    default="1%",
+    show_default=True,
+    help="Largest relative rise of the held-out loss; of images, percentage points that are wrong.",
+)
+@click.option("--targets", help="int8, edge4, or targets of `export`. Default: int8,edge4,fp8; of images onnx.")
+@click.option("--cut", "kinds", help="Units: ffn, heads, experts, ... Default: ffn,heads; of images channels.")
 @click.option(
     "--importance",
     type=click.Choice(["l1", "activation", "taylor", "random"]),
@@ -58,7 +63,16 @@ PAGE = "compress.html"
 @verbosity
 @click.pass_context
 def compress(
-    ctx: click.Context, run: str, out: Path | None, time_limit: float, dry_run: bool, as_json: bool, **asked: Any
+    ctx: click.Context,
+    run: str,
+    budget: str,
+    targets: str | None,
+    kinds: str | None,
+    out: Path | None,
+    time_limit: float,
+    dry_run: bool,
+    as_json: bool,
+    **asked: Any,
 ) -> None:
     """Cut, recover and export a run or a model inside a loss budget, with controls.
 
@@ -67,12 +81,14 @@ def compress(
     measured alone; the largest one that could be within the budget is made, trained with the run as its teacher, and
     kept if its loss is inside, over the run and over the run with as many more steps; else the next smaller one.
     Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a run folder below OUT;
-    the same command continues where it was stopped. Exits with 3 where the budget is not reached.
+    the same command continues where it was stopped. Exits with 3 where the budget is not reached. Of a run that
+    classifies images the budget is in percentage points of held-out images, and recovery has no teacher.
     """
-    from tilewright.compress.budget.settings import CompressSettings
+    from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
 
     asked["refit"] = not asked.pop("no_refit")
-    settings = CompressSettings.of(asked.pop("budget"), asked.pop("targets"), asked.pop("kinds"), **asked)
+    usual = DEFAULTS.get(_task_of(run), DEFAULTS["causal_lm"])
+    settings = CompressSettings.of(budget, targets or usual[0], kinds or usual[1], **asked)
     from tilewright.cli.load_run import open_to_compress, open_to_export
     from tilewright.compress.budget.compress_run import Compression
     from tilewright.compress.prove.limits import ConsumerLimits
@@ -98,6 +114,13 @@ def compress(
     from tilewright.report.pages.compress_page import verdict_of
 
     echo(verdict_of(compression.record))
+
+
+def _task_of(name: str) -> str:
+    """Of a run; of a model's folder causal_lm."""
+    from tilewright.core.config.load import load_recipe
+
+    return load_recipe(find_run(name) / "run.toml", environ={}).recipe.model.task if is_run(name) else "causal_lm"
 
 
 def _beside(run: str) -> Path:
@@ -126,8 +149,9 @@ def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
         )
         for plan in plans
     ]
-    click.echo(f"loss {compression.record['loss']:.4f} of {whole:,} parameters; largest cut first")
-    show_table(("cut", "loss before recovery", "parameters", "FP32", "time of each cut"), rows)
+    measure = "share that is wrong" if compression.record.get("points") else "loss"
+    click.echo(f"{measure} {compression.record['loss']:.4f} of {whole:,} parameters; largest cut first")
+    show_table(("cut", f"{measure} before recovery", "parameters", "FP32", "time of each cut"), rows)
 
 
 def _write_page(compression: "Compression", out: Path) -> None:

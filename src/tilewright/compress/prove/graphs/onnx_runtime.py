@@ -22,7 +22,7 @@ class OnnxRuntime(KeptTensors):
         self._session = onnxruntime.InferenceSession(
             request.artefact, self._options(), providers=["CPUExecutionProvider"]
         )
-        self._ids, *past = self._session.get_inputs()
+        self._ids, *past = self._session.get_inputs()  # of images their pixels alone
         self._past = [tensor.name for tensor in past]
         self.empty = [np.zeros((1, tensor.shape[1], 0, tensor.shape[3]), np.float32) for tensor in past]
         self.runtime = f"onnxruntime {onnxruntime.__version__}"
@@ -39,6 +39,10 @@ class OnnxRuntime(KeptTensors):
         """See `KeptTensors.run`."""
         logits, *kept = self._session.run(None, {self._ids.name: ids_1S, **dict(zip(self._past, past, strict=True))})
         return logits, kept
+
+    def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
+        """Of one pass."""
+        return self._session.run(None, {self._ids.name: pixels_B3HW})[0]
 
     def quantized(self) -> Mapping[str, int] | None:
         """Operators of the graph that onnxruntime made of the file."""

@@ -1,0 +1,127 @@
+"""Rows of docs/benchmarks.md on pruning, distillation and whole compressions. See `benchmarks.claims`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.claim_rows import Result, Row, read, read_all
+from benchmarks.common import RESULTS
+from benchmarks.verdict import NOT_RUN, Verdict, once, seeds
+
+Seeds = Mapping[str, Mapping[str, Any]]
+WAYS = {
+    "before": "before anything is trained",
+    "with teacher": "recovered with the run as its teacher",
+    "without teacher": "recovered without it",
+    "from random weights": "the same shape from random weights, steps of the run and of recovery",
+}
+
+
+def rows() -> Iterator[Row]:
+    """All of them; those that were not run say so."""
+    yield from _of("prune_refit", "a fit of the layers behind a cut against none", "-", _fits)
+    yield from _of("prune_importance", "which importance is best after recovery", "-", _importances)
+    yield from _of("prune_recovery", "FFN channels and heads -25 % after recovery", "at most 1.2 %", _recovered)
+    yield from _of("prune_predicted", "predicted loss of sets of cuts", "at least 16 of 20", _predicted)
+    yield from _of("prune_images", "ResNets with a quarter of their parameters", "at most 0.8 points", _images)
+    paths = read_all("compress_path")
+    for result in paths:
+        yield from _paths(result)
+    if not paths:
+        yield _not_run("compress_path", "compress of a run to INT8 and to four bits", "4.5 and 8 times smaller")
+
+
+def _of(name: str, metric: str, target: str, found: Callable[[Result], Iterator[Row]]) -> Iterator[Row]:
+    if (RESULTS / f"{name}.json").is_file():
+        yield from found(read(name))
+    else:
+        yield _not_run(name, metric, target)
+
+
+def _not_run(name: str, metric: str, target: str) -> Row:
+    return Row(name, metric, target, Verdict("-", NOT_RUN), None, "CPU")
+
+
+def _percent(values: Sequence[float]) -> list[float]:
+    return [100 * value for value in values]
+
+
+def _fits(result: Result) -> Iterator[Row]:
+    by_seed: Seeds = result.results["seeds"]
+    for cut in ("ffn -25 %, activation", "ffn -50 %, activation", "heads -25 %, activation", "heads -50 %, activation"):
+        for key, how in (("cut", "as it is cut"), ("fitted", "layers behind it fitted")):
+            rises = _percent([found[cut][key] for found in by_seed.values()])
+            metric = f"loss of a small decoder with {cut.partition(',')[0]}, {how}, before anything is trained"
+            yield Row(f"prune_refit {cut} {key}", metric, "-", seeds(rises, None), result)
+
+
+def _importances(result: Result) -> Iterator[Row]:
+    by_seed: Seeds = result.results["seeds"]
+    for method in (name for name in next(iter(by_seed.values())) if name != "teacher"):
+        for key, how in (("cut", "before recovery, no fit"), ("recovered", "fitted and recovered")):
+            rises = _percent([found[method][key]["equal_rise"] for found in by_seed.values()])
+            metric = f"loss of a small run with FFN -25 % by {method}, {how}, over as many more steps of the run"
+            yield Row(f"prune_importance {method} {key}", metric, "-", seeds(rises, None), result)
+
+
+def _recovered(result: Result) -> Iterator[Row]:
+    by_seed: Seeds = result.results["seeds"]
+    losses = [found["teacher"]["loss"] for found in by_seed.values()]
+    noise = 100 * stdev(losses) / mean(losses) if len(losses) > 1 else None
+    for cut in (name for name in next(iter(by_seed.values())) if name != "teacher"):
+        for way, how in WAYS.items():
+            most = 1.2 if way == "with teacher" and "-25" in cut else None
+            rises = _percent([found[cut][way]["equal_rise"] for found in by_seed.values()])
+            metric = f"loss of a small run with {cut}, {how}, over as many more steps of the run"
+            target = "-" if most is None else f"at most {most:g} %"
+            yield Row(f"prune_recovery {cut} {way}", metric, target, seeds(rises, noise, at_most=most), result)
+        live = [found[cut].get("cache over live teacher") for found in by_seed.values()]
+        if all(live):
+            rises = _percent([one["rise"] for one in live])
+            metric = f"loss of {cut} recovered from the teacher's 32 likeliest tokens, over all its tokens"
+            yield Row("prune_recovery live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
+
+
+def _predicted(result: Result) -> Iterator[Row]:
+    for seed, found in result.results["seeds"].items():
+        inside, plans = found["inside"], len(found["plans"])
+        metric = f"sets of cuts whose loss before recovery was predicted within twice the stated error, seed {seed}"
+        verdict = once(inside / plans, f"{inside} of {plans}", at_least=16 / 20)
+        yield Row(f"prune_predicted {seed}", metric, "at least 16 of 20", verdict, result)
+
+
+def _images(result: Result) -> Iterator[Row]:
+    cases, size = result.results["cases"], result.results["size"]
+    for images in dict.fromkeys(name.partition(" ")[0] for name in cases):
+        of = [found for name, found in cases.items() if name.startswith(images)]
+        whole, cut = of[0]["parameters"]
+        for way, how in (("fitted", "fitted, not trained"), ("recovered", "recovered")):
+            points = _percent([found[way]["equal_rise"] for found in of])
+            text = f"{mean(points):+.2f} points ({min(points):+.2f} to {max(points):+.2f}, n = {len(points)})"
+            most = 0.8 if way == "recovered" else None
+            metric = f"ResNet on {images}, {size} pixels, with {whole / cut:.1f}x fewer parameters, {how}: images wrong"
+            target = "-" if most is None else "at most 0.8 points"
+            yield Row(f"prune_images {images} {way}", metric, target, once(mean(points), text, at_most=most), result)
+
+
+def _paths(result: Result) -> Iterator[Row]:
+    limits = {"onnx-int8": (4.5, 0.8), "gguf-q4_0": (8.0, 2.0)}
+    for target, (least, most) in limits.items():
+        found = result.results[target]
+        inside = [row for row in found["artefacts"] if row.get("inside")]
+        alone = result.results["uncut"][target]["smaller"]
+        best = max(inside, key=lambda row: row["smaller"], default=None)
+        metric = f"compress of the default run to {target} within {most:g} %: bytes, times smaller than FP32"
+        text = f"budget not reached: {found['missed']}" if best is None else _path(best, alone)
+        verdict = once(0.0 if best is None else best["smaller"], text, at_least=least)
+        yield Row(f"{result.name}_{target}", metric, f"at least {least:g}x", verdict, result)
+        if best is not None and best.get("cached_token_s"):
+            faster = result.results["uncut"][target]["cached_token_s"] / best["cached_token_s"]
+            cut = ", ".join(f"{kind} {b} -> {a}" for kind, (b, a) in found["best"]["units"].items())
+            metric = f"one cached token of that, beside the run itself in the same runtime and format ({cut})"
+            yield Row(f"{result.name}_{target} token", metric, "-", once(faster, f"{faster:.2f}x"), result)
+
+
+def _path(row: Mapping[str, Any], alone: float) -> str:
+    rise = max(row["rise"], row["equal_rise"])
+    return f"{row['smaller']:.1f}x at {100 * rise:+.2f} % ({alone:.1f}x without a cut)"
