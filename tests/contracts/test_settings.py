@@ -267,6 +267,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.timeout_minutes": "tests/parallel/test_launch.py::test_a_rank_that_waits_too_long_ends",
     "ops.linear": Probe("ref", "kernels"),
     "ops.attention": Probe("ref", "kernels"),
+    "ops.linear_attention": Probe("ref", "kernels"),
     "ops.rms_norm": Probe("ref", "kernels"),
     "ops.cross_entropy": Probe("native", "kernels"),
     "ops.adam": Probe("native", "kernels"),

@@ -6,7 +6,10 @@ import torch
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.training.session import train
 
-LAYERS = "[{ num_heads = 4, num_kv_heads = 2, ffn_dim = 48, sliding_window = 5 }, { num_heads = 0 }, { ffn_dim = 0 }]"
+LAYERS = (
+    "[{ num_heads = 4, num_kv_heads = 2, ffn_dim = 48, sliding_window = 5 }, { num_heads = 0 }, "
+    '{ ffn_dim = 0, attention = "linear" }]'
+)
 OWN = {"model__num_layers": 3, "model__head_dim": 16, "model__layers": LAYERS, "train__steps": 4}
 
 

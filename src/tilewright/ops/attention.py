@@ -7,6 +7,18 @@ scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
 block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
 holds all. Changes memory and time, not the result.
 window: keys that a position sees at most, the last ones, its own included; 0: all.
+
+linear_attention: the past is a matrix per head, by the gated delta rule.
+
+q, k, v [B, H, S, D], decay and rate [B, H, S], all as projections make them. Queries and keys go through SiLU and have
+length 1 then, values go through SiLU. The state M [D, D] of a head is 0 where a document begins; for each position
+
+    M <- sigmoid(decay)^(1/16) M                        it forgets
+    M <- M + k (sigmoid(rate) (v - M^T k))^T            what it holds for a key moves towards the value
+    out = M^T q / sqrt(D)
+
+Sums in FP32. Returns [B, H, S, D] in q's dtype. See: Yang et al., "Gated Delta Networks", 2024, equation 10; the decay
+is that of Yang et al., "Gated Linear Attention", 2023, one per head.
 """
 
 import torch
@@ -22,6 +34,7 @@ from tilewright.ops.backends.native.varlen_availability import (
     why_not_efficient,
     why_not_varlen,
 )
+from tilewright.ops.backends.ref import linear_attention as ref_linear
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 from tilewright.ops.base.documents import Documents, Segments
@@ -128,6 +141,19 @@ ATTENTION = Op(
     kinds=("", WINDOW),
     gpu_kinds=KINDS,
     in_transforms=ref.attention,
+)
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segments: Tensor | None = None) -> Tensor:
+    from tilewright.ops.backends import linear_attention  # it registers torch operators
+
+    return linear_attention.attention(q, k, v, decay, rate, segments)
+
+
+LINEAR_ATTENTION = Op(
+    "linear_attention",
+    (Candidate("chunked", _chunked, always), Candidate("ref", ref_linear.attention, always)),
+    in_transforms=ref_linear.attention,
 )
 
 

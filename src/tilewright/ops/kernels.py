@@ -19,8 +19,9 @@ from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.tiled import OperandFormat, TiledTensor
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
-from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, attention_kind, reads_documents
+from tilewright.ops.attention import ATTENTION, BY_DOCUMENTS, LINEAR_ATTENTION, attention_kind, reads_documents
 from tilewright.ops.backends.native.attention import attention_to_past
+from tilewright.ops.backends.ref import linear_attention as ref_linear
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
@@ -39,7 +40,7 @@ from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, quantize_kind
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
     *(ADAM, MASTER_ADAM, LOW_BIT_ADAM, FOLLOW_WRITES),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
@@ -198,6 +199,37 @@ class Kernels:
         is asked of it. `window`: see `ops.attention`; keys before it may be left out."""
         wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
         return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide, window=window)
+
+    def linear_attention(
+        self,
+        q_BHSD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        decay_BHS: Tensor,
+        rate_BHS: Tensor,
+        *,
+        segments: Segments = None,
+    ) -> Tensor:
+        """See `ops.attention`."""
+        run = self._find("linear_attention", q_BHSD.device.type, q_BHSD.dtype)
+        return run(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_of(segments))
+
+    def linear_attention_from(
+        self,
+        state_BHDD: Tensor | None,
+        q_BHSD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        decay_BHS: Tensor,
+        rate_BHS: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of the next positions of one document, from the state that earlier ones left (None: there are
+        none), and the state that is left now [B, H, D, D] in FP32. No gradient is asked of it."""
+        if q_BHSD.shape[2] == 1:  # of one position, calls take the time
+            return ref_linear.with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, state_BHDD)
+        from tilewright.ops.backends import linear_attention  # it registers torch operators
+
+        return linear_attention.with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, state_BHDD)
 
     def linear_cross_entropy(
         self,

@@ -60,6 +60,8 @@ def why_no_shape(model: Model, task: str) -> str | None:
     kind = raw.get("model_type")
     if any(not layer.ffn_dim for layer in own_layers(model)):
         return "layers without an FFN: llama.cpp leaves out their attention"
+    if any(layer.attention == "linear" for layer in own_layers(model)):
+        return "linear attention: none of its architectures computes it"
     if window := _window(model, raw):
         return f"sliding_window = {window}: llama.cpp computes its architecture llama without a window"
     if kind == "deepseek_v3":

@@ -19,6 +19,7 @@ from tilewright.compress.graph.images import ImageGraph
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import spec_of
+from tilewright.models.decoder.config import DecoderConfig
 
 IDS, PIXELS, LOGITS = "ids", "pixels", "logits"
 Graph = DecoderGraph | HFGraph | ImageGraph
@@ -28,6 +29,9 @@ GRAPHS: dict[str, Callable[[Any], nn.Module]] = {"decoder": DecoderGraph, "hf": 
 
 def why_no_graph(model: Model) -> str | None:
     """Why a model cannot become a graph; None where tracing it can be tried. Quick."""
+    config = model.config
+    if isinstance(config, DecoderConfig) and any(shape.attention == "linear" for shape in config.shapes):
+        return "linear attention keeps a state, and graphs keep tensors of all positions"
     spec = spec_of(model.architecture)
     return None if (spec.graph or GRAPHS.get(spec.name)) else f"no graph form for the architecture {spec.name}"
 

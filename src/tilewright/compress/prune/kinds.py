@@ -77,7 +77,9 @@ def _of_decoder(config: DecoderConfig) -> dict[Kind, Count | Whole]:
     return found
 
 
-def _decoder_heads(config: DecoderConfig) -> Count:
+def _decoder_heads(config: DecoderConfig) -> Count | Whole:
+    if config.attention == "linear":
+        return Whole("heads of linear attention are not cut")
     if config.attention == "mla":
         return Count(config.num_heads, lambda kept: replace(config, num_heads=len(kept), num_kv_heads=len(kept)))
     queries = config.num_heads // config.num_kv_heads

@@ -106,6 +106,14 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
             "kv_lora_rank where attention is latent",
             'entries of model.layers without num_kv_heads, or model.attention = "gqa"',
         )
+    if other := {entry.attention for entry in model.layers} - {None, "linear", model.attention}:
+        yield Conflict(
+            ("model.layers", "model.attention"),
+            "Layers with two kinds of softmax attention",
+            f'model.attention = "{model.attention}", attention = "{other.pop()}" in an entry of model.layers',
+            'attention = "linear" in an entry, or the model\'s own: one table of rotary angles serves all layers',
+            'entries of model.layers with attention = "linear", or without one',
+        )
     groups = "num_heads" if model.attention == "mla" else "num_kv_heads"
     names = ("num_heads", groups, "ffn_dim")
     yield from layer_conflicts([tuple(getattr(entry, name) for name in names) for entry in model.layer_entries()])
@@ -229,6 +237,8 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
         has, need = "layers of their own shape", "layers that are alike (model.layers empty)"
     elif model.attention == "mla" and (entries[0].sliding_window if entries else model.sliding_window):
         has, need = "a window", "sliding_window = 0, or grouped-query attention"
+    elif (entries[0].attention if entries else model.attention) == "linear":
+        has, need = "state in the place of keys", 'attention = "gqa" or "mla"'
     elif model.attention == "gqa" and model.num_experts:
         has, need = "experts", 'attention = "mla" with experts, or none'
     elif model.num_experts and not model.num_shared_experts:

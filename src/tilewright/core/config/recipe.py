@@ -24,6 +24,7 @@ CheckpointInputs = Literal["exact", "fp8"]
 full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
 AttentionBackend = Literal["auto", "amx", "wide", "varlen", "efficient", "native", "ref"]
+LinearAttentionBackend = Literal["auto", "chunked", "ref"]
 FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 NewtonSchulzBackend = Literal["auto", "wide", "native", "ref"]
@@ -340,6 +341,8 @@ class OpsSection(Section):
     or torch's own."""
     attention: AttentionBackend = "auto"
     """Causal attention: on AMX tiles (C++), with 16-bit operands widened, or torch's kernels; on GPUs by documents."""
+    linear_attention: LinearAttentionBackend = "auto"
+    """Linear attention: by chunks of positions, or position by position."""
     rms_norm: NormBackend = "auto"
     """RMSNorm."""
     cross_entropy: Backend = "auto"

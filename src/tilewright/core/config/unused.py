@@ -98,6 +98,12 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: bool(r.model.path), "model.path gives the shape", "model", _SHAPE),
     (lambda r: r.model.attention == "mla", 'model.attention = "mla"', "model", ("num_kv_heads", "head_dim")),
     (lambda r: r.model.attention == "gqa", 'model.attention = "gqa"', "model", _MLA),
+    (
+        lambda r: r.model.attention == "linear",
+        'model.attention = "linear"',
+        "model",
+        ("num_kv_heads", "sliding_window", *_MLA),
+    ),
     (lambda r: r.model.num_experts == 0, "model.num_experts = 0", "model", _EXPERTS),
     (lambda r: r.model.weights == "load", 'model.weights = "load"', "model", ("init_std",)),
     (lambda r: bool(r.data.tokenizer), "data.tokenizer is given", "data", ("vocab_size",)),

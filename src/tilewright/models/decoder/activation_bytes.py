@@ -176,7 +176,10 @@ def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
 def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     dim, heads = config.dim, config.num_heads
     q_dim, value_dim = heads * config.qk_head_dim, heads * config.value_head_dim
-    if config.attention == "gqa":
+    if config.attention == "linear":
+        found = dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), (dim, q_dim))
+        found |= dict.fromkeys(("a_proj", "b_proj"), (dim, heads))
+    elif config.attention == "gqa":
         found = {"q_proj": (dim, q_dim), "k_proj": (dim, _kv_width(config)), "v_proj": (dim, _kv_width(config))}
     else:
         rank = config.q_lora_rank
@@ -187,7 +190,8 @@ def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 _TOGETHER = (
-    *(("q_proj", "q_a_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
+    (*("q_proj", "q_a_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"), "g_proj", "a_proj", "b_proj"),
+    *(("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
     *(("gate_proj", "up_proj"), ("down_proj",)),
     *(("shared_experts.gate_proj", "shared_experts.up_proj"), ("shared_experts.down_proj",)),
 )
@@ -271,6 +275,8 @@ def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
 def _projections_kept(config: DecoderConfig) -> int:
     """Features that all of attention's projections give."""
     heads = config.num_heads * config.qk_head_dim
+    if config.attention == "linear":
+        return 4 * heads + 2 * config.num_heads + config.dim
     if config.attention == "gqa":
         return heads + 2 * _kv_width(config) + config.dim
     expanded = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -278,8 +284,9 @@ def _projections_kept(config: DecoderConfig) -> int:
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
-    """Attention's output, which is as wide as its queries, and its log-sum-exp."""
-    return storage.matmul * config.num_heads * config.qk_head_dim + FP32 * config.num_heads
+    """Attention's output, which is as wide as its queries, and its log-sum-exp; linear attention has none."""
+    sums = 0 if config.attention == "linear" else FP32 * config.num_heads
+    return storage.matmul * config.num_heads * config.qk_head_dim + sums
 
 
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
@@ -300,7 +307,17 @@ def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
     return kept + width * FP32 + result + FP32
 
 
+def _linear_none(config: DecoderConfig, storage: Storage) -> int:
+    """Linear attention keeps what it reads; behind it are a norm of each head and a gate."""
+    width = config.num_heads * config.head_dim
+    norm = _norm_none(config, storage, "q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+    head_norm = width * (storage.matmul if storage.compiled else 2 * FP32) + FP32 * config.num_heads
+    return norm + storage.matmul * (3 * width + 2 * config.num_heads) + head_norm + _swiglu(width, storage, "o_proj")
+
+
 def _attention_none(config: DecoderConfig, storage: Storage) -> int:
+    if config.attention == "linear":
+        return _linear_none(config, storage)
     heads = config.num_heads * config.qk_head_dim
     statistics = FP32 * config.num_heads
     values = config.num_heads * config.value_head_dim

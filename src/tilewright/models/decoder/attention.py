@@ -1,6 +1,6 @@
-"""Causal self-attention of the decoder: grouped-query (GQA) and multi-head latent (MLA).
+"""Causal self-attention of the decoder: grouped-query (GQA), multi-head latent (MLA) and linear.
 
-Both project, rotate and call `kernels.attention`, which masks the future and other documents (`segments`).
+The first two project, rotate and call `kernels.attention`, which masks the future and other documents (`segments`).
 Heads stay in [B, S, H, D] memory order and are handed over as transposed views, so nothing is copied here.
 Parameter names are those of Hugging Face's Llama and DeepSeek-V3.
 
@@ -168,3 +168,72 @@ class LatentAttention(nn.Module):
         """Pairs to halves, then turned as halves. Queries and keys are permuted alike, so scores are the same."""
         halves = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return self.kernels.rope(halves, cos_BSR, sin_BSR)
+
+
+class LinearAttention(nn.Module):
+    """The gated delta rule without parameters: the part of a layer whose precision is a rule of its own; see
+    `CausalAttention`, whose settings it has, and `ops.attention`. It goes by chunks: `block` changes nothing."""
+
+    def __init__(self, kernels: Kernels):
+        super().__init__()
+        self.compute_dtype: torch.dtype | None = None
+        self.block: int | None = None
+        self.kernels = kernels
+
+    def forward(
+        self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, rate_BSH: Tensor, segments: Segments
+    ) -> Tensor:
+        """Heads [B, S, H, D] and their gates -> heads [B, S, H, D]."""
+        inputs = self._inputs(q_BSHD, k_BSHD, v_BSHD, decay_BSH, rate_BSH)
+        return self.kernels.linear_attention(*inputs, segments=segments).transpose(1, 2).to(q_BSHD.dtype)
+
+    def from_state(self, state: Tensor | None, q_BSHD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of the next positions, from the state of earlier ones, and the state that is left."""
+        out_BHSD, state = self.kernels.linear_attention_from(state, *self._inputs(q_BSHD, *rest))
+        return out_BHSD.transpose(1, 2).to(q_BSHD.dtype), state
+
+    def _inputs(self, q_BSHD: Tensor, *rest: Tensor) -> list[Tensor]:
+        dtype = self.compute_dtype or q_BSHD.dtype
+        return [x.to(dtype).transpose(1, 2) for x in (q_BSHD, *rest)]
+
+
+class GatedDeltaAttention(nn.Module):
+    """Linear attention: each head writes to a matrix what it sees, and forgets, at rates that a token sets.
+
+    Its output is normed head by head and gated. It has no positions of its own: their order is that of the writes.
+    Parameter names are those of flash-linear-attention's Gated DeltaNet.
+
+    See: Yang et al., "Gated Delta Networks", 2024; here without a convolution over neighbouring tokens.
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_heads * config.head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
+            nn.Linear(config.dim, width, bias=False) for _ in range(4)
+        )
+        self.a_proj, self.b_proj = (nn.Linear(config.dim, config.num_heads, bias=False) for _ in range(2))
+        self.core = LinearAttention(kernels)
+        self.o_norm = RMSNorm(config.head_dim, config.norm_eps, kernels)
+        self.o_proj = nn.Linear(width, config.dim, bias=False)
+        self.kernels = kernels
+
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj]
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        segments: Segments,
+        cache: LayerCache | JoinedLayer | None = None,
+    ) -> Tensor:
+        """x [B, S, D] -> [B, S, D]; angles are not read. With a cache x are the next positions."""
+        heads = (-1, self.head_dim)
+        inputs = [project(x_BSD).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        inputs += [self.a_proj(x_BSD), self.b_proj(x_BSD)]
+        out_BSHD = self.core(*inputs, segments) if cache is None else cache.recur(self.core.from_state, *inputs)
+        return self.o_proj(self.kernels.swiglu(self.g_proj(x_BSD), self.o_norm(out_BSHD).flatten(2)))

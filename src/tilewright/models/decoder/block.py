@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.base.checkpointing import checkpoint_fp8_input, run_checkpointed
-from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
+from tilewright.models.decoder.attention import GatedDeltaAttention, GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.cache import LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import MLP, RMSNorm
@@ -21,6 +21,8 @@ from tilewright.models.decoder.moe import MoE, SameChoices
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.documents import Segments
 from tilewright.ops.kernels import Kernels
+
+_ATTENTION = {"gqa": GroupedQueryAttention, "mla": LatentAttention, "linear": GatedDeltaAttention}
 
 
 class Block(nn.Module):
@@ -34,12 +36,11 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, kernels: Kernels):
         super().__init__()
-        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
         self.is_moe = config.is_moe(layer)
         self.has_attention, self.has_mlp = config.num_heads > 0, config.ffn_dim > 0
         if self.has_attention:
             self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
-            self.self_attn = attention(config, kernels)
+            self.self_attn = _ATTENTION[config.attention](config, kernels)
         if self.has_mlp:
             self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
             self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)

@@ -31,6 +31,8 @@ class LayerCache:
         """Position of the first row of what is kept: more than 0 where a window has left earlier ones behind."""
         self._ahead: tuple[int, list[Tensor]] | None = None
         """End and last positions of a pass that had no room here. They count once the owner has counted the pass."""
+        self._states: list[tuple[int, Tensor]] = []
+        """Of linear attention: the number of positions that a state has seen, and the state; at most two."""
 
     def extend(self, *new: Tensor, window: int = 0) -> Sequence[Tensor]:
         """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], or of all but those
@@ -80,11 +82,22 @@ class LayerCache:
         whose new part is given: [B, S, ...]."""
         return attention(q_BSHD, *self.extend(*new, window=window))
 
+    def recur(self, attention: Attention, *new: Tensor) -> Tensor:
+        """What `attention` gives for the state before the new positions (None: there was none) and these; it gives the
+        state behind them too. That before them stays until the pass is counted: one that fails may be run again."""
+        start, end = self.owner.length, self.owner.length + new[0].shape[1]
+        self.owner.check_room(len(new[0]), new[0].shape[1])
+        self._states = [(seen, state) for seen, state in self._states if seen == start]
+        out, state = attention(self._states[0][1] if self._states else None, *new)
+        self._states.append((end, state))
+        return out
+
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
         ahead = self._ahead[1] if self._ahead is not None else []
-        return sum(math.prod(t.shape) * t.element_size() for t in (*self._kept, *ahead))
+        states = [state for _, state in self._states]
+        return sum(math.prod(t.shape) * t.element_size() for t in (*self._kept, *ahead, *states))
 
 
 class DecoderCache:
@@ -205,3 +218,8 @@ class JoinedLayer:
             for i, layer in enumerate(self._layers)
         ]
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
+
+    def recur(self, attention: Attention, *new: Tensor) -> Tensor:
+        """See `LayerCache.recur`; row by row."""
+        rows = [layer.recur(attention, *(tensor[i : i + 1] for tensor in new)) for i, layer in enumerate(self._layers)]
+        return torch.cat([*rows, *rows[:1] * (len(new[0]) - len(rows))])

@@ -23,6 +23,7 @@ class LayerShape:
         num_heads: 0: the layer has no attention.
         ffn_dim: 0: it has no FFN, and no experts.
         sliding_window: positions that its attention sees at most; 0: all.
+        attention: that of the decoder, or "linear".
     """
 
     num_heads: int
@@ -33,6 +34,7 @@ class LayerShape:
     expert_dim: int
     shared_dim: int
     sliding_window: int
+    attention: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class DecoderConfig:
     """Shape of a decoder. Fields mean what they mean in `core.config.recipe.ModelSection`; all are concrete here.
 
     With `attention = "gqa"` the fields q_lora_rank ... v_head_dim have no effect; with "mla" num_kv_heads and
-    head_dim have none. With `num_experts = 0` the fields num_experts_per_token ... balance_rate have none.
+    head_dim have none; with "linear" all of these but head_dim, and sliding_window, have none. With `num_experts = 0`
+    the fields num_experts_per_token ... balance_rate have none.
 
     Layers are alike, or each has a `LayerShape` in `layers`. What reads one layer's shape reads `at(layer)`.
 
@@ -65,7 +68,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     init_std: float = 0.02
-    attention: Literal["gqa", "mla"] = "gqa"
+    attention: Literal["gqa", "mla", "linear"] = "gqa"
     q_lora_rank: int = 0
     kv_lora_rank: int = 64
     qk_nope_head_dim: int = 32
@@ -102,7 +105,7 @@ class DecoderConfig:
         """
         names = {field.name for field in fields(cls)}
         values: dict[str, Any] = {name: value for name, value in section if name in names}
-        if not section.head_dim and section.attention == "gqa" and section.dim % section.num_heads:
+        if not section.head_dim and section.attention != "mla" and section.dim % section.num_heads:
             raise ConfigError(
                 "model.dim is not a multiple of model.num_heads",
                 got=f"dim {section.dim}, num_heads {section.num_heads}",
@@ -214,17 +217,17 @@ class DecoderConfig:
     @property
     def rope_dim(self) -> int:
         """Width of the part of a query or key head that carries the position."""
-        return self.head_dim if self.attention == "gqa" else self.qk_rope_head_dim
+        return self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def qk_head_dim(self) -> int:
         """Width of a query or key head."""
-        return self.head_dim if self.attention == "gqa" else self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def value_head_dim(self) -> int:
         """Width of a value head."""
-        return self.head_dim if self.attention == "gqa" else self.v_head_dim
+        return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def shared_width(self) -> int:
@@ -250,7 +253,7 @@ class DecoderConfig:
         if self.sliding_window < 0:
             problems.append(_no_window(f"sliding_window {self.sliding_window}", "model.sliding_window"))
         if self.rope_dim % 2:
-            name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
+            name = "qk_rope_head_dim" if self.attention == "mla" else "head_dim"
             problems.append(
                 Problem(
                     f"model.{name} is odd",
@@ -277,6 +280,16 @@ class DecoderConfig:
         shapes = [(shape.num_heads, getattr(shape, groups), shape.ffn_dim) for shape in self.layers]
         below = [number for number, shape in enumerate(self.layers) if shape.sliding_window < 0]
         wrong = [_no_window(f"layers {ranges(below)}: sliding_window below 0", "model.layers")] if below else []
+        if other := {shape.attention for shape in self.layers} - {self.attention, "linear"}:
+            wrong.append(
+                Problem(
+                    "Layers with two kinds of softmax attention",
+                    got=f"attention {', '.join(sorted(other))} in layers of a decoder with {self.attention}",
+                    need="the decoder's own, or linear",
+                    try_=f'attention = "{self.attention}" or "linear"',
+                    where="model.layers",
+                )
+            )
         return [*_problems(layer_conflicts(shapes)), *wrong]
 
     def _expert_problems(self) -> list[Problem]:
@@ -325,8 +338,8 @@ class DecoderConfig:
         return problems
 
 
-_LISTED = ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank", "sliding_window")
-"""Numbers of a layer that a recipe lists, all but the width of its FFN: that of experts is another."""
+_LISTED = ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank", "sliding_window", "attention")
+"""What a recipe lists of a layer, all but the width of its FFN: that of experts is another."""
 
 
 def _problems(conflicts: Iterable[Conflict]) -> list[Problem]:

@@ -61,6 +61,8 @@ def layer_parameters(config: DecoderConfig, layer: int) -> int:
     """Parameters of layer number `layer`."""
     config = config.at(layer)
     norms = config.dim * ((config.num_heads > 0) + (config.ffn_dim > 0))
+    if config.attention == "linear" and config.num_heads:
+        norms += config.head_dim
     if config.attention == "mla" and config.num_heads:
         norms += config.kv_lora_rank + config.q_lora_rank
     return attention_weights(config) + norms + mlp_weights(config, layer)
@@ -73,6 +75,8 @@ def attention_weights(config: DecoderConfig) -> int:
         return 0
     dim, heads = config.dim, config.num_heads
     out = heads * config.value_head_dim * dim
+    if config.attention == "linear":
+        return dim * heads * (4 * config.head_dim + 2) + out
     if config.attention == "gqa":
         return dim * (heads + 2 * config.num_kv_heads) * config.head_dim + out
     q_dim = heads * config.qk_head_dim
@@ -109,7 +113,8 @@ class FlopCount:
 
     Args:
         layers: one number per layer: matmuls with weights.
-        attention: one number per layer: scores and weighted values.
+        attention: one number per layer: scores and weighted values; of linear attention the products of its state with
+            a key and a query, and what is added to it.
         head: the output projection.
         last: one number per layer: its last matmul, whose result backward does not need, so it is not recomputed.
     """
@@ -156,15 +161,16 @@ def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> 
         2 * (attention_weights(shape) + mlp_weights(shape, layer) - _inactive_parameters(shape, layer))
         for layer, shape in enumerate(shapes)
     )
-    attention = tuple(
-        2
-        * shape.num_heads
-        * (shape.qk_head_dim + shape.value_head_dim)
-        * (mean_keys(seq_len, shape.sliding_window) if causal else seq_len)
-        for shape in shapes
-    )
+    attention = tuple(_attention_flops(shape, seq_len, causal=causal) for shape in shapes)
     last = tuple(2 * config.dim * _last_width(shape, layer) for layer, shape in enumerate(shapes))
     return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)
+
+
+def _attention_flops(config: DecoderConfig, seq_len: int, *, causal: bool) -> float:
+    if config.attention == "linear":
+        return 6.0 * config.num_heads * config.head_dim**2
+    keys = mean_keys(seq_len, config.sliding_window) if causal else seq_len
+    return 2 * config.num_heads * (config.qk_head_dim + config.value_head_dim) * keys
 
 
 def mean_keys(seq_len: int, window: int = 0) -> float:

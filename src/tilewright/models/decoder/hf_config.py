@@ -227,6 +227,8 @@ def _unwritable(config: DecoderConfig) -> list[Problem]:
     reasons = []
     if config.layers:
         reasons.append(("layers of their own shape", "layers that are alike (model.layers empty)"))
+    if config.attention == "linear":
+        reasons.append(("linear attention", "softmax attention"))
     if config.attention == "mla" and config.sliding_window:
         reasons.append(("latent attention with a window", "sliding_window = 0, or grouped-query attention"))
     if config.attention == "gqa" and config.num_experts:

@@ -38,6 +38,11 @@ WORK_GUESS = 0.6
 decoder); what traces of dense layers say, rounded up."""
 
 
+_LINEAR_WORK = 5.0
+"""Time of linear attention beside softmax attention's for as many FLOPs: three times the products, by chunks, and small
+ones (`benchmarks.attention_forms`: 5.2 at 512 positions, where a plan's rate of attention is measured)."""
+
+
 def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:
     """The shape in one precision mode."""
     assert skeleton.config is not None
@@ -157,7 +162,8 @@ class _Decoder:
         modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
         kept = {mode: self._kept(index, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
-        whole = config.num_heads and not 0 < config.sliding_window < seq_len  # a window keeps no mask
+        windowed = 0 < config.sliding_window < seq_len
+        whole = config.num_heads and config.attention != "linear" and not windowed
         mask = float(seq_len**2 * BYTES[policy.matmul]) if masked and whole else 0.0
         mlp = Line(0, self._mlp_share(index, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
@@ -189,7 +195,7 @@ class _Decoder:
             matmul_flops=float((flops.layers[index] - 2 * elsewhere) * seq_len),
             last_flops=float(flops.last[index] * seq_len),
             mlp_flops=2.0 * seq_len * (self.formulas.mlp_weights(config, index) - inactive - elsewhere),
-            attention_flops=flops.attention[index] * seq_len,
+            attention_flops=flops.attention[index] * seq_len * (_LINEAR_WORK if config.attention == "linear" else 1.0),
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
             cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
             called_experts=config.num_experts if moe else 0,

@@ -57,6 +57,8 @@ class LayerSection(Section):
     """Width of the SwiGLU hidden layer; in a layer with experts that of an expert. 0: attention alone."""
     sliding_window: _Own = Field(default=None, ge=0)
     """Positions that a query attends to at most, its own included. 0: all before it."""
+    attention: Literal["gqa", "mla", "linear"] | SkipJsonSchema[None] = None
+    """`linear`, or the model's own."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -95,9 +97,9 @@ class ModelSection(Section):
     it."""
     layers: tuple[LayerSection, ...] = ()
     """Layers of their own shape, in order: a table for each, with what differs from the fields above: `num_heads`,
-    `num_kv_heads`, `q_lora_rank`, `kv_lora_rank`, `ffn_dim`, `sliding_window`. No heads: no attention; `ffn_dim = 0`:
-    no FFN. `repeat` layers in a row share a table. A list of fewer than `num_layers` is a pattern that repeats. Empty:
-    all are alike."""
+    `num_kv_heads`, `q_lora_rank`, `kv_lora_rank`, `ffn_dim`, `sliding_window`, `attention` (`linear`). No heads: no
+    attention; `ffn_dim = 0`: no FFN. `repeat` layers in a row share a table. A list of fewer than `num_layers` is a
+    pattern that repeats. Empty: all are alike."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position frequencies."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -106,8 +108,9 @@ class ModelSection(Section):
     """One matrix for embedding and output head."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
-    attention: Literal["gqa", "mla"] = "gqa"
-    """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
+    attention: Literal["gqa", "mla", "linear"] = "gqa"
+    """Grouped-query; multi-head latent attention as in DeepSeek-V3; or linear attention by the gated delta rule, whose
+    cost per token and whose cache do not grow with the row."""
     q_lora_rank: Count = Field(default=0, ge=0)
     """MLA: rank of the query compression. 0: none."""
     kv_lora_rank: Count = Field(default=64, ge=1)
@@ -175,11 +178,14 @@ class ModelSection(Section):
             return otherwise if value is None else value
 
         heads = own("num_heads", self.num_heads)
+        attention = entry.attention or self.attention
+        softmax = heads > 0 and attention != "linear"
         return LayerSection(
+            attention=attention,
             num_heads=heads,
-            num_kv_heads=(own("num_kv_heads", self.num_kv_heads) or heads) if heads else 0,
+            num_kv_heads=(own("num_kv_heads", self.num_kv_heads) or heads) if softmax else heads,
             q_lora_rank=own("q_lora_rank", self.q_lora_rank),
             kv_lora_rank=own("kv_lora_rank", self.kv_lora_rank),
             ffn_dim=own("ffn_dim", self.expert_width if self.routes(layer) else self.hidden_width),
-            sliding_window=own("sliding_window", self.sliding_window) if heads else 0,
+            sliding_window=own("sliding_window", self.sliding_window) if softmax else 0,
         )

@@ -66,6 +66,14 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     cannot = "cannot be with matrices that are cut over processes yet"
     yield from refused(recipe, "parallel.tp", REFUSED_WITH_TENSORS, cannot)
     if model.kind == "decoder" and not model.path:
+        if "linear" in {model.attention, *(entry.attention for entry in model.layers)}:
+            yield Conflict(
+                ("parallel.tp", "model.attention", "model.layers"),
+                "Linear attention that cannot be cut over processes yet",
+                f"parallel.tp = {parallel.tp}, linear attention",
+                "layers with softmax attention, or whole layers on each process",
+                "--parallel.tp 1",
+            )
         heads = model.num_kv_heads or model.num_heads
         heads = model.num_heads, heads if model.attention == "gqa" else 0
         shared = model.num_shared_experts * model.expert_dim if model.num_experts else 0

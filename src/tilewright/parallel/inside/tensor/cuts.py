@@ -100,6 +100,14 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
             where="parallel.tp",
         )
     config = model.config
+    if any(shape.attention == "linear" for shape in config.shapes):
+        raise ConfigError(
+            "Linear attention that cannot be cut over processes yet",
+            got=f"linear attention, parallel.tp = {tp}",
+            need="layers with softmax attention, or whole layers on each process",
+            try_="--parallel.tp 1",
+            where="parallel.tp",
+        )
     for found in _uneven(config, tp):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
     check_stored(model, tp)
