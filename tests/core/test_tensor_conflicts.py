@@ -8,7 +8,6 @@ from tilewright.core.config.sections.tensor_conflicts import REFUSED_WITH_TENSOR
 CUT = {"parallel.tp": "2"}
 REFUSED = {
     "model.kind": {"model.kind": "tests.models.own:SPEC"},
-    "parallel.pp": {"model.kind": "hf", "model.path": "some/folder", "parallel.pp": "2"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
     "lora.rank": {"lora.rank": "4"},
@@ -24,6 +23,7 @@ REFUSED = {
 def test_cut_matrices_alone_are_accepted():
     assert load(CUT, {"precision.mode": "bf16_mixed"}).parallel.tp == 2
     assert load(CUT, {"parallel.pp": "2", "parallel.schedule": "zbv", "model.num_layers": "8"}).parallel.tp == 2
+    assert load(CUT, {"parallel.pp": "2", "model.kind": "hf", "model.path": "some/folder"}).parallel.tp == 2
     assert load(CUT, {"parallel.dp_shard": "2", "optim.moments": "8bit", "model.num_kv_heads": "2"}).parallel.tp == 2
 
 

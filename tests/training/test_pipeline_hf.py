@@ -9,6 +9,7 @@ from tests.training.tiny import rows, save_tokenizer
 pytestmark = pytest.mark.dist
 RUN = {"model__kind": "hf", "model__weights": "load", "checkpoint__export_hf": "true"}
 STAGES = {"parallel__pp": 2}
+CUT = STAGES | {"parallel__tp": 2, "ops__cross_entropy": "native"}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def ran(data, tmp_path_factory):
     launches = (
         (1, {"alone": run, "whole": whole, "alone_first": stop}),
         (2, {"stages": run | STAGES, "few": refused, "piped_first": stop | STAGES, "alone_first": whole | STAGES}),
-        (1, {"piped_first": whole}),
+        (4, {"cut": run | CUT, "cut_first": stop | CUT}),
+        (1, {"piped_first": whole, "cut_first": whole}),
     )
     for world, changes in launches:
         for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
@@ -38,18 +40,19 @@ def ran(data, tmp_path_factory):
 
 
 @pytest.mark.support("hf", "stages")
-def test_it_is_the_run_of_one_process(ran):
+@pytest.mark.parametrize(("name", "world"), [("stages", 2), ("cut", 4)])
+def test_it_is_the_run_of_one_process(ran, name, world):
     folder, found = ran
-    for rank in range(2):
-        assert not isinstance(found["stages", rank], str), found["stages", rank]
-    assert found["stages", 0] == found["stages", 1], "all ranks have the last stage's numbers"
-    _same(folder / "stages", folder / "alone")
-    assert found["stages", 0][2] == pytest.approx(found["alone", 0][2], rel=2e-6)
-    ours, theirs = (rows(folder / run / "samples.jsonl") for run in ("stages", "alone"))
+    for rank in range(world):
+        assert not isinstance(found[name, rank], str), found[name, rank]
+        assert found[name, rank] == found[name, 0], "all ranks have the last stage's numbers"
+    _same(folder / name, folder / "alone")
+    assert found[name, 0][2] == pytest.approx(found["alone", 0][2], rel=2e-6)
+    ours, theirs = (rows(folder / run / "samples.jsonl") for run in (name, "alone"))
     assert [(row["prompt"], row["text"]) for row in ours] == [(row["prompt"], row["text"]) for row in theirs]
 
 
-@pytest.mark.parametrize("name", ["alone_first", "piped_first"])
+@pytest.mark.parametrize("name", ["alone_first", "piped_first", "cut_first"])
 def test_tied_ends_go_on_in_stages_and_on_one_process(ran, name):
     """One parameter of two ranks is saved once, and read by both."""
     folder, found = ran
@@ -57,11 +60,12 @@ def test_tied_ends_go_on_in_stages_and_on_one_process(ran, name):
     _same(folder / name, folder / "whole")
 
 
-def test_its_folder_is_that_of_one_process(ran):
-    ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in ("stages", "alone"))
+@pytest.mark.parametrize("name", ["stages", "cut"])
+def test_its_folder_is_that_of_one_process(ran, name):
+    ours, theirs = (rows_of_export(ran[0] / run / "hf") for run in (name, "alone"))
     assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() < 1e-4, name
+    for key, tensor in theirs.items():
+        assert (ours[key] - tensor).abs().max() < 1e-4, key
 
 
 def test_too_few_layers_are_told_on_all_ranks(ran):

@@ -20,7 +20,7 @@ from tilewright.models.base.protocols import InitialValues, Model, TrainableMode
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
-from tilewright.parallel.inside.tensor.hold import cut_tensors
+from tilewright.parallel.inside.tensor.hold import check_tensors, cut_tensors
 from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged
@@ -56,6 +56,8 @@ def parallelize(
     world = replace(world, copies_apart=section.grad_sync != "fp32")
     stages: tuple[ModelStage, ...] = ()
     apart = world.sizes.ep > 1 or (world.sizes.tp > 1 and has_experts(model))  # of the whole: a stage may have none
+    if world.sizes.tp > 1:
+        check_tensors(model, world.sizes)
     if world.sizes.pp > 1:
         model = in_stages(model, Pipeline.of(section), world.row, device, values)
         stages = model.stages

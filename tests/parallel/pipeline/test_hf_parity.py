@@ -43,6 +43,28 @@ def test_in_shards_on_four_ranks():
     _check(cases, on_ranks(4, _cases, cases))
 
 
+def _cut(name, kind, shards=1, recompute="none"):
+    """Matrices are cut over two ranks."""
+    return SCHEDULES[name], kind, shards, 1, recompute, 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cut_on_four_ranks():
+    """By default a run is, `tests.training.test_pipeline_hf`. All families in all schedules are
+    `benchmarks.pipeline_parity`'s."""
+    cases = [_cut("1f1b", "llama"), _cut("zbv", "qwen3-tied"), _cut("interleaved_deferred", "deepseek_v3")]
+    cases += [_cut("dualpipe_v", "qwen3_moe", recompute="full")]
+    _check(cases, on_ranks(4, _cases, cases))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cut_in_shards_on_eight_ranks():
+    cases = [_cut("zbv", "qwen3_moe", 2), _cut("interleaved", "granite", 2, "full")]
+    _check(cases, on_ranks(8, _cases, cases))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_schedules():

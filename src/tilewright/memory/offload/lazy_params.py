@@ -54,7 +54,7 @@ def dummy_values(model: nn.Module) -> Iterator[None]:
     All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
     zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.
     """
-    lent = [param for param in model.parameters() if _is_placeholder(param)]
+    lent = [param for param in model.parameters() if is_placeholder(param)]
     before = [param.data for param in lent]
     buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
     for param in sorted(lent, key=torch.numel, reverse=True):
@@ -71,7 +71,13 @@ def dummy_values(model: nn.Module) -> Iterator[None]:
             param.data = value
 
 
-def _is_placeholder(param: Tensor) -> bool:
-    """True where `layout.placeholder` made it, and nothing has come in its place."""
+def is_placeholder(param: Tensor) -> bool:
+    """True where a tensor stands in for one that has no memory yet (`layout.placeholder`), or has it elsewhere
+    (`hf_view.vacant_like`): one value in all places.
+
+    Example:
+        >>> is_placeholder(placeholder((2, 3), torch.float32, "cpu")), is_placeholder(torch.ones(2, 3))
+        (True, False)
+    """
     alone = param.untyped_storage().nbytes() == param.itemsize
     return alone and (param.numel() > 1 or bool(param.isnan().all()))

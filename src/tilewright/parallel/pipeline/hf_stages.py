@@ -33,6 +33,8 @@ class StagedHF(Staged, Derived):
 
     view: HFLayers
     net: nn.Module
+    elsewhere: frozenset[nn.Module]
+    """Ends of which this rank has no parameter, but a stand-in."""
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -116,6 +118,7 @@ def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
     for modules, here in ((first, held.has_first), (last, held.has_last)):
         for module in modules if not here else ():
             _let_go(module, {name for of, name in tied if of is module})
+    held.elsewhere = frozenset((*first, *last)) - frozenset(view.outside())
     modes = whole.checkpointing
     numbers = [number for of_stage in own.values() for number in of_stage]
     view.hold(HeldLayers({number: blocks[number] for number in numbers}))

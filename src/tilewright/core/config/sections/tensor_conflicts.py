@@ -15,10 +15,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "--parallel.tp 1: shards take any model",
     ),
     (
-        lambda r: r.model.kind == "hf" and r.parallel.pp > 1,
-        "parallel.pp", "Stages of a Hugging Face model", "all layers on each process", "--parallel.pp 1",
-    ),
-    (
         lambda r: r.parallel.cpu_offload,
         "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
     ),

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tilewright.models.decoder.moe import permuted
 from tilewright.parallel.inside.experts.exchange import ExpertExchange, SentRows
+from tilewright.parallel.inside.tensor.parts import part_along
 
 NO_BACKWARD = -1
 """What torch calls the backward pass that runs where none does. It has no public name for whether one does."""
@@ -57,12 +58,7 @@ def spread_stack(module: nn.Module, exchange: ExpertExchange, ep: DeviceMesh, sh
         shards: over which FSDP2 shards them.
     """
     for name, whole in list(module.named_parameters(recurse=False)):
-        local = whole.chunk(ep.size())[ep.get_local_rank()].clone(memory_format=torch.contiguous_format)
-        stride = torch.empty(whole.shape, device="meta").stride()
-        part = DTensor.from_local(local, ep, [Shard(0)], run_check=False, shape=whole.shape, stride=stride)
-        param = nn.Parameter(part, whole.requires_grad)
-        param.__dict__.update(whole.__dict__)
-        module.register_parameter(name, param)
+        module.register_parameter(name, part_along(ep, whole, 0))
     module.sharded_over = shards  # type: ignore[assignment]
     ways: list[_Sent] = []
     chosen: list[Tensor] = []

@@ -27,6 +27,7 @@ from tilewright.parallel.inside.tensor.cuts import check_stored, cuts_vocabulary
 from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts, shape_along
 from tilewright.parallel.inside.tensor.shapes import ShapeRanks
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
+from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.world import World
 
 QUERIES, KEYS = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
@@ -80,7 +81,8 @@ def cut_foreign(model: HFModel, world: World) -> None:
     """Cut the matrices of a Hugging Face model over the ranks of `tp`, in place.
 
     Args:
-        model: converted, on meta, or with memory in tests: its parameters are new objects.
+        model: converted, on meta, or with memory in tests: its parameters are new objects. Of a pipeline this rank's
+            stages, whose other layers and ends are not there.
         world: with `tp` ranks that hold other parts.
 
     Raises:
@@ -110,24 +112,39 @@ def cut_shapes(model: HFModel, tp: int, shards: int) -> None:
 
 
 def _cut(model: HFModel, ranks: TensorRanks, part: Callable[[nn.Parameter, int], nn.Parameter], shards: int) -> None:
+    styles = check_foreign(model, ranks.size, shards)  # before anything is cut
+    cut = _Cut(model, ranks, part, shards, frozenset(module for _, module, _ in styles))
+    elsewhere = model.elsewhere if isinstance(model, StagedHF) else ()
+    for _, module, style in styles:
+        if module not in elsewhere:
+            STYLES[style](module, cut)
+    for _, module in stacked_experts(model.net):
+        _each_some_tokens(module, ranks)
+
+
+def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Module, str]]:
+    """What the plan names, see `planned`.
+
+    Args:
+        model: whole, or some of its layers.
+        tp, shards: ranks along `tp` and `dp_shard`.
+
+    Raises:
+        ConfigError: see `cut_foreign`.
+    """
     styles = list(planned(model))
-    modules = frozenset(module for _, module, _ in styles)
-    cut = _Cut(model, ranks, part, shards, modules)
     if not styles:
         raise ConfigError(
             "Model that transformers has no plan of tensor parallelism for",
-            got=f"{type(model.net).__name__}, parallel.tp = {ranks.size}",
+            got=f"{type(model.net).__name__}, parallel.tp = {tp}",
             need="a model with a `tp_plan`, as those of the Llama, Qwen and DeepSeek kind, or tilewright's own decoder",
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
-    check_stored(model, ranks.size)
-    for name, module, style in styles:  # before anything is cut
-        _check(name, module, style, cut)
-    for _, module, style in styles:
-        STYLES[style](module, cut)
-    for _, module in stacked_experts(model.net):
-        _each_some_tokens(module, ranks)
+    check_stored(model, tp)
+    for name, module, style in styles:
+        _check(model, name, module, style, tp, shards)
+    return styles
 
 
 def planned(model: HFModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -226,22 +243,22 @@ STYLES: dict[str, Callable[[nn.Module, _Cut], None]] = {
 _ROWS, _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 
-def _check(name: str, module: nn.Module, style: str, cut: _Cut) -> None:
+def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, shards: int) -> None:
     """Raise ConfigError where a style is not known, or a module does not come out even."""
-    linear, tp = style in (*_ROWS, *_COLUMNS), cut.ranks.size
+    linear = style in (*_ROWS, *_COLUMNS)
     if style not in STYLES or (linear and not isinstance(module, nn.Linear)):
         what = style if style not in STYLES else f"{style} of {type(module).__name__}"
         raise ConfigError(
             "Style of tensor parallelism that is not known",
-            got=f"{what} for {name} in the plan of {type(cut.model.net).__name__}",
+            got=f"{what} for {name} in the plan of {type(model.net).__name__}",
             need=f"of linear layers, embeddings and norms: {', '.join(STYLES)}",
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
-    if not linear or module is cut.model.net.get_output_embeddings():  # a head that does not come out even stays whole
+    if not linear or module is model.net.get_output_embeddings():  # a head that does not come out even stays whole
         return
     assert isinstance(module, nn.Linear), "as was looked at"
-    last, config = name.rpartition(".")[2], cut.model.config.get_text_config()
+    last, config = name.rpartition(".")[2], model.config.get_text_config()
     queries = getattr(config, "num_attention_heads", 0)
     heads = queries if last in QUERIES else (getattr(config, "num_key_value_heads", 0) or queries) * (last in KEYS)
     if heads % tp:
@@ -253,7 +270,7 @@ def _check(name: str, module: nn.Module, style: str, cut: _Cut) -> None:
             where="parallel.tp",
         )
     if style in _ROWS:
-        uneven_rows(name, module.out_features, tp, cut.shards)
+        uneven_rows(name, module.out_features, tp, shards)
     elif module.in_features % tp:
         uneven_rows(name, module.in_features, tp, 1)
 

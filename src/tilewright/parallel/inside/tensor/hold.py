@@ -22,15 +22,25 @@ from tilewright.models.decoder.moe import MoE, RunTokens
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
-from tilewright.parallel.inside.tensor.foreign import cut_foreign
+from tilewright.parallel.inside.tensor.foreign import check_foreign, cut_foreign
 from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts
 from tilewright.parallel.inside.tensor.rows import SequenceSlices
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
+from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
 from tilewright.precision.float8.linear import Float8Linear
 
 TILE = ROW_TILE.cols
 """Tokens that share a scale of a column."""
+
+
+def check_tensors(model: Any, sizes: MeshSizes) -> None:
+    """What can be known before a model is in stages, on all ranks alike: each stage sees its own layers alone.
+
+    Raises:
+        ConfigError: see `cut_tensors`.
+    """
+    (check_foreign if isinstance(model, HFModel) else check_cuts)(model, sizes.tp, sizes.dp_shard)
 
 
 def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) -> None:

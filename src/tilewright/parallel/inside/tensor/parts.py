@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tilewright.memory.offload.lazy_params import is_placeholder
 from tilewright.ops.base.parts import computed_part
 
 
@@ -19,10 +20,11 @@ def part_along(mesh: DeviceMesh, whole: nn.Parameter, dim: int) -> nn.Parameter:
 
     Args:
         mesh: of one axis.
-        whole: on meta, or with memory.
+        whole: on meta, or with memory; of a placeholder the part is on meta.
         dim: along which it is cut; comes out even.
     """
-    local = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    seen = whole.to("meta") if is_placeholder(whole) else whole
+    local = seen.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
     part = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
     param = nn.Parameter(part, whole.requires_grad)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewright.memory.offload.lazy_params import is_placeholder
 from tilewright.models.base.head import head_operands
 from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
@@ -25,18 +26,24 @@ from tilewright.parallel.inside.tensor.collectives import TensorRanks
 
 
 def cut_embedding(table: nn.Embedding, ranks: TensorRanks) -> None:
-    """Let an embedding whose rows are cut give the rows of all tokens."""
+    """Let an embedding whose rows are cut give the rows of all tokens. Where its weight stands in for one that is
+    elsewhere, nothing is exchanged: ranks ask for what comes of it each at its own time."""
     rows = table.num_embeddings // ranks.size
-    foreign: list[Tensor] = []
+    foreign: list[Tensor | None] = []
     """Where the tokens of the call that runs are other ranks'."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        if is_placeholder(table.weight):
+            foreign.append(None)
+            return args
         ids = args[0] - ranks.rank * rows
-        foreign.append((ids < 0) | (ids >= rows))
-        return (ids.masked_fill(foreign[-1], 0),)
+        others = (ids < 0) | (ids >= rows)
+        foreign.append(others)
+        return (ids.masked_fill(others, 0),)
 
     def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return ranks.joined(out.masked_fill(foreign.pop().unsqueeze(-1), 0.0))
+        others = foreign.pop()
+        return out if others is None else ranks.joined(out.masked_fill(others.unsqueeze(-1), 0.0))
 
     table.register_forward_pre_hook(before)
     table.register_forward_hook(after)
