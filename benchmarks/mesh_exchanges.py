@@ -9,19 +9,15 @@ that ranks share; messages between stages are in neither.
 python -m benchmarks.mesh_exchanges
 """
 
-import json
-import multiprocessing as mp
-import os
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks import mesh_memory
 from benchmarks.common import write_result
-from benchmarks.mesh_memory import DENSE, MOE, write_text
 from tilewright.core.config.load import load_recipe
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import launched
@@ -32,14 +28,14 @@ from tilewright.training.planning.forecast import forecast_of
 CLAIM = "seconds of exchanges of real sharded runs, and of their steps, beside what was simulated: reported, no target"
 WARM, TIMED = 2, 7
 WIDER = {"model.dim": "512", "model.num_layers": "4", "train.global_batch_size": "4", "precision.mode": "fp32"}
-CASES: dict[str, tuple[int, dict[str, str]]] = {
-    "2 shards": (2, DENSE | WIDER | {"parallel.dp_shard": "2"}),
-    "2 copies": (2, DENSE | WIDER | {"parallel.dp_replicate": "2", "parallel.dp_shard": "1"}),
-    "2 shards, gradients in FP8": (2, DENSE | WIDER | {"parallel.dp_shard": "2", "parallel.grad_sync": "fp8"}),
-    "matrices in 2 parts": (2, DENSE | WIDER | {"parallel.tp": "2", "parallel.dp_shard": "1"}),
-    "experts on 2 ranks": (2, MOE | WIDER | {"parallel.dp_shard": "2", "parallel.ep": "2"}),
-    "2 stages": (2, DENSE | WIDER | {"parallel.pp": "2"}),
+MORE = {
+    "2 copies": {"parallel.dp_replicate": "2", "parallel.dp_shard": "1"},
+    "2 shards, gradients in FP8": {"parallel.dp_shard": "2", "parallel.grad_sync": "fp8"},
 }
+CASES = {
+    name: mesh_memory.CASES[name]
+    for name in ("2 shards", "matrices in 2 parts", "experts on 2 ranks", "2 stages, 1f1b")
+} | {name: (2, mesh_memory.DENSE | one) for name, one in MORE.items()}
 
 
 def measure(rank: int, settings: dict[str, str], folder: str) -> dict[str, Any]:
@@ -64,34 +60,15 @@ def measure(rank: int, settings: dict[str, str], folder: str) -> dict[str, Any]:
         return {"measured": measured | {"steps_s": steps}, "simulated": expected.to_json() if expected else None}
 
 
-def _rank(rank: int, world: int, port: int, folder: str, settings: dict[str, str]) -> None:
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in local.items()})
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = measure(rank, settings, folder)
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def on_ranks(world: int, settings: dict[str, str], folder: str) -> dict[str, Any]:
-    """What the first of so many ranks has found."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(
-        _rank, (world, store.port, folder, settings), nprocs=world, start_method="forkserver"
-    )
-    return json.loads((Path(folder) / "found.json").read_text())
-
-
 def main() -> None:
     """All cases; the result is written after each."""
+    from tests.ranks import on_ranks
+
     results: dict[str, Any] = {"warm_steps": WARM, "timed_steps": TIMED, "cases": {}}
-    mp.get_context("forkserver").set_forkserver_preload(["tilewright.training.session"])
     with tempfile.TemporaryDirectory() as folder:
-        write_text(Path(folder) / "text")
+        mesh_memory.write_text(Path(folder) / "text")
         for name, (world, settings) in CASES.items():
-            results["cases"][name] = found = on_ranks(world, settings, folder)
+            results["cases"][name] = found = on_ranks(world, measure, settings | WIDER, folder)[0]
             real, told = found["measured"], found["simulated"] or {}
             print(f"{name}: step {real['step_s']:.3f} s, simulated {told.get('step_s')}; exchanges "
                   f"{real['exchange_s']:.3f} s, bound {told.get('bound_s')}", flush=True)  # fmt: skip

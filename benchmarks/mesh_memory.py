@@ -8,16 +8,12 @@ pass leaves for backward, under stages of one micro-batch; the same owners of th
 python -m benchmarks.mesh_memory
 """
 
-import json
-import os
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.common import write_result
 from tilewright.core.config.load import load_recipe
@@ -124,25 +120,6 @@ def write_text(folder: Path) -> None:
         (folder / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400)) + f" {number}.")
 
 
-def _rank(rank: int, world: int, port: int, folder: str, settings: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in local.items()})
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = hold(rank, settings, folder)
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def on_ranks(world: int, settings: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """Rows of every rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(_rank, (world, store.port, folder, settings), nprocs=world, start_method="forkserver")
-    return json.loads((Path(folder) / "found.json").read_text())
-
-
 def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> dict[str, Any]:
     """The worst rank by owner, and of the bytes that ranks hold all the time together."""
     each, off = len(ranks) // len(counted), {}
@@ -158,12 +135,13 @@ def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> di
 
 def main() -> None:
     """All cases; the result is written after each, as far as there is time."""
+    from tests.ranks import on_ranks
+
     results: dict[str, Any] = {}
-    mp.get_context("forkserver").set_forkserver_preload(["tilewright.training.session"])
     with tempfile.TemporaryDirectory() as folder:
         write_text(Path(folder) / "text")
         for name, (world, settings) in CASES.items():
-            ranks = on_ranks(world, settings, folder)
+            ranks = on_ranks(world, hold, settings, folder)[0]
             results[name] = found = compared(ranks, planned(settings, world, ranks[0]["vocab"]))
             words = {owner: f"{share:+.2%}" for owner, share in found["off"].items()}
             print(f"{name}: {found['of_all']:+.2%} {words}", flush=True)

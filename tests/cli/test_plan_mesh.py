@@ -10,7 +10,7 @@ import pytest
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.core.units import format_bytes, format_share
-from tilewright.planner.simulate.torch_tables import torch_tables
+from tilewright.planner.simulate.torch_tables import KeptTables
 
 SMALL = [
     *("plan", "default", "--on", "h100", "--model.dim", "4096", "--model.num_layers", "8", "--model.num_heads", "2"),
@@ -22,14 +22,8 @@ ONE = [*SMALL, "--world", "4", "--nodes", "1x4"]
 @pytest.fixture(scope="module", autouse=True)
 def _made_once():
     """A table of a schedule is made once for all tests of this file."""
-    made, patch = {}, pytest.MonkeyPatch()
-
-    def kept(asked):
-        if missing := [one for one in asked if one not in made]:
-            made.update(torch_tables(missing))
-        return {one: made[one] for one in asked}
-
-    patch.setattr("tilewright.planner.simulate.mesh.search.torch_tables", kept)
+    patch, tables = pytest.MonkeyPatch(), KeptTables()
+    patch.setattr("tilewright.planner.simulate.torch_tables.KeptTables", lambda: tables)
     yield
     patch.undo()
 

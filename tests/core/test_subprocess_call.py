@@ -11,7 +11,7 @@ import pytest
 
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.core.log import get_logger
-from tilewright.core.subprocess_call import answer, answer_error, call_module
+from tilewright.core.subprocess_call import ModuleWorker, answer, answer_error, call_module
 
 NAME = "tests.core.test_subprocess_call"
 
@@ -92,6 +92,26 @@ def test_a_killed_process_is_reported():
     (problem,) = caught.value.problems
     assert "SIGKILL" in problem.got
     assert all((problem.what, problem.need, problem.try_, problem.where))
+
+
+def test_a_worker_stays_between_calls_and_ends_with_its_owner():
+    worker = ModuleWorker(NAME)
+    first = worker.call(what="return", number=1)
+    with pytest.raises(DataError):
+        worker.call(what="raise")
+    assert worker.call(what="return", number=1) == first
+    child = worker._child
+    assert child.poll() is None
+    del worker
+    assert child.returncode == 0
+
+
+def test_a_worker_that_is_killed_says_so_from_then_on():
+    worker = ModuleWorker(NAME)
+    worker.call(what="return")
+    for what in ("end", "return"):
+        with pytest.raises(HardwareError, match=r"signal 9 \(SIGKILL\)"):
+            worker.call(what=what)
 
 
 def test_no_answer_is_a_bug():

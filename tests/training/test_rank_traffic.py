@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
+from tests.training.test_tensor_hf import write_model
 from tests.training.tiny import tiny
 from tilewright.cli.app import run as command_line
 from tilewright.core.hardware import detect_machine
@@ -29,9 +30,9 @@ CASES = {
     "bf16": {"precision__mode": "bf16_mixed", "ops__linear": "native"},
 }
 WIRES = {name: {"parallel__grad_sync": name} for name in ("fp32", "bf16", "fp8")}
-ROUTED = {
+SPREAD = {"parallel__dp_shard": 2, "parallel__ep": 2, "train__micro_batch_size": 1}
+ROUTED = SPREAD | {
     "model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 64, "model__dim": 128,
-    "parallel__dp_shard": 2, "parallel__ep": 2, "train__micro_batch_size": 1,
 }  # fmt: skip
 SPEEDS = {"gather": 1e9, "scatter": 1e9, "reduce": 1e9, "exchange": 2e9}
 LEAST = 127
@@ -130,8 +131,12 @@ def test_a_plan_knows_that_weights_travel_as_codes(data, tmp_path):
 @pytest.mark.dist
 def test_a_plan_knows_rows_that_go_to_experts(data, tmp_path):
     """Of both ranks together there are as many as are planned, wherever the router sends them."""
-    ways = {"kept": {}, "again": {"train__activation_checkpoint": "full"}, "codes": {"parallel__dispatch": "fp8"}}
-    results = on_ranks(2, exchanged, str(data), str(tmp_path), {name: ROUTED | more for name, more in ways.items()})
+    again, codes = {"train__activation_checkpoint": "full"}, {"parallel__dispatch": "fp8"}
+    mixed = {"precision__mode": "bf16_mixed", "ops__linear": "native"}
+    foreign = write_model(tmp_path, "qwen3_moe", hidden_size=128) | SPREAD | {"ops__cross_entropy": "native"}
+    ways = {"kept": ROUTED, "again": ROUTED | again, "codes": ROUTED | codes}
+    ways |= {"stacked": foreign | mixed, "stacked, again": foreign | again | codes}
+    results = on_ranks(2, exchanged, str(data), str(tmp_path), ways)
     for name in ways:
         ranks = [found[name] for found in results]
         _, planned, _, sent, seconds = ranks[0]

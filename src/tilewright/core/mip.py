@@ -4,6 +4,7 @@
 trains.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,14 @@ class LinearRow:
     lower: float = -math.inf
     upper: float = math.inf
 
+    @property
+    def content(self) -> "RowContent":
+        """Its entries without zeros, and its bounds."""
+        return tuple((place, value) for place, value in self.entries.items() if value), self.lower, self.upper
+
+
+RowContent = tuple[tuple[tuple[int, float], ...], float, float]
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -48,7 +57,7 @@ class Solution:
 def minimise(
     columns: Sequence[Column], rows: Sequence[LinearRow], *, gap: float, patience_s: float = PATIENCE_S
 ) -> Solution | None:
-    """The cheapest values that hold all constraints; None where there are none.
+    """The cheapest values that hold all constraints; None where there are none. Equal programs are solved once.
 
     Args:
         columns: variables.
@@ -64,6 +73,13 @@ def minimise(
         >>> minimise(coins, [LinearRow({0: 5, 1: 3}, 11, 11)], gap=0).values
         (1.0, 2.0)
     """
+    return _solved(tuple(columns), tuple(row.content for row in rows), gap, patience_s)
+
+
+@functools.lru_cache(maxsize=256)
+def _solved(
+    columns: tuple[Column, ...], rows: tuple[RowContent, ...], gap: float, patience_s: float
+) -> Solution | None:
     import highspy  # here: most commands need no solver
     import numpy as np
 
@@ -76,11 +92,10 @@ def minimise(
         solver.changeColCost(place, column.cost)
         if column.whole:
             solver.changeColIntegrality(place, highspy.HighsVarType.kInteger)
-    for row in rows:
-        entries = {place: value for place, value in row.entries.items() if value}
-        places = np.fromiter(entries, np.int32, len(entries))
-        values = np.fromiter(entries.values(), np.float64, len(entries))
-        solver.addRow(row.lower, row.upper, len(entries), places, values)
+    for entries, lower, upper in rows:
+        places = np.fromiter((place for place, _ in entries), np.int32, len(entries))
+        values = np.fromiter((value for _, value in entries), np.float64, len(entries))
+        solver.addRow(lower, upper, len(entries), places, values)
     solver.run()
     info = solver.getInfo()
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:

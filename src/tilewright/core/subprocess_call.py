@@ -8,7 +8,9 @@ import json
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,23 +43,86 @@ def call_module(
         TilewrightError: the one that the function raised.
         HardwareError: the process was killed.
     """
-    sys.stdout.flush()
-    request = {"level": get_logger(ROOT).getEffectiveLevel(), "arguments": arguments}
-    command = [sys.executable, "-P", "-m", module, json.dumps(request)]
-    found: dict[str, Any] = {}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=env.importing(Path(__file__).parents[2]) | dict(environ or {})
-    ) as child:
-        assert child.stdout is not None
+    with _started(module, arguments, environ) as child:
         on_start(child)
-        for line in child.stdout:
-            if line.startswith("{"):
-                found = json.loads(line)
-            else:
-                on_line(line.rstrip("\n"))
+        found = _read(child, on_line)
+    return _result(module, child, found)
+
+
+class ModuleWorker:
+    """A process of `python -m module` that stays between calls: what it has imported is there for the next one. It ends
+    with its owner.
+
+    Args:
+        module: see `call_module`.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._child: subprocess.Popen[str] | None = None
+
+    def call(self, **arguments: object) -> Any:
+        """See `call_module`."""
+        if self._child is None:
+            self._child = _started(self._module, arguments, stays=True)
+            weakref.finalize(self, _end, self._child)
+        else:
+            assert self._child.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended: why is told below
+                print(_request(arguments, stays=True), file=self._child.stdin, flush=True)
+        found = _read(self._child, say, once=True)
+        if not found:
+            self._child.wait()
+        return _result(self._module, self._child, found)
+
+
+def _request(arguments: Mapping[str, object], *, stays: bool) -> str:
+    return json.dumps({"level": get_logger(ROOT).getEffectiveLevel(), "arguments": arguments, "stays": stays})
+
+
+def _started(
+    module: str, arguments: Mapping[str, object], environ: Mapping[str, str] | None = None, *, stays: bool = False
+) -> "subprocess.Popen[str]":
+    sys.stdout.flush()
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, _request(arguments, stays=stays)],
+        stdin=subprocess.PIPE if stays else None,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env.importing(Path(__file__).parents[2]) | dict(environ or {}),
+    )
+
+
+def _read(child: "subprocess.Popen[str]", on_line: Callable[[str], object], *, once: bool = False) -> dict[str, Any]:
+    """The last answer of a child, up to its end; the first one, where it stays."""
+    found: dict[str, Any] = {}
+    assert child.stdout is not None
+    for line in child.stdout:
+        if not line.startswith("{"):
+            on_line(line.rstrip("\n"))
+            continue
+        found = json.loads(line)
+        if once:
+            break
+    return found
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    """Let a child that stays see the end of its requests, and wait until it is gone."""
+    assert child.stdin is not None
+    with child, suppress(BrokenPipeError):  # it has ended, and did not read all
+        child.stdin.close()
+
+
+def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) -> Any:
+    """What a child answered.
+
+    Raises:
+        TilewrightError, HardwareError: see `call_module`.
+    """
     if "problems" in found:
         raise getattr(errors, found["error"]).from_problems([Problem(**problem) for problem in found["problems"]])
-    if child.returncode < 0:
+    if (child.returncode or 0) < 0:
         raise HardwareError(
             "Worker process was killed",
             got=f"signal {-child.returncode} ({signal.Signals(-child.returncode).name})",
@@ -71,18 +136,20 @@ def call_module(
 
 
 def answer(function: Callable[..., object]) -> None:
-    """In the child: call `function` with the arguments of `call_module`, and print its result or error as JSON."""
+    """In the child: call `function` with the arguments of `call_module`, and print its result or error as JSON; of a
+    `ModuleWorker` with those of each call, until there are no more."""
     request = json.loads(sys.argv[1])
     configure()
     get_logger(ROOT).setLevel(request["level"])
     try:
-        found = {"result": function(**request["arguments"])}
-    except TilewrightError as error:
-        answer_error(error)
-        return
+        while request:
+            try:
+                print(json.dumps({"result": function(**request["arguments"])}), flush=True)
+            except TilewrightError as error:
+                answer_error(error)
+            request = json.loads(sys.stdin.readline() or "null") if request["stays"] else None
     except KeyboardInterrupt:  # the parent was interrupted, too
         sys.exit(130)
-    print(json.dumps(found), flush=True)
 
 
 def answer_error(error: TilewrightError) -> None:

@@ -1,5 +1,6 @@
 """Gradients of a step in each wire format, on copies, shards and copies of shards, against one process in FP32."""
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,7 @@ from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.executor.standard import StandardExecutor
 
 SECTIONS = {wire: ParallelSection(grad_sync=wire) for wire in ("fp32", "bf16", "fp8")}
+LATE_S = 1.0
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp8": 2.0**-4}
 
 
@@ -41,7 +43,7 @@ def cut(case, world, section, optimizer=Seen, **options):
 
 
 def steps_of(rank, sizes, cases):
-    """For each case and wire: the worst error against one process, and bytes by kind."""
+    """For each case and wire: the worst error against one process, and what was exchanged by kind."""
     world = world_of(sizes)
     found = []
     for case in cases:
@@ -52,7 +54,7 @@ def steps_of(rank, sizes, cases):
             _, seen, executor, _ = cut(case, world, section, **case.options)
             world.traffic.take()
             executor.step(microbatches(rank, case.number), 0.0)
-            sent = {kind: one.sent_bytes for kind, one in world.traffic.take().items()}
+            sent = world.traffic.take()
             digest = [grad.sum().item() for grad in seen.grads.values()]
             errors = {name: relative(seen.grads[name], grad) for name, grad in want.grads.items()}
             found.append((wire, max(errors.values(), default=0.0), sent, digest))
@@ -71,6 +73,7 @@ def test_gradients_arrive_in_each_wire_format(sizes):
     for found in results[1:]:
         assert [digest for *_, digest in found] == [digest for *_, digest in first], "the same bits on all ranks"
     for wire, error, sent, _ in first:
+        assert all(one.sent_bytes > 0 and one.seconds >= one.exposed_s > 0 for one in sent.values()), sent
         # Each rank's values are rounded once, and sums of copies once more (both, where shards have copies).
         assert error <= (ranks + 2) * UNIT[wire] + (0.02 if wire == "fp32" else 0.05), (wire, error)
         assert error > 0 or wire == "fp32"
@@ -79,11 +82,35 @@ def test_gradients_arrive_in_each_wire_format(sizes):
         assert ("dp_shard", "reduce_scatter") in reduced or sizes[1] == 1
     by_wire = dict(zip(SECTIONS, first[:3], strict=False))
     total = {
-        wire: sum(size for (_, operation, _), size in sent.items() if operation != "all_gather")
+        wire: sum(one.sent_bytes for (_, operation, _), one in sent.items() if operation != "all_gather")
         for wire, (_, _, sent, _) in by_wire.items()
     }
     assert total["bf16"] <= 0.51 * total["fp32"]
     assert total["fp8"] <= 0.29 * total["fp32"], "tiles of a tiny model are not full"
+
+
+def late(rank, wire):
+    """Seconds by axis that this rank of two copies of two shards waits in a step, where the other copy is late."""
+    world = world_of((2, 2))
+    model, _, executor, _ = cut(Case("gqa"), world, SECTIONS[wire])
+    executor.step(microbatches(rank, 1), 0.0)
+    world.traffic.take()
+    if rank >= 2:
+        embedding = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+        embedding.register_forward_pre_hook(lambda *_: time.sleep(LATE_S))
+    executor.step(microbatches(rank, 1), 0.0)
+    found = {"dp_shard": 0.0, "dp_replicate": 0.0}
+    for (axis, _, _), one in world.traffic.take().items():
+        found[axis] += one.exposed_s
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wire", ["fp32", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_copy_counts_how_long_it_waits_for_a_late_one(wire):
+    found = on_ranks(4, late, wire)
+    for waited in found[:2]:
+        assert waited["dp_replicate"] > LATE_S / 4, found  # its own step takes a while too, on a busy machine
 
 
 def odd(rank, wire, plans):

@@ -178,7 +178,20 @@ def _values(part: Tensor, piece: GatheredPart) -> Tensor:
 
 
 class WireReduceScatter(_Counted):
-    """FSDP2's reduce-scatter of a group's gradients, which are FP32."""
+    """FSDP2's reduce-scatter of a group's gradients, which are FP32.
+
+    Attributes:
+        ended_s: `perf_counter` when this rank last had its part of the sum; of one part, which FSDP2 copies, when it
+            had the memory for that.
+    """
+
+    ended_s = 0.0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the ranks' gradients, then of this rank's part."""
+        found = super().allocate(size, dtype=dtype, device=device)
+        self.ended_s = time.perf_counter()
+        return found
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -186,24 +199,19 @@ class WireReduceScatter(_Counted):
         """Sum the ranks' gradients; each gets its part. In a wire format only sums are there: `shard` asks for none
         but these."""
         communicator = self._communicator
-        if not communicator.packs(input_tensor):
+        if communicator.packs(input_tensor):
+            assert op == dist.ReduceOp.SUM, "gradients are sums"
+            wire, transport = communicator.wire, GroupTransport(group)
+            work = partial(communicator.scatter_packed, transport, output_tensor, input_tensor, self._name)
+        else:
             wire = wire_name(input_tensor.dtype)
             size = whole_bytes("reduce_scatter", input_tensor.nbytes, group.size())
             communicator.traffic.sent(communicator.axis, "reduce_scatter", wire, size)
             options = {"op": op, "group": group, "async_op": async_op}
-            return self._timed(
-                "reduce_scatter",
-                wire,
-                input_tensor,
-                lambda: reduce_scatter_rows(output_tensor, input_tensor, **options),
-            )
-        assert op == dist.ReduceOp.SUM, "gradients are sums"
-        return self._timed(
-            "reduce_scatter",
-            communicator.wire,
-            input_tensor,
-            lambda: communicator.scatter_packed(GroupTransport(group), output_tensor, input_tensor, self._name),
-        )
+            work = partial(reduce_scatter_rows, output_tensor, input_tensor, **options)
+        found = self._timed("reduce_scatter", wire, input_tensor, work)
+        self.ended_s = time.perf_counter()
+        return found
 
 
 def exchange_shards(
@@ -220,8 +228,9 @@ def exchange_shards(
         model: from `parallel.shard`.
         shards: of the model.
         experts: shards of experts that are spread over other ranks; None where none are.
-        copies: of the shards. In `fp32` FSDP2 sums their gradients itself and they are counted; in other formats the
-            model is sharded over an axis alone, and what the hook of FSDP2 does is their sum. None: one copy.
+        copies: of the shards. In `fp32` FSDP2 sums their gradients itself, between its reduce-scatter and its hook:
+            that time is counted as theirs. In other formats the model is sharded over an axis alone, and what the hook
+            does is their sum. None: one copy.
         coded: weights whose layers read 8-bit codes are gathered as these.
     """
     if coded:
@@ -235,7 +244,7 @@ def exchange_shards(
             one, name = experts if of_experts else shards, f"{names.get(module, '')}.{place}"
             gather = CodedAllGather(one, name, group) if coded else CountedAllGather(one, name)
             reduce = WireReduceScatter(one, name)
-            hook = None if copies is None else partial(_sum_copies, copies, f"{name}.copies")
+            hook = None if copies is None else partial(_sum_copies, copies, f"{name}.copies", reduce)
             if len(groups) == 1:
                 module.set_custom_all_gather(gather)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -256,9 +265,13 @@ def _tell(model: nn.Module) -> None:
         log.warning("No weight is gathered in FP8: matmuls of no layer read theirs in tiles of FP8 alone")
 
 
-def _sum_copies(copies: AsyncCommunicator, name: str, part: Tensor) -> None:
+def _sum_copies(copies: AsyncCommunicator, name: str, reduce: WireReduceScatter, part: Tensor) -> None:
     if copies.packs(part):
         copies.async_all_reduce(part, name=name).wait()
-    else:  # FSDP2 has summed it
-        size = whole_bytes("all_reduce", part.nbytes, dist.get_world_size(copies.group))
-        copies.traffic.sent(copies.axis, "all_reduce", wire_name(part.dtype), size)
+        return
+    wire = wire_name(part.dtype)  # FSDP2 has summed it
+    size = whole_bytes("all_reduce", part.nbytes, dist.get_world_size(copies.group))
+    copies.traffic.sent(copies.axis, "all_reduce", wire, size)
+    if not part.is_cuda:
+        took = time.perf_counter() - reduce.ended_s
+        copies.traffic.took(copies.axis, "all_reduce", wire, took, took)

@@ -163,23 +163,22 @@ class CutPasses:
         return CutPasses(*(getattr(self, one.name).plus(getattr(other, one.name)) for one in fields(self)))
 
 
-def routed_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, ep: int) -> CutPasses:
+def routed_layer(found: LayerClass, recipe: Recipe, rows: int, ep: int) -> CutPasses:
     """Of one layer whose experts are on several ranks.
 
     Args:
         found: the layer.
-        shape: of the model.
         recipe: what rows of tokens travel as.
         rows: of a micro-batch.
         ep: ranks that hold other experts.
     """
-    chosen = sum(one.share for one in found.matmuls if role(one.fqn) == "experts.gate_proj")  # of a rank's tokens
-    if ep == 1 or not chosen:
+    routed = found.routed
+    if ep == 1 or not routed.values:
         return CutPasses()
-    values = chosen * rows * shape.seq_len * shape.dim
-    stream = RankTraffic(exchange=values * shape.matmul_bytes)
-    sent = RankTraffic(exchange=values * FP32 * WIRE_SHARE["fp8"]) if recipe.parallel.dispatch == "fp8" else stream
-    return CutPasses(sent.plus(stream), sent.plus(stream), stream.times(2))
+    values = rows * routed.values
+    there, back = RankTraffic(exchange=values * routed.read_bytes), RankTraffic(exchange=values * routed.made_bytes)
+    sent = RankTraffic(exchange=values * FP32 * WIRE_SHARE["fp8"]) if recipe.parallel.dispatch == "fp8" else there
+    return CutPasses(sent.plus(back), sent.plus(back), there.plus(back))
 
 
 def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
@@ -256,6 +255,6 @@ def cut_traffic(
     total = ends.forward.plus(ends.backward)
     for found in shape.classes:
         one, again = cut_layer(found, shape, recipe, rows, tp, shards), recomputed.get(found.name, 0)
-        one = one.plus(routed_layer(found, shape, recipe, rows, ep))
+        one = one.plus(routed_layer(found, recipe, rows, ep))
         total = total.plus(one.forward.plus(one.backward).times(found.count)).plus(one.again.times(again))
     return total.times(num_micro)

@@ -29,6 +29,7 @@ from tilewright.planner.model.rounding import rounding_kept, rounding_moved
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, distinct, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.model.weights import Weights
+from tilewright.planner.trace.routed_rows import RoutedRows
 from tilewright.precision.lora.lora import adapted_layers
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy
@@ -185,6 +186,7 @@ class _Decoder:
             kept_attention=kept["attention"],
             input=self._kept(index, "full", replace(storage, inputs="exact")),
             routes=moe,
+            routed=self._routed() if moe else RoutedRows(),
             work=Line(0, work * kept["none"].per_row) + operands,
             moved=passed.times(element_passes(fused)) + rounding_moved(matmuls, seq_len, compiled=fused),
             fused=fused,
@@ -202,6 +204,11 @@ class _Decoder:
             buffers=float(held_qdata(matmuls, kept_codes) + FP32 * config.num_experts * moe),
             coding=Coding.of(matmuls, seq_len, self.machine, kept_codes),
         )
+
+    def _routed(self) -> RoutedRows:
+        """Rows of experts: in what matmuls read, both ways."""
+        size = BYTES[self.policy.matmul]
+        return RoutedRows(self.chosen * self.seq_len * self.config.dim, size, size)
 
     def _kept(self, layer: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
         """Bytes that a layer keeps."""

@@ -173,6 +173,7 @@ class _Found:
             kept_attention=line("kept_attention"),
             input=Line(0, one.input),
             routes=next(find_routers(module), None) is not None,
+            routed=flops.routed,
             work=line("work").times(free) + self._operands(matmuls),
             moved=self._walked(*(trace.layers.traffic[place] for trace in self.traced)),
             fused=self.compiled,

@@ -16,6 +16,7 @@ from tilewright.planner.model.gemms import LinearGemm
 from tilewright.planner.model.operands import OperandBytes
 from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.byte_counter import GemmKind
+from tilewright.planner.trace.routed_rows import RoutedRows
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class LayerClass:
     """The layer's input: all that a recomputed layer keeps."""
     routes: bool = False
     """Whether a router reads the input, which a layer that is recomputed then keeps as it is."""
+    routed: RoutedRows = field(default_factory=RoutedRows)
+    """What ranks exchange where experts are spread over them."""
     work: Line = Line()
     """What backward needs beyond `kept`, gradients of weights left out."""
     moved: Line = Line()

@@ -5,7 +5,7 @@ the mesh of a run: `pp` is its outermost axis.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -74,11 +74,18 @@ class PassCosts:
 
     def seconds(self, row: int, rank: int, slot: Slot) -> float:
         """Of a slot of a rank of a row."""
-        work, shares, kinds = self.work[row], self.shares[row], self.kinds.by_kind
-        found = 0.0
-        for stage, kind, microbatch in slot:
-            found += kinds[kind] * work[microbatch] * shares[stage]
-        return found / self.speeds[row][rank]
+        return self.of_slots(row, rank, (slot,))[0]
+
+    def of_slots(self, row: int, rank: int, slots: Iterable[Slot]) -> list[float]:
+        """Seconds of each of some slots of a rank of a row."""
+        work, shares, kinds, speed = self.work[row], self.shares[row], self.kinds.by_kind, self.speeds[row][rank]
+        found = []
+        for slot in slots:
+            one = 0.0
+            for stage, kind, microbatch in slot:
+                one += kinds[kind] * work[microbatch] * shares[stage]
+            found.append(one / speed)
+        return found
 
     def held(self, row: int, one: StagePass) -> float:
         """What a pass keeps for the backward pass, in micro-batches of work 1 through a stage of share 1."""

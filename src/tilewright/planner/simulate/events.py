@@ -7,12 +7,13 @@ over a link, on which messages follow each other in the order in which they were
 """
 
 import heapq
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from tilewright.core.errors import ConfigError
-from tilewright.planner.simulate.costs import StepCosts
+from tilewright.planner.simulate.costs import Path, StepCosts
 from tilewright.planner.simulate.table import Place, ScheduleTable, Slot, slot_text
 
 
@@ -59,95 +60,109 @@ def simulate(table: ScheduleTable, costs: StepCosts) -> Timeline:
     return _Run(table, costs).done()
 
 
+class _Row:
+    """A row's state. Slots have their numbers in the whole table."""
+
+    def __init__(self, number: int, table: ScheduleTable, costs: StepCosts) -> None:
+        self.number, passes = number, costs.passes
+        self.work = passes.work[number]
+        self.seconds = [one for rank, slots in enumerate(table.rows) for one in passes.of_slots(number, rank, slots)]
+        self.open = list(table.needs.counts)
+        """What each slot still waits for."""
+        self.last: list[tuple[float, int | None] | None] = [None] * len(self.open)
+        """Of what has come for a slot the last: when it was made, and by which slot."""
+        self.next = list(table.needs.first)
+        """By rank the slot that is its turn."""
+        self.busy = [False] * table.num_ranks
+        self.found: list[list[SlotTimes]] = [[] for _ in table.rows]
+        self.paths: dict[tuple[int, int], Path] = {}
+
+
 class _Run:
     """The state of a simulation: what is under way, and what each rank waits for."""
 
     def __init__(self, table: ScheduleTable, costs: StepCosts) -> None:
         self._table, self._costs, self._needs = table, costs, table.needs
-        rows = range(costs.num_rows)
-        self._found: list[list[list[SlotTimes]]] = [[[] for _ in table.rows] for _ in rows]
-        self._open = [{place: len(needed) for place, needed in self._needs.needed.items()} for _ in rows]
-        self._last: list[dict[Place, tuple[float, Place | None]]] = [{} for _ in rows]
-        self._busy = [[False] * table.num_ranks for _ in rows]
+        self._rank_of, self._ends, self._makes = table.needs.rank_of, table.needs.ends, table.needs.makes
+        self._rows = [_Row(number, table, costs) for number in range(costs.num_rows)]
         self._links: dict[tuple[int, ...], float] = {}
-        self._events: list[tuple[float, int, int, Place, Place | None, float]] = []
+        self._events: list[tuple[float, int, _Row, int, int | None, float]] = []
         """(time, number, row, slot, the slot that made what arrives, when); a slot that is over has itself there."""
         self._count = 0
 
     def done(self) -> Timeline:
         """Run it to the end."""
-        for row, ready in enumerate(self._costs.ready_s):
-            for place in self._reads():
-                self._open[row][place] += 1
-                time = max(ready[one.microbatch] for one in self._slot(place) if one.stage == 0 and one.kind == "F")
-                self._later(time, row, place, None, time)
-        for row in range(self._costs.num_rows):
+        for number, ready in enumerate(self._costs.ready_s):
+            row = self._rows[number]
+            for slot, passes in self._reads():
+                row.open[slot] += 1
+                time = max(ready[one.microbatch] for one in passes if one.stage == 0 and one.kind == "F")
+                self._later(time, row, slot, None, time)
+        for row in self._rows:
             for rank in range(self._table.num_ranks):
                 self._try(row, rank, 0.0)
         while self._events:
-            time, _, row, place, maker, sent = heapq.heappop(self._events)
-            if maker == place:
-                self._over(row, place, time)
+            time, _, row, slot, maker, sent = heapq.heappop(self._events)
+            if maker == slot:
+                self._over(row, slot, time)
             else:
-                self._arrived(row, place, maker, sent, time)
-        done = [len(made) for made in self._found[0]]  # rows have one table: none ends where the first one does not
+                self._arrived(row, slot, maker, sent, time)
+        done = [
+            len(made) for made in self._rows[0].found
+        ]  # rows have one table: none ends where the first one does not
         if done != [len(slots) for slots in self._table.rows]:
             raise _stuck(self._table, done)
-        return Timeline(self._table, tuple(tuple(map(tuple, row)) for row in self._found))
+        return Timeline(self._table, tuple(tuple(map(tuple, row.found)) for row in self._rows))
 
-    def _slot(self, place: Place) -> Slot:
-        return self._table.rows[place[0]][place[1]]
-
-    def _reads(self) -> list[Place]:
-        """Slots that begin with the batch."""
+    def _reads(self) -> list[tuple[int, Slot]]:
+        """Slots that begin with the batch, and their passes."""
+        slots = itertools.chain.from_iterable(self._table.rows)
         return [
-            (rank, number)
-            for rank, row in enumerate(self._table.rows)
-            for number, slot in enumerate(row)
-            if any(one.stage == 0 and one.kind == "F" for one in slot)
+            (number, slot) for number, slot in enumerate(slots) if any(p.stage == 0 and p.kind == "F" for p in slot)
         ]
 
-    def _later(self, time: float, row: int, place: Place, maker: Place | None, sent: float) -> None:
+    def _later(self, time: float, row: _Row, slot: int, maker: int | None, sent: float) -> None:
         self._count += 1
-        heapq.heappush(self._events, (time, self._count, row, place, maker, sent))
+        heapq.heappush(self._events, (time, self._count, row, slot, maker, sent))
 
-    def _try(self, row: int, rank: int, time: float) -> None:
-        if self._busy[row][rank]:
+    def _try(self, row: _Row, rank: int, time: float) -> None:
+        slot = row.next[rank]
+        if row.busy[rank] or slot == self._ends[rank] or row.open[slot]:
             return
-        found, slots = self._found[row][rank], self._table.rows[rank]
-        place = rank, len(found)
-        if place[1] == len(slots) or self._open[row][place]:
-            return
-        needed = self._last[row].get(place)
+        needed = row.last[slot]
         sent, maker = needed or (0.0, None)
-        end = time + self._costs.passes.seconds(row, rank, slots[place[1]])
-        found.append(SlotTimes(time, end, sent, maker, needed is not None and maker is None))
-        self._busy[row][rank] = True
-        self._later(end, row, place, place, time)
+        end = time + row.seconds[slot]
+        place = None if maker is None else self._needs.places[maker]
+        row.found[rank].append(SlotTimes(time, end, sent, place, needed is not None and maker is None))
+        row.busy[rank], row.next[rank] = True, slot + 1
+        self._later(end, row, slot, slot, time)
 
-    def _over(self, row: int, place: Place, time: float) -> None:
-        rank = place[0]
-        self._busy[row][rank] = False
-        for other, microbatch in self._needs.makes.get(place, ()):
-            if other[0] == rank:
-                self._arrived(row, other, place, time, time)
+    def _over(self, row: _Row, slot: int, time: float) -> None:
+        rank = self._rank_of[slot]
+        row.busy[rank] = False
+        for other, microbatch in self._makes[slot]:
+            if self._rank_of[other] == rank:
+                self._arrived(row, other, slot, time, time)
             else:
-                self._send(row, place, other, time, self._costs.passes.work[row][microbatch])
+                self._send(row, slot, other, time, row.work[microbatch])
         self._try(row, rank, time)
 
-    def _send(self, row: int, place: Place, other: Place, time: float, work: float) -> None:
-        costs = self._costs
-        shared, link = costs.network.path(costs.world_rank(row, place[0]), costs.world_rank(row, other[0]))
-        size = costs.message_bytes * work
+    def _send(self, row: _Row, slot: int, other: int, time: float, work: float) -> None:
+        ranks = self._rank_of[slot], self._rank_of[other]
+        if ranks not in row.paths:
+            sender, receiver = (self._costs.world_rank(row.number, rank) for rank in ranks)
+            row.paths[ranks] = self._costs.network.path(sender, receiver)
+        shared, link = row.paths[ranks]
+        size = self._costs.message_bytes * work
         begin = max(time, self._links.get(shared, 0.0))
         self._links[shared] = begin + size / link.bytes_per_s
-        self._later(begin + link.seconds(size), row, other, place, time)
+        self._later(begin + link.seconds(size), row, other, slot, time)
 
-    def _arrived(self, row: int, place: Place, maker: Place | None, sent: float, time: float) -> None:
-        self._open[row][place] -= 1
-        self._last[row][place] = (sent, maker)
-        if not self._open[row][place]:
-            self._try(row, place[0], time)
+    def _arrived(self, row: _Row, slot: int, maker: int | None, sent: float, time: float) -> None:
+        row.open[slot] -= 1
+        row.last[slot] = (sent, maker)
+        if not row.open[slot]:
+            self._try(row, self._rank_of[slot], time)
 
 
 def _stuck(table: ScheduleTable, done: list[int]) -> ConfigError:
@@ -155,7 +170,8 @@ def _stuck(table: ScheduleTable, done: list[int]) -> ConfigError:
 
     def waits_for(rank: int) -> Place:
         """A slot that the rank's next one needs, and that is not done."""
-        return next(place for place in table.needs.needed[rank, done[rank]] if place[1] >= done[place[0]])
+        needed = map(table.needs.places.__getitem__, table.needs.needed[table.needs.first[rank] + done[rank]])
+        return next(place for place in needed if place[1] >= done[place[0]])
 
     rank = next(rank for rank, row in enumerate(table.rows) if done[rank] < len(row))
     seen: list[int] = []

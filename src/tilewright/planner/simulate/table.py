@@ -5,9 +5,10 @@ written as torch writes them: stage, kind, micro-batch. `F` forward, `B` whole b
 gradients of the weights.
 """
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
@@ -138,28 +139,39 @@ class ScheduleTable:
 
 
 class SlotNeeds:
-    """What slots of a row need from each other, in the order of the passes that read it.
+    """What slots of a row need from each other, in the order of the passes that read it. A slot has its number in the
+    whole table, those of the first rank first.
 
     Args:
         table: of which each pass is there.
     """
 
     def __init__(self, table: ScheduleTable) -> None:
-        self.needed: dict[Place, list[Place]] = {}
+        sizes = [len(row) for row in table.rows]
+        self.ends: list[int] = list(itertools.accumulate(sizes))
+        """By rank, the number behind its last slot."""
+        self.first = [end - size for end, size in zip(self.ends, sizes, strict=True)]
+        """By rank, the number of its first slot."""
+        self.places: list[Place] = [(rank, number) for rank, size in enumerate(sizes) for number in range(size)]
+        self.rank_of = [rank for rank, _ in self.places]
+        """By slot."""
+        slots = list(itertools.chain.from_iterable(table.rows))
+        numbers = {one: number for number, slot in enumerate(slots) for one in slot}
+        self.needed: list[list[int]] = []
         """Slots that make what a slot needs; one that makes two things of it is there twice."""
-        self.makes: dict[Place, list[tuple[Place, int]]] = {}
+        self.makes: list[list[tuple[int, int]]] = [[] for _ in slots]
         """Slots that need what a slot makes, and of which micro-batch that is."""
-        slots = [((rank, number), slot) for rank, row in enumerate(table.rows) for number, slot in enumerate(row)]
-        places = {one: place for place, slot in slots for one in slot}
-        for here, slot in slots:
-            found = [(places[need], need.microbatch) for one in slot for need in _read_by(one, places)]
-            self.needed[here] = [place for place, _ in found if place != here]
-            for place, microbatch in found:
-                if place != here:
-                    self.makes.setdefault(place, []).append((here, microbatch))
+        for here, slot in enumerate(slots):
+            found = [(numbers[need], need.microbatch) for one in slot for need in _read_by(one, numbers)]
+            self.needed.append([number for number, _ in found if number != here])
+            for number, microbatch in found:
+                if number != here:
+                    self.makes[number].append((here, microbatch))
+        self.counts = list(map(len, self.needed))
+        """By slot, how many it needs."""
 
 
-def _read_by(one: StagePass, places: Mapping[StagePass, Place]) -> Iterator[StagePass]:
+def _read_by(one: StagePass, there: Container[StagePass]) -> Iterator[StagePass]:
     """Passes whose results a pass reads."""
     stage, kind, number = one
     if kind == "W":
@@ -170,7 +182,7 @@ def _read_by(one: StagePass, places: Mapping[StagePass, Place]) -> Iterator[Stag
     else:
         yield StagePass(stage, "F", number)
         behind = [StagePass(stage + 1, kind, number) for kind in ("B", "I")]
-        yield from (need for need in behind if need in places)
+        yield from (need for need in behind if need in there)
 
 
 def _slots(row: str, where: str) -> Iterable[Slot]:

@@ -5,10 +5,11 @@ All of torch's that has no public name is in this file; canaries in the tests as
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from tilewright.core.subprocess_call import answer, call_module
+from tilewright.core.subprocess_call import ModuleWorker, answer, call_module
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.table import ScheduleTable, rows_text
 
@@ -27,13 +28,31 @@ def torch_tables(asked: Sequence[Asked]) -> dict[Asked, ScheduleTable]:
         ConfigError: a schedule does not take so many micro-batches.
         HardwareError: this torch has no such schedules.
     """
+    return _made_by(partial(call_module, __name__), asked)
+
+
+class KeptTables:
+    """Makes tables as `torch_tables` does, each once, and all in one process: one that imports torch takes three
+    seconds."""
+
+    def __init__(self) -> None:
+        self._worker = ModuleWorker(__name__)
+        self._made: dict[Asked, ScheduleTable] = {}
+
+    def __call__(self, asked: Asked) -> ScheduleTable:
+        """The table of a schedule; see `torch_tables`."""
+        if asked not in self._made:
+            self._made |= _made_by(self._worker.call, [asked])
+        return self._made[asked]
+
+
+def _made_by(call: Callable[..., list[list[str]]], asked: Sequence[Asked]) -> dict[Asked, ScheduleTable]:
     asked = list(dict.fromkeys(asked))
     for pipeline, count in asked:
         pipeline.check_count(count)
     if not asked:
         return {}
-    wanted = [[one.pp, one.schedule, one.virtual, count] for one, count in asked]
-    found = call_module(__name__, wanted=wanted)
+    found = call(wanted=[[one.pp, one.schedule, one.virtual, count] for one, count in asked])
     return {one: ScheduleTable.parse(rows, one[0].schedule) for one, rows in zip(asked, found, strict=True)}
 
 

@@ -10,7 +10,7 @@ Legend: B rows  S positions.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tilewright.models.base.checkpointing import CONTEXTS, POLICIES
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, MatmulCounter, flops_of
+from tilewright.planner.trace.routed_rows import ExpertCalls, RoutedRows
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
@@ -67,17 +68,18 @@ class TracedTraffic:
 
 @dataclass(frozen=True)
 class TracedFlops:
-    """FLOPs of one layer in the forward pass of one micro-batch.
+    """FLOPs of one layer in the forward pass of one micro-batch, and what its experts read in it.
 
     `gemms`: calls and FLOPs of matrix matmuls, linear layers by their names in the layer. `last_matmuls`: of those at
     its end that recomputation does not run again. `mlp_matmuls`: of its token-wise part's. `attention`: fused
-    attention, all pairs of positions.
+    attention, all pairs of positions. `routed`: rows of stacked experts.
     """
 
     gemms: Mapping[GemmKind, tuple[int, float]]
     last_matmuls: float
     mlp_matmuls: float
     attention: float
+    routed: RoutedRows = field(default_factory=RoutedRows)
 
     @property
     def matmuls(self) -> float:
@@ -142,7 +144,9 @@ class _LayerProbe:
             self.traffic = TracedTraffic(live.moved, live.fresh, live.operations)
         if not measures & (Measures.MEMORY | Measures.FLOPS):
             return
-        whole, part, selected = _run(layer, args, kwargs), _MlpCall(layer), _Selected()
+        experts, part, selected = ExpertCalls(layer), _MlpCall(layer), _Selected()
+        with experts.watched():
+            whole = _run(layer, args, kwargs)
         with part.watched():
             some = _run(_Checkpointed(layer, CONTEXTS["selective"]), args, kwargs, backward=False, live=selected)
         mlp = None if part.call is None else _run(part.mlp, *part.call)
@@ -164,6 +168,7 @@ class _LayerProbe:
                 last_matmuls=_flops_behind_last_saved(layer, args, kwargs),
                 mlp_matmuls=0.0 if mlp is None else flops_of(mlp.gemms),
                 attention=whole.attention,
+                routed=experts.rows,
             )
 
 

@@ -114,8 +114,9 @@ def _legend(names: Sequence[str]) -> list[tuple[int, str, str]]:
 def _gantt(found: BestMeshes) -> list[Figure]:
     """Of the fastest setting with stages, one row of ranks."""
     for place, step in enumerate(found.best, 1):
-        if step.simulated is not None:
-            return [step_gantt(f"{place}: {step.setting}", step.simulated, _not_drawn(step))]
+        simulated = step.simulated
+        if simulated is not None:
+            return [step_gantt(f"{place}: {step.setting}", simulated, _not_drawn(step))]
     return []
 
 

@@ -23,6 +23,7 @@ from tilewright.planner.simulate.mesh.search import MeshSearch
 from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.simulate.mesh.space import Space
 from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.planner.simulate.step import SimulatedStep
 from tilewright.planner.simulate.table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import Asked
 
@@ -59,10 +60,10 @@ def search_of(rates, gib, **changes):
 
 
 def made_once(asked):
-    """Tables of schedules; one process makes those that no test has asked for."""
-    if missing := [one for one in asked if one not in TABLES]:
-        TABLES.update(tables_here(missing))
-    return {one: TABLES[one] for one in asked}
+    """The table of a schedule, made in this process."""
+    if asked not in TABLES:
+        TABLES.update(tables_here([asked]))
+    return TABLES[asked]
 
 
 @pytest.mark.parametrize("gib", [20, pytest.param(28, marks=pytest.mark.slow), 70])
@@ -88,15 +89,28 @@ def test_no_step_is_below_its_bound_and_shares_add_up(dense):
     space = Space.of(dense.model, 8, 4)
     search = MeshSearch(dense, space, 80 * 2**30, 989.5e12, made_once)
     groups = random.sample(list(space.settings("fp32", "fp32")), 16)
-    costs = [search._costs(group, kind) for group in groups for kind in ("keep", "recompute")]
-    search._fetch(costs)
-    for one in costs:
+    for one in (search._costs(group, kind) for group in groups for kind in ("keep", "recompute")):
         step = search.simulated(one)
         assert one.least_s <= one.bound_s * (1 + ROUNDING), str(one.setting)
         assert step.seconds >= one.bound_s * (1 - ROUNDING), str(one.setting)
         assert math.fsum(step.parts.values()) == pytest.approx(1.0, abs=1e-6), (str(one.setting), step.parts)
         assert all(share >= -ROUNDING for share in step.parts.values()), (str(one.setting), step.parts)
         assert sum(step.setting.pipeline.layers or (16,)) == 16
+        if step.simulated is not None:
+            assert step.costs.row_s(step.table) == step.simulated.seconds
+
+
+def test_passes_are_simulated_once_for_meshes_that_differ_in_copies_alone(dense, monkeypatch):
+    made, simulate = [], SimulatedStep.of
+    monkeypatch.setattr(SimulatedStep, "of", lambda *args: made.append(args) or simulate(*args))
+    rates = MeshRates(dense.model, dense.cluster)
+    seconds = []
+    for copies in (1, 2):
+        sizes = MeshSizes(pp=2, dp_replicate=copies, dp_shard=4 // copies)
+        costs = MeshCosts(rates, MeshSetting(sizes, Pipeline(2), 1, 4, "keep", "fp32", "fp32"))
+        seconds.append(costs.row_s(made_once((Pipeline(2), 4))))
+    assert len(made) == 1
+    assert seconds[0] == seconds[1]
 
 
 def test_narrower_formats_come_in_only_where_the_wide_ones_do_not_fit(dense):

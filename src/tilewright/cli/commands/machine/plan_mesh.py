@@ -12,7 +12,7 @@ from tilewright.core.units import format_bytes
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
     from tilewright.planner.simulate.mesh.find import MeshChange, MeshFinder
-    from tilewright.planner.simulate.mesh.search import BestMeshes
+    from tilewright.planner.simulate.mesh.search import BestMeshes, Tables
 
 BEST = 5
 """Settings that are shown."""
@@ -75,10 +75,12 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.simulate.mesh import describe
         from tilewright.planner.simulate.mesh.why import step_named, why
+        from tilewright.planner.simulate.torch_tables import KeptTables
 
     with ProgressBar("planning") as progress:
         progress.phase("the model")
-        finder, notes = _finder(loaded, world, options)
+        tables = KeptTables()
+        finder, notes = _finder(loaded, world, options, tables)
         progress.phase("the mesh")
         found = finder.best(BEST)
         if not found.best:
@@ -90,7 +92,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
             lines = []
             progress.phase("what would be faster")
             changes = finder.changes(found.best[0])
-            other = _other(world, options, typed) if options["compare"] else None
+            other = _other(world, options, typed, tables) if options["compare"] else None
     if lines:
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
     elif as_json:
@@ -116,7 +118,9 @@ def _nothing_fits(loaded: "Loaded", world: int, found: "BestMeshes") -> FitError
     )
 
 
-def _finder(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[MeshFinder, tuple[str, ...]]":
+def _finder(
+    loaded: "Loaded", world: int, options: Mapping[str, Any], tables: "Tables"
+) -> "tuple[MeshFinder, tuple[str, ...]]":
     with gc_paused():
         from tilewright.core.hardware import detect_machine
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
@@ -129,18 +133,18 @@ def _finder(loaded: "Loaded", world: int, options: Mapping[str, Any]) -> "tuple[
     machine = row.machine(detect_machine("cpu"), HOST_BYTES)
     usable = (1 - recipe.plan.margin) * device_budget(options["device_memory"], machine)
     vocab = vocab_size_of(recipe)
-    finder = MeshFinder(recipe, vocab, machine, row.ceilings(), cluster, usable, row.bf16).with_rates()
+    finder = MeshFinder(recipe, vocab, machine, row.ceilings(), cluster, usable, row.bf16, tables).with_rates()
     even = "guessed: routing of experts is even, and transfers do not slow computation down"
     return finder, (*published_notes(options["on"]), *cluster.notes, even, *finder.notes)
 
 
-def _other(world: int, options: Mapping[str, Any], typed: Sequence[str]) -> "dict[str, str]":
+def _other(world: int, options: Mapping[str, Any], typed: Sequence[str], tables: "Tables") -> "dict[str, str]":
     """The best mesh of another recipe, in numbers."""
     from tilewright.core.config.load import load_recipe
     from tilewright.planner.simulate.mesh import describe
 
     other = load_recipe(options["compare"], list(typed))
-    found = _finder(other, world, options)[0].best(1)
+    found = _finder(other, world, options, tables)[0].best(1)
     return describe.numbers(found.best[0]) if found.best else {"step": "does not fit"}
 
 

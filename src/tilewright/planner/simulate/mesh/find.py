@@ -49,7 +49,7 @@ class MeshFinder:
         cluster: of the ranks.
         budget_bytes: of a rank.
         peak_flops: of a rank in a second, as published.
-        tables: of schedules; None: torch's.
+        tables: of schedules.
     """
 
     recipe: Recipe
@@ -59,7 +59,7 @@ class MeshFinder:
     cluster: Cluster
     budget_bytes: float
     peak_flops: float
-    tables: Tables | None = None
+    tables: Tables
     rates: MeshRates | None = field(default=None, repr=False)
     """Of the model, where another finder has them."""
 

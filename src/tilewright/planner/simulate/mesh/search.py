@@ -24,11 +24,11 @@ from tilewright.planner.simulate.mesh.space import Space
 from tilewright.planner.simulate.mesh.step import FP32, MeshCosts, MeshRates, in_all
 from tilewright.planner.simulate.step import SimulatedStep
 from tilewright.planner.simulate.table import ScheduleTable
-from tilewright.planner.simulate.torch_tables import Asked, torch_tables
+from tilewright.planner.simulate.torch_tables import Asked, KeptTables
 
-Tables = Callable[[Sequence[Asked]], dict[Asked, ScheduleTable]]
-AT_ONCE, FEW = 24, 40
-"""Tables that are made by one process; settings of which the nearest miss is sought."""
+Tables = Callable[[Asked], ScheduleTable]
+FEW = 40
+"""Settings of which the nearest miss is sought."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,18 @@ class MeshStep:
     budget_bytes: float
     peak_flops: float
     """Of a rank in a second, as published."""
-    simulated: SimulatedStep | None = None
-    """Of a row with stages: its passes."""
+    table: ScheduleTable | None = None
+    """Of a row with stages: the order of its passes."""
 
     @property
     def setting(self) -> MeshSetting:
         """Which it is."""
         return self.costs.setting
+
+    @property
+    def simulated(self) -> SimulatedStep | None:
+        """Of a row with stages: its passes."""
+        return None if self.table is None else self.costs.simulated(self.table)
 
     @cached_property
     def worst(self) -> RankMemory:
@@ -133,8 +138,7 @@ class MeshSearch:
         self, rates: MeshRates, space: Space, budget_bytes: float, peak_flops: float, tables: Tables | None = None
     ) -> None:
         self._rates, self._model, self._space = rates, rates.model, space
-        self._budget, self._peak, self._make = budget_bytes, peak_flops, tables or torch_tables
-        self._tables: dict[Asked, ScheduleTable] = {}
+        self._budget, self._peak, self._table = budget_bytes, peak_flops, tables or KeptTables()
         self._flights: dict[Asked, tuple[InFlight, ...]] = {}
         self._split = cache(self._spread)
         self._least = cache(self._least_bytes)
@@ -162,9 +166,7 @@ class MeshSearch:
     def all(self, moments: str, master: str) -> Iterator[MeshStep]:
         """Every setting, simulated."""
         groups = self._space.settings(moments, master)
-        costs = [self._costs(one, kind) for one in groups for kind in self._space.kinds]
-        self._fetch(costs)
-        yield from (self.simulated(one) for one in costs)
+        yield from (self.simulated(self._costs(one, kind)) for one in groups for kind in self._space.kinds)
 
     def _costs(self, group: MeshSetting, kind: Activations) -> MeshCosts:
         setting = replace(group, activations=kind)
@@ -217,8 +219,6 @@ class MeshSearch:
                 continue
             if not self._may_fit(one):
                 continue
-            if one.setting.sizes.pp > 1 and self._asked(one) not in self._tables:
-                self._fetch([one, *(later for *_, later in heapq.nsmallest(AT_ONCE * 8, queue))], AT_ONCE)
             step, simulated = self.simulated(one), simulated + 1
             if not step.fits:
                 continue
@@ -229,26 +229,16 @@ class MeshSearch:
                 heapq.heappushpop(found, entry)
         return [step for _, _, step in sorted(found, key=lambda entry: (-entry[0], -entry[1]))], simulated
 
-    def _asked(self, one: MeshCosts) -> Asked:
-        return one.setting.without_layers(), one.simulated_count
-
-    def _fetch(self, costs: Sequence[MeshCosts], most: int | None = None) -> None:
-        """Tables of the first of these, from one process."""
-        asked = dict.fromkeys(self._asked(one) for one in costs if one.setting.sizes.pp > 1)
-        self._tables |= self._make([one for one in asked if one not in self._tables][:most])
-
     def simulated(self, one: MeshCosts) -> MeshStep:
         """A setting, its passes in the order of its schedule's table."""
         if one.setting.sizes.pp == 1:
             return self.priced(one, one.bound_s, None)
-        asked = self._asked(one)
-        if asked not in self._tables:
-            self._fetch([one])
-        step = one.simulated(self._tables[asked])
-        seconds = in_all(step.seconds, one) + one.exposed.total + one.update_s
+        asked = one.setting.without_layers(), one.simulated_count
+        table = self._table(asked)
         if asked not in self._flights:
-            self._flights[asked] = in_flight_of(step)
-        return replace(self.priced(one, seconds, self._flights[asked]), simulated=step)
+            self._flights[asked] = in_flight_of(one.simulated(table))
+        seconds = in_all(one.row_s(table), one) + one.exposed.total + one.update_s
+        return replace(self.priced(one, seconds, self._flights[asked]), table=table)
 
     def priced(self, one: MeshCosts, seconds: float, flights: Sequence[InFlight] | None) -> MeshStep:
         """A setting that takes so long; without a table what is in flight is taken from formulas."""

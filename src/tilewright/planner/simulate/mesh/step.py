@@ -63,6 +63,9 @@ class MeshRates:
         self.held = cache(self._held)
         self.update_s = cache(self._update_s)
         self.exposed = cache(self._exposed)
+        self.row_s: dict[tuple[Pipeline, StepCosts], float] = {}
+        """Seconds of the passes of a row, of those that were simulated in the order of a schedule: meshes that differ
+        in copies and shards alone have the same ones, and so have searches that differ in what is sent or stored."""
 
     def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
         """What stages hold, and what ranks do."""
@@ -85,7 +88,7 @@ class MeshRates:
         found, recipe = shape.classes[place], self.model.recipe
         passes = cut_layer(found, shape, recipe, one.rows, tp, one.shape.shards)
         mine = self.model.shape(one.shape)
-        passes = passes.plus(routed_layer(mine.classes[place], mine, recipe, one.rows, ep))
+        passes = passes.plus(routed_layer(mine.classes[place], recipe, one.rows, ep))
         there, again, back = (self._cut_s(each, tp, ep) for each in (passes.forward, passes.again, passes.backward))
         return there, again, back
 
@@ -283,13 +286,23 @@ class MeshCosts:
         shares = tuple(one.total / kinds.total for one in self.stages)
         return PassCosts(kinds, ((1.0,) * count,), (shares,), ((1.0,) * pp,))
 
-    def simulated(self, table: ScheduleTable) -> SimulatedStep:
-        """A row's passes; of `simulated_count` micro-batches."""
+    def step_costs(self, count: int) -> StepCosts:
+        """Of one row and so many micro-batches, with its messages."""
         sizes, shape = self.setting.sizes, self.model.whole
         message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes
         network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))
-        costs = StepCosts(self.pass_costs(table.num_microbatches), float(message), network)
-        return SimulatedStep.of(table, costs)
+        return StepCosts(self.pass_costs(count), float(message), network)
+
+    def simulated(self, table: ScheduleTable) -> SimulatedStep:
+        """A row's passes; of `simulated_count` micro-batches."""
+        step = SimulatedStep.of(table, self.step_costs(table.num_microbatches))
+        self.rates.row_s[self.setting.without_layers(), step.costs] = step.seconds
+        return step
+
+    def row_s(self, table: ScheduleTable) -> float:
+        """Seconds of these passes, simulated once."""
+        known = self.rates.row_s.get((self.setting.without_layers(), self.step_costs(table.num_microbatches)))
+        return self.simulated(table).seconds if known is None else known
 
 
 def stage_gathers(count: int, resharded: bool) -> int:
