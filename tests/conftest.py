@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def pytest_addoption(parser):
     from tests.parts import part
 
     parser.addoption("--part", type=part, metavar="N/ALL", help="run one part of the tests, for example 3/10")
+    parser.addoption("--seconds", metavar="FILE", help="write processor seconds of each test; see tests/seconds.py")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -45,9 +47,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if part.has(item.nodeid)]
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Tests interrupt the processes that they start. A job in the background ignores SIGINT, and its children inherit
     that: they have it as at a terminal."""
+    if config.getoption("seconds") is not None:
+        from tests.seconds import SecondsPlugin
+
+        config.pluginmanager.register(SecondsPlugin(Path(config.getoption("seconds"))))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # pytest gives its handlers to loggers that do not propagate, and torch traces each compilation where one has any.
