@@ -80,8 +80,9 @@ def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, m
         assert worst < 1e-2, f"logits are off by {worst}"
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard", pytest.param("dp_replicate", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("saved", ["embed_tokens, lm_head", pytest.param("norm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("saved", ["embed_tokens, lm_head", "norm"])
 def test_modules_that_are_trained_whole_are_the_same_on_two_ranks(mesh, saved, model, tmp_path):
     """Beside the adapters: their losses, and the tensors that the adapter's folder and the merged model hold."""
     talks = make_talks(tmp_path / "talks.jsonl")

@@ -117,7 +117,13 @@ def test_a_sound_file_passes(name, tmp_path):
     assert row["stored"]["kl"] < 0.5 * TOLERANCES[name].stored
 
 
-@pytest.mark.parametrize("damage", KINDS)
+FEW = (swap_halves, permute_heads, wrong_norm, swap_tokens)
+"""Of a matrix, of heads, of what is no matrix, of ids."""
+
+
+@pytest.mark.parametrize(
+    "damage", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in FEW)]
+)
 def test_damage_of_four_bits_is_found(damage, tmp_path):
     row = proven(Q4_0, tmp_path, damage)
     assert row["state"] == "failed", row

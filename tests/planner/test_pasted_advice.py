@@ -52,7 +52,6 @@ COMMANDS = {
     "slice_cpu, exact": ("slice_cpu", "--optim.clip", "two_pass"),
     "zero_cpu, 2 shards": ("zero_cpu", "--parallel.dp_shard", "2", "--train.micro_batch_size", "1"),
 }
-EACH = pytest.mark.parametrize("command", COMMANDS)
 ON = pytest.mark.parametrize("where", MACHINES)
 
 
@@ -136,9 +135,9 @@ def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, 
             assert again.tokens_per_s > plan.tokens_per_s
 
 
-@pytest.mark.parametrize("share", [1.1, pytest.param(4.0, marks=pytest.mark.slow)])
-@EACH
-@ON
+@pytest.mark.parametrize(
+    ("where", "command", "share"), covering(tuple(MACHINES), tuple(COMMANDS), (1.1, 4.0), pairs=False)
+)
 def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, command, share):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     stands = plain_plan(load(COMMANDS[command], device_budget=budget.device), where)
@@ -234,8 +233,7 @@ def test_train_executes_the_plan_that_was_written(where, command, share, tmp_pat
     assert run.least_device <= budget.device
 
 
-@EACH
-@ON
+@pytest.mark.parametrize(("where", "command"), covering(tuple(MACHINES), tuple(COMMANDS), pairs=False))
 def test_idle_memory_is_explained(where, command):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, 4.0)
     planner = planner_for(loaded, where)

@@ -176,7 +176,9 @@ def test_every_way_to_keep_less_is_in_the_trace(tmp_path):
         assert flops_of(one.gemms) == flops_of(found[0].gemms)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "granite"))]
+)
 def test_a_head_that_does_more_than_multiply_holds_all_its_logits(model_type, tmp_path):
     family = replace(FAMILIES["llama"], config=FAMILIES["llama"].config | {"model_type": model_type})
     found = traced(recipe_of(family, tmp_path))

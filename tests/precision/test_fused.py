@@ -125,7 +125,9 @@ def test_compiled_layers_equal_eager_ones(shape, recompute):
             assert torch.cosine_similarity(grad.flatten(), grads[name].flatten(), dim=0) > 0.98, name
 
 
+@pytest.mark.slow
 def test_compiled_layers_follow_a_switch_of_the_scaling():
+    """By default formats of compiled layers are switched in `test_switch`."""
     torch.compiler.reset()
     model = decoder(layers=1)
     model.compile_blocks()

@@ -33,6 +33,7 @@ PIPED = {"parallel__pp": 2}
 MAJOR = {"memory__executor": "layer_major"}
 ZBV = PIPED | {"parallel__schedule": "zbv"}
 INTERLEAVED = PIPED | {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
+SHARDS = {"parallel__dp_shard": 2}
 STOP = {"train__steps": 3}
 BUDGET = 7 * 48
 
@@ -74,10 +75,8 @@ def ran(short, tmp_path_factory):
             found.update({(name, world, rank): value for name, value in of_rank.items()})
 
     launch(1, {"alone": {}, "major": MAJOR, "whole": {"train__micro_batch_size": 7}, "stopped": STOP, "masks": MASKS})
-    shards = {"parallel__dp_shard": 2}
-    two = {"piped": PIPED, "interleaved": INTERLEAVED, "shards": shards, "stopped": shards}
-    launch(2, two | {"copies": MAJOR | {"parallel__dp_replicate": 2}})
-    launch(4, {"piped_shards": ZBV | {"parallel__dp_shard": 2}})
+    launch(2, {"stopped": SHARDS, "copies": MAJOR | {"parallel__dp_replicate": 2}})
+    launch(4, {"piped_shards": ZBV | SHARDS})
     return folder, found
 
 
@@ -116,8 +115,8 @@ def test_no_document_sees_its_neighbours(short, tmp_path, kind):
 
 
 MASKS = {"ops__attention": "ref"}  # attention with a mask, to compare with
-WORLDS = {"major": 1, "whole": 1, "masks": 1, "piped": 2, "interleaved": 2, "shards": 2, "copies": 2}
-WORLDS |= {"stopped": 2, "piped_shards": 4}
+WORLDS = {"major": 1, "whole": 1, "masks": 1, "copies": 2, "stopped": 2, "piped_shards": 4}
+MORE = {"piped": PIPED, "interleaved": INTERLEAVED, "shards": SHARDS}
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -132,12 +131,22 @@ def test_the_losses_are_those_of_one_process(ran, name):
     off = {step: abs(losses[step] - expected[step]) / expected[step] for step in losses}
     worst = max(off, key=off.get)
     assert off[worst] <= 1e-5, f"step {worst}: {losses[worst]}, alone {expected[worst]}"
-    world = WORLDS[name]
+    world = WORLDS.get(name, 2)
     for rank in range(world):
         step, _, evals = found[name, world, rank]
         assert step == 6
         if name != "whole":  # it evaluates larger batches, and as many
             assert evals == pytest.approx(found["alone", 1, 0][2], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_other_losses_are_those_of_one_process(ran, short):
+    """Stages without shards, in two schedules, and shards without stages."""
+    folder, found = ran
+    for rank, of_rank in enumerate(on_ranks(2, runs, str(short), str(folder), MORE)):
+        found = found | {(name, 2, rank): value for name, value in of_rank.items()}
+    for name in MORE:
+        test_the_losses_are_those_of_one_process((folder, found), name)
 
 
 def test_tokens_and_padding_are_counted(ran):
@@ -176,7 +185,7 @@ def test_memory_is_planned_for_the_longest_micro_batch(ran):
 def test_the_plan_says_what_it_took_documents_for(ran):
     """Full rows, and beside it the lengths that the prepared data have."""
     folder, _ = ran
-    for run in ("alone", "piped"):
+    for run in ("alone", "piped_shards"):
         notes = json.loads((folder / run / "plan.json").read_text())["notes"]
         assert len([note for note in notes if note.startswith("whole documents are planned as full rows of 48")]) == 1
         (told,) = [note for note in notes if note.startswith("documents of this data have ")]

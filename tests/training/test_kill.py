@@ -92,6 +92,7 @@ def test_killed_with_checkpoints_by_time(data, tmp_path, plain, kills):
     _kill_and_compare(data, tmp_path, plain, kills=kills, seed=seed, **minutes)
 
 
+@pytest.mark.slow
 def test_killed_on_whole_documents(data, tmp_path):
     """Steps have other numbers of documents each; where the stream stands is known to the document."""
     whole = {"data__rows": "documents", "data__seq_len": 64, "ops__adam": "ref"}

@@ -54,7 +54,11 @@ def steps(model, num=5):
     return made
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "bert", "vit", "qwen3"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "vit", "qwen3")]
+"""By default those of the zoo have the steps of the standard executor (`tests/zoo/test_layer_major.py`)."""
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", *OTHERS])
 def test_five_steps_are_those_of_torch_adamw(name):
     """llama: grouped heads; mixtral: experts; gpt2 and qwen3: tied; bert: masked; vit: images."""
     ours = without_dropout(make(name))

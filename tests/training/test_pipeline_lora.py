@@ -31,10 +31,10 @@ CASES = [
     # (run without stages, ranks, settings of the stages)
     ("coded", 2, ZBV),
     ("saved", 2, PIPED),
-    ("first", 2, PIPED),
 ]
 MORE = [
     ("kept", 2, PIPED),
+    ("first", 2, PIPED),
     ("saved", 2, ZBV),
     ("last", 2, PIPED),
     ("last", 2, ZBV),

@@ -63,24 +63,25 @@ def ran(data, tmp_path_factory):
         for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
             found.update({(name, world, rank): value for name, value in of_rank.items()})
 
-    stop = HALF | {"train__steps": 3}
-    alone = {"alone": EXPORT, "experts_alone": EXPERTS, "whole": HALF, "alone_first": stop}
+    whole = HALF | TIED
+    stop = whole | {"train__steps": 3}
+    alone = {"experts_alone": EXPERTS, "whole": whole, "alone_first": stop}
     alone |= {"tied_alone": EXPORT | TIED, "fp8_alone": FP8}
     launch(1, alone)
     piped = {
-        "1f1b": PIPED | EXPORT,
         "experts": INTERLEAVED | EXPERTS,
         "piped_first": PIPED | stop | {"parallel__split": "[1,3]"},
     }
     piped["fp8"] = PIPED | FP8 | {"parallel__schedule": "dualpipe_v"}
-    launch(2, piped | {"alone_first": INTERLEAVED | HALF})
-    launch(1, {"piped_first": HALF})
+    launch(2, piped | {"alone_first": INTERLEAVED | whole})
+    launch(1, {"piped_first": whole})
     zbv = {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}
     launch(4, {"tied_shards": PIPED | TIED | EXPORT | zbv})
     return folder, found
 
 
 SHARDS = {
+    "1f1b": PIPED | EXPORT,
     "copies": PIPED | {"parallel__dp_replicate": 2},
     "shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
     "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
@@ -89,15 +90,18 @@ SHARDS = {
 
 @pytest.mark.slow
 def test_other_stages_in_shards(ran, data):
-    """Uneven ones, a schedule with a gradient in two parts on more than two stages; and copies."""
+    """Uneven ones, a schedule with a gradient in two parts on more than two stages; copies; ends of their own."""
     folder, found = ran
-    found = found | {
-        (name, 4, rank): value
-        for rank, of_rank in enumerate(on_ranks(4, runs, str(data), str(folder), SHARDS))
-        for name, value in of_rank.items()
-    }
-    for name in SHARDS:
-        test_it_is_the_run_of_one_process((folder, found), name, 4, "alone")
+    launches = {1: ("alone",), 2: ("1f1b",), 4: ("copies", "shards", "bubbles")}
+    for world, names in launches.items():
+        given = {name: SHARDS.get(name, EXPORT) for name in names}
+        for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), given)):
+            found = found | {(name, world, rank): value for name, value in of_rank.items()}
+    for world in (2, 4):
+        for name in launches[world]:
+            test_it_is_the_run_of_one_process((folder, found), name, world, "alone")
+    check_folder(folder, "1f1b", "alone")
+    test_the_audit_is_of_all_stages((folder, found), "1f1b", "alone")
 
 
 @pytest.mark.support("run", "stages")
@@ -106,7 +110,6 @@ def test_other_stages_in_shards(ran, data):
 @pytest.mark.parametrize(
     ("name", "world", "other"),
     [
-        ("1f1b", 2, "alone"),
         ("experts", 2, "experts_alone"),
         ("tied_shards", 4, "tied_alone"),
         ("fp8", 2, "fp8_alone"),
@@ -128,6 +131,7 @@ def test_it_is_the_run_of_one_process(ran, name, world, other):
 @pytest.mark.support("reshard", "stages")
 @pytest.mark.parametrize("name", ["piped_first", "alone_first"])
 def test_it_goes_on_with_other_stages(ran, name):
+    """Tied ends: one parameter of two ranks is saved once, and read by both."""
     folder, found = ran
     assert {value[0] for (run, _, _), value in found.items() if run == name} == {3, 6}
     _same(folder / name, folder / "whole")
@@ -135,11 +139,14 @@ def test_it_goes_on_with_other_stages(ran, name):
 
 @pytest.mark.support("export", "stages")
 def test_its_folder_is_that_of_one_process(ran):
-    for run, alone in (("1f1b", "alone"), ("tied_shards", "tied_alone")):
-        ours, theirs = (rows_of_export(ran[0] / name / "hf") for name in (run, alone))
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert (ours[name] - tensor).abs().max() < 1e-4, name
+    check_folder(ran[0], "tied_shards", "tied_alone")
+
+
+def check_folder(folder, run, alone):
+    ours, theirs = (rows_of_export(folder / name / "hf") for name in (run, alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < 1e-4, name
 
 
 def rows_of_export(folder):
@@ -147,17 +154,16 @@ def rows_of_export(folder):
 
 
 def test_each_rank_knows_the_losses_of_its_rows(ran):
-    for name, world, other in (("1f1b", 2, "alone"), ("tied_shards", 4, "tied_alone")):
-        sums, counts = ran[1][f"{other} rows", 1, 0]
-        ranks = [ran[1][f"{name} rows", world, rank] for rank in range(world)]
-        assert ranks[: world // 2] == ranks[world // 2 :], "ranks in a row read the same rows"
-        rows = [row for of_rank in ranks[: world // 2] for row in zip(*of_rank, strict=True)]
-        assert len(rows) == len(sums)
-        assert sorted(count for _, count in rows) == sorted(counts)
-        assert sorted(each for each, _ in rows) == pytest.approx(sorted(sums), rel=1e-5)
+    sums, counts = ran[1]["tied_alone rows", 1, 0]
+    ranks = [ran[1]["tied_shards rows", 4, rank] for rank in range(4)]
+    assert ranks[:2] == ranks[2:], "ranks in a row read the same rows"
+    rows = [row for of_rank in ranks[:2] for row in zip(*of_rank, strict=True)]
+    assert len(rows) == len(sums)
+    assert sorted(count for _, count in rows) == sorted(counts)
+    assert sorted(each for each, _ in rows) == pytest.approx(sorted(sums), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "other"), [("fp8", "fp8_alone"), ("1f1b", "alone")])
+@pytest.mark.parametrize(("name", "other"), [("fp8", "fp8_alone")])
 def test_the_audit_is_of_all_stages(ran, name, other):
     ours, theirs = (json.loads((ran[0] / run / "audit.json").read_text())["rows"] for run in (name, other))
     assert [(row["layer"], row["gemm"], row["format"]) for row in ours] == [
@@ -169,9 +175,11 @@ def test_the_audit_is_of_all_stages(ran, name, other):
 
 
 def test_what_a_user_is_told(ran):
-    events = [row for row in rows(ran[0] / "1f1b" / "events.jsonl") if row.get("event", row.get("kind")) == "start"]
-    alone = [row for row in rows(ran[0] / "alone" / "events.jsonl") if row.get("event", row.get("kind")) == "start"]
-    assert events[0]["parameters"] == alone[0]["parameters"], "of all stages"
+    starts = [
+        next(row for row in rows(ran[0] / run / "events.jsonl") if row["kind"] == "start")
+        for run in ("tied_shards", "tied_alone")
+    ]
+    assert starts[0]["parameters"] == starts[1]["parameters"], "of all stages"
 
 
 def _same(run, alone):

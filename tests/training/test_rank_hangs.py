@@ -73,7 +73,7 @@ PHASES = {
     "sample": (1, run, "run_samples", 1, COPIES | {"train__steps": 2}, "hangs in step 3, samples"),
 }
 """Who sleeps, in which call of what, in which run, and what is said of it."""
-SOON = ("launch", "data", "pass", "dry data")
+SOON = ("launch", "data", "pass")
 """Of the tests that run by default."""
 
 

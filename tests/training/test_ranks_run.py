@@ -70,14 +70,14 @@ def test_a_held_out_row_is_evaluated_by_one_rank_and_the_numbers_are_those_of_on
     """Before the first step the weights are equal, and so are the losses of each batch: to the last bit."""
     settings = EVALS | {"train__steps": 1, "optim__lr": 1e-30}
     evals = []
-    for world in (1, 2, 3):
+    for world in (1, 3):
         found = on(world, data, tmp_path / str(world), **settings)
         assert all(one[2] == found[0][2] for one in found)
         evals.append(found[0][2])
-    assert evals[0] == evals[1] == evals[2]
+    assert evals[0] == evals[1]
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), (1, 3)])
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 3), marks=pytest.mark.slow)])
 @pytest.mark.support("resume", "copies")
 @pytest.mark.support("reshard", "one", "copies")
 def test_it_continues_with_another_number_of_processes(worlds, data, tmp_path, alone):

@@ -101,7 +101,7 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
     ]  # fmt: skip
 
 
-QUICK = ("bf16", "loss_scale", "split24", "moe", "fp8")
+QUICK = ("loss_scale", "split24", "fp8")
 """By default; the others vary what these keep, and a test of their own stops runs before and after a switch."""
 
 

@@ -65,7 +65,7 @@ def _kill(folder, kills: int) -> None:
 
 
 def test_killed_at_random_moments(tmp_path):
-    _kill(tmp_path, 2)
+    _kill(tmp_path, 1)
 
 
 @pytest.mark.slow

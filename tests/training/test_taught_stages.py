@@ -47,18 +47,27 @@ def _made(folder, name):
 
 @pytest.mark.support("teacher", "stages")
 def test_it_is_the_run_of_one_process(launch):
-    """A teacher of other depth, tied ends; its tokens kept by one process and read in stages; one with
+    """A teacher of other depth, tied ends; its tokens kept on disk by one process, and by stages of their own; one with
     too few layers."""
-    cached = _taught(launch, distill__cache=str(launch.folder / "cache"))
-    launch(1, {"alone": _taught(launch), "cached_alone": cached})
+    cached, again = (_taught(launch, distill__cache=str(launch.folder / name)) for name in ("cache", "again"))
+    launch(1, {"cached_alone": cached})
     thin = {"distill__teacher": str(launch.folder / "thin")}
-    launch(2, {"zbv": ZBV | _taught(launch), "read": STAGES | cached, "refused": STAGES | thin})
-    _check(launch, "zbv", 2, "alone")
+    launch(2, {"zbv": ZBV | again, "refused": STAGES | thin})
+    _check(launch, "zbv", 2, "cached_alone")
+    assert _made(launch.folder, "zbv") == _made(launch.folder, "cached_alone")
+    for rank in range(2):
+        assert "Fewer layers than stages" in launch.found["refused", 2, rank]
+
+
+@pytest.mark.slow
+def test_tokens_are_not_kept_or_read_in_stages(launch):
+    cached = _taught(launch, distill__cache=str(launch.folder / "cache"))
+    launch(1, {"plain_alone": _taught(launch), "cached_alone": cached})
+    launch(2, {"plain": ZBV | _taught(launch), "read": STAGES | cached})
+    _check(launch, "plain", 2, "plain_alone")
     _check(launch, "read", 2, "cached_alone")
     made, read = _made(launch.folder, "read")
     assert (made, read) == (0, sum(_made(launch.folder, "cached_alone")))
-    for rank in range(2):
-        assert "Fewer layers than stages" in launch.found["refused", 2, rank]
 
 
 @pytest.mark.slow

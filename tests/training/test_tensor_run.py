@@ -22,24 +22,25 @@ CUT, FOUR = {"parallel__tp": 2}, {"parallel__tp": 4}
 
 @pytest.fixture(scope="module")
 def ran(data, tmp_path_factory):
-    """Some runs stop half-way, and go on elsewhere: from and to one process, other cuts, shards of cuts."""
+    """A run with latent attention, dense and expert layers, that goes on with twice as many ranks."""
     launch = Launches(data, tmp_path_factory.mktemp("cut"), DENSE)
     mixed = MIXED | {"model__num_heads": 4, "model__num_kv_heads": 4}
-    launch(1, {"alone": EXPORT, "from_one": STOP, "mixed_alone": EXPORT | mixed})
-    launch(2, {"two": CUT | EXPORT, "from_one": CUT, "to_one": CUT | STOP, "shards": STOP,
-               "mixed": CUT | mixed | STOP | {"train__sample_tokens": 0}})  # fmt: skip
-    launch(1, {"to_one": {}})
-    launch(4, {"shards": FOUR, "mixed": CUT | SPREAD | EXPORT | mixed})
+    launch(1, {"mixed_alone": EXPORT | mixed})
+    launch(2, {"mixed": CUT | mixed | STOP | {"train__sample_tokens": 0}})
+    launch(4, {"mixed": CUT | SPREAD | EXPORT | mixed})
     return launch
 
 
 @pytest.fixture(scope="module")
 def more(data, tmp_path_factory):
-    """Whose twins are among the runs above: "mixed" has latent attention, and goes on with twice as many ranks."""
+    """Some runs stop half-way, and go on elsewhere: from and to one process, other cuts, shards of cuts. By default
+    `test_tensor_hf` goes from a cut to one process and back, and `test_cut_stages_run` has a dense decoder."""
     launch = Launches(data, tmp_path_factory.mktemp("more"), DENSE)
-    launch(1, {"alone": EXPORT, "latent_alone": LATENT, "muon_alone": MUON})
-    launch(2, {"from_two": CUT | STOP, "latent": CUT | LATENT, "muon": CUT | MUON})
-    launch(4, {"from_two": CUT | FULL, "both": CUT | EXPORT})
+    launch(1, {"alone": EXPORT, "latent_alone": LATENT, "muon_alone": MUON, "from_one": STOP})
+    launch(2, {"two": CUT | EXPORT, "from_one": CUT, "to_one": CUT | STOP, "shards": STOP, "from_two": CUT | STOP,
+               "latent": CUT | LATENT, "muon": CUT | MUON}, seconds=240)  # fmt: skip
+    launch(1, {"to_one": {}})
+    launch(4, {"from_two": CUT | FULL, "both": CUT | EXPORT, "shards": FOUR})
     return launch
 
 
@@ -47,33 +48,35 @@ def more(data, tmp_path_factory):
 @pytest.mark.support("decoder", "tensor")
 @pytest.mark.support("evaluation", "tensor")
 @pytest.mark.support("accumulation", "tensor")
-@pytest.mark.parametrize(
-    ("name", "world", "other"),
-    [("two", 2, "alone"), ("mixed", 4, "mixed_alone")],
-)
-def test_it_is_the_run_of_one_process(ran, name, world, other):
-    ran.check(name, world, other)
+def test_it_is_the_run_of_one_process(ran):
+    ran.check("mixed", 4, "mixed_alone")
 
 
 @pytest.mark.support("resume", "tensor")
 @pytest.mark.support("reshard", "tensor")
-@pytest.mark.parametrize("name", ["from_one", "to_one", "shards"])
-def test_it_goes_on_with_other_ranks(ran, name):
-    ends = {key: value for key, value in ran.found.items() if key[0] == name}
-    assert {value if isinstance(value, str) else value[0] for value in ends.values()} <= {2, 4}
-    assert any(value[0] == 4 for value in ends.values())
-    check_same(ran.folder / name, ran.folder / "alone")
+def test_it_goes_on_with_other_ranks(ran):
+    assert [ran.found["mixed", world, 0][0] for world in (2, 4)] == [2, 4]
 
 
 @pytest.mark.slow
-def test_it_goes_on_with_twice_as_many_ranks(more):
-    test_it_goes_on_with_other_ranks(more, "from_two")
+def test_a_dense_decoder_is_that_of_one_process(more):
+    more.check("two", 2, "alone")
+    check_folder(more, "two", "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["from_one", "to_one", "shards", "from_two"])
+def test_it_goes_on_with_other_ranks_and_as_one_process(more, name):
+    ends = {key: value for key, value in more.found.items() if key[0] == name}
+    assert {value if isinstance(value, str) else value[0] for value in ends.values()} <= {2, 4}
+    assert any(value[0] == 4 for value in ends.values())
+    check_same(more.folder / name, more.folder / "alone")
 
 
 @pytest.mark.slow
 def test_shards_of_what_is_cut(more):
     more.check("both", 4, "alone")
-    test_its_folder_is_that_of_one_process(more, "both", "alone")
+    check_folder(more, "both", "alone")
 
 
 @pytest.mark.slow
@@ -82,9 +85,12 @@ def test_latent_attention_is_that_of_one_process(more):
 
 
 @pytest.mark.support("export", "tensor")
-@pytest.mark.parametrize(("name", "other"), [("two", "alone"), ("mixed", "mixed_alone")])
-def test_its_folder_is_that_of_one_process(ran, name, other):
-    ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, other))
+def test_its_folder_is_that_of_one_process(ran):
+    check_folder(ran, "mixed", "mixed_alone")
+
+
+def check_folder(launch, name, other):
+    ours, theirs = (load_file(launch.folder / one / "hf" / "model.safetensors") for one in (name, other))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert (ours[key] - tensor).abs().max() < 1e-4, key

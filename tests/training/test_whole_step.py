@@ -135,8 +135,14 @@ def started(case):
     return executor
 
 
+FEW = ("recomputed", "dropout", "fp16", "control", "8bit", "tied", "journal", "exact_fp8", "lagged_8bit")
+"""Each executor, with experts, and what an update keeps; the others vary these."""
+
+
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(12 * DRAWS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_no_memory_at_any_allocation(case, draws):
     """Of an error that comes out, the second call is the step; where none does, the step continued by itself."""
     executor = started(case)

@@ -4,12 +4,11 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
 from tests.data.chat.families import FAMILIES, make_folder
-from tests.draws import examples
 from tilewright.data.common.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -86,7 +85,7 @@ TEXTS = st.lists(
 
 
 @given(text=TEXTS)
-@examples(150)
+@settings(max_examples=150, deadline=None)
 def test_ids_of_a_prompt_are_those_of_transformers(pairs, text):
     for folder, ours, theirs in pairs:
         expected = theirs(text)["input_ids"]

@@ -14,9 +14,12 @@ def _cut(name, kind, shards=1, copies=1, recompute="none", slices=True):
     return SCHEDULES[name], kind, shards, copies, recompute, 2, slices
 
 
-FEW = [_cut("zbv", "tied_even", recompute="full"), _cut("interleaved_deferred", "moe_even")]
-MORE = [
+FEW = [
+    _cut("zbv", "tied_even", recompute="full"),
+    _cut("interleaved_deferred", "moe_even"),
     _cut("1f1b", "own_even"),
+]
+MORE = [
     _cut("1f1b", "gqa_even"),
     _cut("interleaved", "mla_even", slices=False),
     _cut("gpipe", "tied_even", slices=False),
