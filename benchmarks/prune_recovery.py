@@ -1,40 +1,47 @@
-"""What FFN channels and heads cut by a quarter and by half cost a small run: before anything is trained, recovered with
-distillation and without it, and the small shape from random weights, beside the run that got the same further steps.
+"""What FFN channels, and FFN channels with heads, cut by a quarter and by half cost a small run: before anything is
+trained, recovered with distillation and without it, and the small shape from random weights, beside the run that got
+the same further steps.
 
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
 the run as it is, and over the run with as many more steps. Recovery learns from the teacher's 32 likeliest tokens on
-disk; of the half also from all of them. The file is written after each seed; the same command continues in its folder,
-which may be that of `prune_importance`.
+disk; of half of both also from all of them. The file is written after each seed; the same command continues in its
+folder, which may be that of `prune_importance`.
 
 python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3]
 """
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.prune_stages import SHAPE, Study
 from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
+from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.prune import prune
 
 CLAIM = "what a quarter and a half of FFN channels and heads cost after recovery, beside as many more steps of the run"
 SHARES = (0.25, 0.5)
+BOTH = ("ffn", "heads")
+KINDS: tuple[tuple[Kind, ...], ...] = (("ffn",), BOTH)
 LIVE = 0.5
-"""The share that is recovered from the whole distributions of the teacher, too."""
+"""The share of both kinds that is recovered from the whole distributions of the teacher, too."""
 
 
-def of_share(study: Study, share: float) -> dict[str, Any]:
-    """Rises of a cut, of each way of recovery, and of its shape from random weights."""
-    made = prune(study.source.model, {"ffn": share, "heads": share}, batches=study.seen, refit=True).model
+def of_cut(study: Study, kinds: tuple[Kind, ...], share: float) -> dict[str, Any]:
+    """Rises of a cut and of each way of recovery; of both kinds also of the shape from random weights."""
+    made = prune(study.source.model, dict.fromkeys(kinds, share), batches=study.seen, refit=True).model
     found: dict[str, Any] = {"parameters": [parameters(study.source.model), parameters(made)]}
     found["before"] = study.rises(row_losses_of(made, study.batches))
-    cached = study.trained(f"both-with-{share:g}", made, taught=True)
+    prefix = "both-" if kinds == BOTH else ""
+    cached = study.trained(f"{prefix}with-{share:g}", made, taught=True)
     found["with teacher"] = study.rises(cached)
-    found["without teacher"] = study.rises(study.trained(f"both-without-{share:g}", made, taught=False))
-    found["from random weights"] = study.rises(study.from_random(f"both-scratch-{share:g}", made))
-    if share == LIVE:
-        found |= _beside_live(cached, study.trained(f"both-live-{share:g}", made, taught=True, cached=False))
+    found["without teacher"] = study.rises(study.trained(f"{prefix}without-{share:g}", made, taught=False))
+    if kinds == BOTH:
+        found["from random weights"] = study.rises(study.from_random(f"{prefix}scratch-{share:g}", made))
+    if kinds == BOTH and share == LIVE:
+        found |= _beside_live(cached, study.trained(f"{prefix}live-{share:g}", made, taught=True, cached=False))
     return found
 
 
@@ -58,9 +65,11 @@ def main() -> None:
     for seed in range(args.seeds):
         study = Study.of_text(args.work, seed, args.teacher_steps, args.steps)
         seeds[str(seed)] = {"teacher": study.case("teacher", study.facts)}
-        for share in SHARES:
-            name = f"ffn and heads -{100 * share:g} %"
-            seeds[str(seed)][name] = study.case(name, lambda share=share, study=study: of_share(study, share))
+        for kinds, share in itertools.product(KINDS, SHARES):
+            name = f"{' and '.join(kinds)} -{100 * share:g} %"
+            seeds[str(seed)][name] = study.case(
+                name, lambda kinds=kinds, share=share, study=study: of_cut(study, kinds, share)
+            )
         write_result("prune_recovery", CLAIM, facts | {"seeds": seeds})
 
 

@@ -70,12 +70,14 @@ def _recovered(result: Result) -> Iterator[Row]:
     noise = 100 * stdev(losses) / mean(losses) if len(losses) > 1 else None
     for cut in (name for name in next(iter(by_seed.values())) if name != "teacher"):
         for way, how in WAYS.items():
+            if not all(way in found.get(cut, ()) for found in by_seed.values()):
+                continue
             most = 1.2 if way == "with teacher" and "-25" in cut else None
             rises = _percent([found[cut][way]["equal_rise"] for found in by_seed.values()])
             metric = f"loss of a small run with {cut}, {how}, over as many more steps of the run"
             target = "-" if most is None else f"at most {most:g} %"
             yield Row(f"prune_recovery {cut} {way}", metric, target, seeds(rises, noise, at_most=most), result)
-        live = [found[cut].get("cache over live teacher") for found in by_seed.values()]
+        live = [found.get(cut, {}).get("cache over live teacher") for found in by_seed.values()]
         if all(live):
             rises = _percent([one["rise"] for one in live])
             metric = f"loss of {cut} recovered from the teacher's 32 likeliest tokens, over all its tokens"

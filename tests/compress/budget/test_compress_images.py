@@ -130,7 +130,12 @@ def test_channels_are_cut_and_recovered_without_a_teacher(run, tmp_path):
     again = row_losses_of(source.model, asked.batches)
     assert row["rise"] == pytest.approx(again.loss - asked.whole.loss)
     page = render_compression(asked.record | {"chosen": row["name"], "verdict": "over budget"})
-    for text in ("Percentage points of images", "there is no teacher of images", "Share that is wrong"):
+    for text in (
+        f"{row['name']}, as it was predicted",
+        "Percentage points of images",
+        "there is no teacher of images",
+        "Share that is wrong",
+    ):
         assert text in page
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,12 +91,24 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path):
         Compression(source, settings_of(), tmp_path, open_to_export, print)
 
 
-def test_other_kinds_of_run_are_refused(run, tmp_path):
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("data", {"format": "preferences"}), ("model", {"task": "masked_lm"}), ("lora", {"rank": 4})],
+)
+def test_other_kinds_of_run_are_refused(section, values, run, tmp_path):
     source = open_to_export(run)
-    data = source.recipe.data.model_copy(update={"format": "preferences"})
-    other = replace(source, recipe=source.recipe.model_copy(update={"data": data}))
+    changed = getattr(source.recipe, section).model_copy(update=values)
+    other = replace(source, recipe=source.recipe.model_copy(update={section: changed}))
     with pytest.raises(ConfigError, match="not compressed"):
         Compression(other, settings_of(), tmp_path, open_to_export, print)
+
+
+def test_a_run_without_held_out_rows_is_refused(run, tmp_path):
+    source = open_to_export(run)
+    vars(source)["data"] = SimpleNamespace(eval_domains=())
+    with pytest.raises(ConfigError, match="No held-out rows") as error:
+        Compression(source, settings_of(), tmp_path, open_to_export, print)
+    assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
 
 
 def test_the_command_line(run, tmp_path, capsys):

@@ -78,6 +78,10 @@ def render_compression(record: Mapping[str, Any]) -> str:
 
 def _stages(record: Mapping[str, Any]) -> CompressTable:
     rows = []
+    for plan in record.get("plans", ()):
+        predicted = f"{_percent(plan['rise_before'])}", f"{100 * plan['error']:.2f}"
+        if plan["name"] in record["recovered"]:
+            rows.append((f"{plan['name']}, as it was predicted before recovery", *predicted, "", "", ""))
     for row in record["recovered"].values():
         rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", "", _size(row, record)))
         rows.append((f"{row['name']}, recovered", *_measured(row), _size(row, record)))
