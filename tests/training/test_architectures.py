@@ -139,7 +139,12 @@ def plain(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("spec", "executor"), [(NORMS_BEHIND, "standard"), (TWO_MATRICES, "standard"), (NORMS_BEHIND, "layer_major")]
+    ("spec", "executor"),
+    [
+        pytest.param(NORMS_BEHIND, "standard", marks=pytest.mark.slow),
+        (TWO_MATRICES, "standard"),
+        (NORMS_BEHIND, "layer_major"),
+    ],
 )
 def test_it_trains_and_its_run_says_whose_layers_it_has(spec, executor, data, plain, tmp_path):
     run = train(with_architecture(tiny(data, tmp_path, memory__executor=executor, **QUICK), spec)).run_dir

@@ -172,7 +172,7 @@ def test_the_reference_is_computed_once_and_belongs_to_weights_and_data(model, p
     parts.close()
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_run_raises_the_margin_resumes_and_records_it(lora, model, pairs, tmp_path):
     changes = {"lora__rank": lora, "optim__lr": 3e-3, "train__log_interval": 1, "model__kind": "decoder"}
     changes |= {"train__eval_interval": 4, "checkpoint__interval": 4}

@@ -98,7 +98,7 @@ def test_a_hook_changes_every_step_and_hears_of_it(data, tmp_path, straight):
     assert last_state(run)[1]["parts"]["mixer"] == {"steps": 12, "losses": sum(losses)}
 
 
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_its_state_survives_a_kill(step, data, tmp_path, straight):
     process = fork_server().Process(target=_killed, args=(data, tmp_path, step), daemon=True)
     process.start()
@@ -274,8 +274,11 @@ def on_a_rank(rank, data, runs, mesh):
     return made[0].losses, made[0].heard
 
 
+COPIES = {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("mesh", [{"parallel__dp_replicate": 2, "parallel__dp_shard": 1}, {"parallel__dp_shard": 2}])
+@pytest.mark.parametrize("mesh", [pytest.param(COPIES, marks=pytest.mark.slow), {"parallel__dp_shard": 2}])
 def test_ranks_have_a_hook_each_that_hears_the_same(mesh, data, tmp_path):
     first, second = on_ranks(2, on_a_rank, str(data), str(tmp_path), mesh)
     assert first == second

@@ -42,7 +42,7 @@ def at_home(data):
             "memory__offload_activations": "cpu",
             "memory__prefetch": 0,
         },
-        {"memory__offload_optimizer": "disk", "memory__prefetch": 3},
+        pytest.param({"memory__offload_optimizer": "disk", "memory__prefetch": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_tiers_change_no_number(data, at_home, tmp_path, away):

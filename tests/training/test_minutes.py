@@ -130,7 +130,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     # Formats by step are formats that change, too.
-    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one == "two_modes")) for one in SHAPES]
+    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("standard", "two_modes"))) for one in SHAPES]
 )  # fmt: skip
 def test_a_run_in_minutes_is_the_run_of_so_many_steps(data, tmp_path, shape, capsys):
     result = train(timed(data, tmp_path / "minutes", **SHAPES[shape]))

@@ -69,7 +69,13 @@ class Kill(StepHook):
         return step
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+STATEFUL = ("exp3", "aioli")
+"""Policies that learn from what they have seen; the others know their weights from the step, or have one number."""
+
+
+@pytest.mark.parametrize(
+    "policy", [policy if policy in STATEFUL else pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES]
+)
 def test_a_run_that_was_killed_goes_on_with_the_weights_of_one_that_was_not(policy, data, tmp_path):
     """Killed between two evaluations; metrics, log, policy and model are those of the undisturbed run, bit by bit."""
     with pytest.raises(Killed):

@@ -98,7 +98,7 @@ def on_two(data, runs, mesh, what, **changes):
     return on_ranks(2, rank_main, str(data), str(runs), settings | MESHES[mesh] | changes, what)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param("copies", marks=pytest.mark.slow), "shards"])
 @pytest.mark.support("signal", "copies", "shards")
 def test_a_signal(mesh, data, tmp_path):
     found = on_two(data, tmp_path, mesh, "stop")

@@ -93,7 +93,9 @@ def test_any_mix_changes_no_number(name, mode, mixes):
     assert len(set(want[0][0])) == 2, "it learned"
 
 
-@pytest.mark.parametrize("name", ["gqa", "deepseek", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gqa", "gpt2"))]
+)
 def test_a_change_between_steps_changes_no_number(name):
     model, _ = make_model(name)
     made = steps(6) if isinstance(model, Decoder) else hf_steps(model, 6)

@@ -96,7 +96,7 @@ def assert_equal(run, results, expected):
         assert torch.equal(found, wanted), (found - wanted).abs().max()
 
 
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("which", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
 def test_rows_of_512_of_2048_and_of_512_again(which, tmp_path):
     made = batches()
     run = Run(which, tmp_path, budget=420.0)
@@ -106,7 +106,7 @@ def test_rows_of_512_of_2048_and_of_512_again(which, tmp_path):
     assert_equal(run, results, plain(which, tmp_path, made))
 
 
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("which", [pytest.param("standard", marks=pytest.mark.slow), "layer_major"])
 def test_a_budget_that_is_cut_by_30_percent_in_mid_run(which, tmp_path):
     made = batches((512,) * 5)
     run = Run(which, tmp_path, budget=420.0)

@@ -34,7 +34,7 @@ def test_minutes_write_checkpoints_between_steps(data, tmp_path):
     assert saved == list(range(1, 7))
 
 
-@pytest.mark.parametrize("minutes", [0, 5])
+@pytest.mark.parametrize("minutes", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_a_short_run_is_saved_at_its_end_alone(data, tmp_path, minutes):
     train(tiny(data, tmp_path, checkpoint__interval=0, checkpoint__interval_minutes=minutes))
     assert [path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir()] == ["step_00000006"]
@@ -71,7 +71,7 @@ def test_sigint_saves_and_exits_with_0(data, tmp_path):
 # ---- the folder ----
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+@pytest.mark.parametrize("how", ["deleted", pytest.param("moved", marks=pytest.mark.slow), "replaced"])
 @pytest.mark.parametrize("minutes", [pytest.param(0, marks=pytest.mark.slow), 0.001])
 def test_a_run_folder_that_goes_away_is_an_error_in_four_parts(data, tmp_path, how, minutes):
     process = _start(data, tmp_path, **LONG | {"checkpoint__interval_minutes": minutes})
@@ -93,7 +93,7 @@ def test_a_run_folder_that_goes_away_is_an_error_in_four_parts(data, tmp_path, h
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "events.jsonl", pytest.param("samples.jsonl", marks=pytest.mark.slow)]
+    "name", ["metrics.jsonl", *(pytest.param(f"{one}.jsonl", marks=pytest.mark.slow) for one in ("events", "samples"))]
 )
 def test_a_file_that_is_deleted_begins_again(data, tmp_path, name):
     process = _start(data, tmp_path, **LONG)
