@@ -100,7 +100,7 @@ def with_adapters(model, base):
     return model
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("gqa", marks=pytest.mark.slow), "mla", "llama"])
 def test_adapters(kind):
     make_one = hf_model if kind == "llama" else make_decoder
     assert_same_tokens(with_adapters(make_one(kind), "keep"))
