@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cover import covering
 from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.models.build import init_weights
@@ -83,8 +84,7 @@ def test_residual_stream_keeps_its_dtype(name, stream):
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("name", [*SHAPES, *MIXED])
+@pytest.mark.parametrize(("name", "policy"), covering([*SHAPES, *MIXED], ("fp32", "bf16_mixed"), pairs=False))
 def test_it_learns(name, policy):
     model, batch = make_decoder(name), make_batch(rows=4)
     convert(model, policy)
