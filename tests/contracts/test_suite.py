@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_processes_that_tests_start_can_be_interrupted_in_the_background_too():
     asks = "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `make test &` in a script
     try:
-        conftest.pytest_configure()
+        conftest.pytest_configure(SimpleNamespace(getoption={}.get))
         done = subprocess.run([sys.executable, "-S", "-c", asks], capture_output=True, text=True, check=True)
     finally:
         signal.signal(signal.SIGINT, before)
