@@ -16,13 +16,15 @@ from tests.ops.follow import DTYPES as FOLLOWED
 from tests.ops.follow import SHAPES, pair, same_bits
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_int8_linear import assert_exact
+from tests.ops.test_linear_attention import by_definition as recurrence
+from tests.ops.test_linear_attention import operands
 from tests.ops.test_native_adam import master_row
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tests.ops.test_window import by_definition
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.integer import INT8, quantize_integer
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
-from tilewright.ops.attention import ATTENTION, attention_kind
+from tilewright.ops.attention import ATTENTION, LINEAR_ATTENTION, attention_kind
 from tilewright.ops.backends.ref.adam import adam as ref_adam
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
@@ -156,6 +158,16 @@ def test_attention_within_a_window(name, docs, dtype):
         lambda q, k, v: run(q, k, v, on_gpu, None, 0, 7),
         lambda q, k, v: by_definition(q, k, v, segments, 7), [q, k, v], dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+@names(LINEAR_ATTENTION)
+def test_linear_attention(name, packed, dtype):
+    run = run_poisoned(LINEAR_ATTENTION, name, dtype)
+    segments = (torch.arange(70) // 40).expand(2, -1) if packed else None
+    on_gpu = None if segments is None else segments.to(DEVICE)
+    check(lambda *x: run(*x, on_gpu), lambda *x: recurrence(*x, segments), operands(2, 2, 70, 8, dtype), dtype)
 
 
 @pytest.mark.skipif(not CUDA, reason="measures the memory of a CUDA device")

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
-from tests.models.shapes import SHAPES, make_decoder
+from tests.models.shapes import KERNELS, SHAPES, make_decoder
 from tests.models.test_cache import hf_model
+from tilewright.models.build import init_weights
+from tilewright.models.hf.load import load_hf
 from tilewright.models.rows import RowBatch
 
 CPU = torch.device("cpu")
@@ -108,3 +110,21 @@ def test_bytes_of_a_row_are_those_that_it_takes(make):
     row = rows.begin([1] * 20, 0)
     rows.prefill(row)
     assert row.cache.num_bytes == fixed + each * 20
+
+
+def test_a_model_that_attends_within_chunks_runs_its_rows_one_by_one():
+    """Beyond the first chunk, which is longer than the rows that joining is tried with."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
+    chunk = {"attention_chunk_size": 16, "use_qk_norm": False, "initializer_range": 0.4, "pad_token_id": 0}
+    config = AutoConfig.for_model("llama4_text", vocab_size=61, **sizes | heads | chunk)
+    model = load_hf(config, "causal_lm", kernels=KERNELS)
+    init_weights(model, 0)
+    ids, tokens = [5, 6, 7, 8, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    found = alone(model, ids, tokens, 2, 4)[-1]
+    with torch.no_grad():
+        whole = model.next_token_logits(torch.tensor([ids + tokens]))[0]
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+    assert any("within chunks" in note for note in model.notes)

@@ -82,6 +82,9 @@ def why_no_rows(net: nn.Module) -> str | None:
         return f"{name} takes no positions"
     if not getattr(net, "_supports_attention_backend", False):
         return f"{name} has an attention of its own"
+    if "chunked_attention" in (getattr(net.config.get_text_config(), "layer_types", None) or ()):
+        # Its cache returns more than a chunk: without a mask, beyond the probe's few tokens, a row would see it.
+        return f"{name} attends within chunks of a row"
     return None
 
 
@@ -110,7 +113,8 @@ def row_attention(net: nn.Module) -> Iterator[None]:
 def _attention(
     module: nn.Module, query_BHSD: Tensor, key: list[Tensor], value: list[Tensor], attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The layer's usual attention, row by row; a row sees all that its cache returns, so no mask is needed."""
+    """The layer's usual attention, row by row; a row sees all that its cache returns (a window is cut there), so no
+    mask is needed."""
     usual = _usual(module)
     rows = [usual(module, query_BHSD[i : i + 1], key[i], value[i], None, **kwargs)[0] for i in range(len(key))]
     return torch.cat([*rows, *rows[:1] * (len(query_BHSD) - len(rows))]), None
