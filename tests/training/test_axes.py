@@ -18,7 +18,8 @@ from tilewright.planner.machine import ceilings
 from tilewright.training import session
 from tilewright.training.executor.standard import StandardExecutor
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+"""By default runs with matrices that are cut are those of one process (`test_tensor_run`, `test_cut_stages_run`)."""
 MESHES = {
     "copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1},
     "shards": {"parallel__dp_shard": 2, "optim__moments": "8bit"},

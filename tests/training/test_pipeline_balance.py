@@ -11,7 +11,9 @@ from tests.training.tiny import rows
 from tilewright.parallel.pipeline.balance.measured import FILE, MeasuredStep
 from tilewright.training.checkpoint.meta import read_meta
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+"""By default `doctor --parallel` compares balanced documents with one process, and `test_pipeline_places` and
+`test_pipeline_kill` have their runs."""
 ON = {"parallel__balance": "on", "train__steps": 6, "train__eval_interval": 0}
 CASES = {
     "zbv": ZBV | ON | {"parallel__dp_shard": 2},

@@ -1,5 +1,6 @@
 """A run of a Hugging Face model whose matrices are cut over ranks is the run of one process: losses, evaluations,
-samples, checkpoints of other cuts, export."""
+samples, checkpoints of other cuts, export. By default a run of
+`test_pipeline_hf` has stages that are cut."""
 
 import pytest
 from safetensors.torch import load_file
@@ -10,7 +11,7 @@ from tests.training.test_pipeline_run import EXPORT
 from tests.training.test_sharded_plan import OWNERS, UNCOMPILED, WITHIN, held
 from tests.training.tiny import save_tokenizer
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"initializer_range": 0.1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 RUN = ALONE | {
@@ -80,7 +81,6 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.support("plan", "tensor")
 def test_bytes_of_each_rank_are_those_of_the_plan(data, tmp_path):
@@ -98,7 +98,6 @@ FAMILIES = ("llama", "qwen3_moe", "deepseek_v3")
 MOVED = {"precision__mode": "fp8_tile", "precision__fp8_until": 0.5}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_families_and_formats_that_move(data, tmp_path):
     """Of random weights too, of shards of parts, and of experts that are spread over both."""

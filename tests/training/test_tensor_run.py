@@ -34,7 +34,7 @@ def ran(data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def more(data, tmp_path_factory):
     """Some runs stop half-way, and go on elsewhere: from and to one process, other cuts, shards of cuts. By default
-    `test_tensor_hf` goes from a cut to one process and back, and `test_cut_stages_run` has a dense decoder."""
+    `test_cut_stages_run` has a dense decoder that goes on as one process."""
     launch = Launches(data, tmp_path_factory.mktemp("more"), DENSE)
     launch(1, {"alone": EXPORT, "latent_alone": LATENT, "muon_alone": MUON, "from_one": STOP})
     launch(2, {"two": CUT | EXPORT, "from_one": CUT, "to_one": CUT | STOP, "shards": STOP, "from_two": CUT | STOP,
