@@ -1,5 +1,7 @@
 """Replacements of parts: which there are, weights they begin with, what they cost alone, and decoders of them."""
 
+import json
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from tilewright.compress.search.library.choices import NONE, choices_at, why_who
 from tilewright.compress.search.library.parts import own_part, places, run_part
 from tilewright.compress.search.library.score import score_choices
 from tilewright.compress.search.library.start import PartData, fit_last, last_layer
-from tilewright.compress.search.library.train import key_of, part_at, relative_error, train_library
+from tilewright.compress.search.library.train import key_of, part_at, relative_error, save_part, train_library
 from tilewright.compress.search.settings import KINDS
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters
@@ -176,6 +179,22 @@ def test_scores_are_losses_of_the_decoders_with_one_replacement(name, tmp_path):
     assert len(found) == count
 
 
+def test_a_replacement_whose_loss_is_not_finite_has_no_score(tmp_path):
+    """The others have."""
+    model = make_decoder("gqa").eval()
+    choices, _ = trained(model, tmp_path)
+    place, of_place = next(iter(choices.items()))
+    bad = key_of(place, of_place[1])
+    part = part_at(model, place, of_place[1], tmp_path)
+    with torch.no_grad():
+        next(part.parameters()).fill_(torch.nan)
+    save_part(part, tmp_path, bad)
+    found = {}
+    held = {"a": [make_batch(seed=7)]}
+    score_choices(model, held, {place: of_place}, tmp_path, done=found.__contains__, report=found.__setitem__)
+    assert [key for key, losses in found.items() if losses is None] == [bad]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_layers_with_neither_part_are_left_out(name, tmp_path):
     """The stream passes them as they are; tilewright's own folder holds what is left, to the bit."""
@@ -205,3 +224,37 @@ def test_layers_with_neither_part_are_left_out(name, tmp_path):
 def test_what_a_recipe_says_of_a_shape_is_the_shape(name):
     config = ALL[name]
     assert DecoderConfig.of(config.vocab_size, **config.section_values()) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": "61"},
+        {"vocab_size": 0},
+        {"model": [1]},
+        {"model": {"kind": "os:system"}},
+        {"model": {"path": "/etc"}},
+        {"model": {"dim": "wide"}},
+        {"model": {"num_heads": 4, "layers": [{"num_heads": 3, "num_kv_heads": 2}]}},
+    ],
+)
+def test_folders_that_hold_no_shape_are_refused(changes, tmp_path):
+    """In four parts; and nothing that they name is imported or opened."""
+    save_decoder(make_decoder("own_gqa"), tmp_path, own_layout=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        read_config(tmp_path)
+    assert all((problem.got and problem.need and problem.try_) for problem in error.value.problems)
+
+
+def test_a_damaged_replacement_is_named(tmp_path):
+    model = make_decoder("gqa").eval()
+    choices, _ = trained(model, tmp_path)
+    place, found = next(iter(choices.items()))
+    choice = next(one for one in found if one.trained)
+    path = tmp_path / f"{key_of(place, choice)}.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="Replacement of a layer cannot be read") as error:
+        part_at(model, place, choice, tmp_path)
+    assert f"rm {path}" in error.value.problems[0].try_

@@ -150,13 +150,18 @@ class LayerSearch:
         def trained(key: str, row: TrainedPart) -> None:
             rows[key] = row.to_json()
             scores.pop(key, None)
-            self.say(f"{key}: {row.begun:.3f} of the run's part is missing, {row.error:.3f} after training")
+            self.say(
+                f"{key}: {row.begun:.3f} of the run's part is missing, {row.fitted:.3f} with its last layer fitted, "
+                f"{row.error:.3f} after training"
+            )
             self._write()
 
-        def scored(key: str, losses: RowLosses) -> None:
-            rise, error = losses.rise_over(self.whole)
+        def scored(key: str, losses: RowLosses | None) -> None:
+            rise, error = (None, None) if losses is None else losses.rise_over(self.whole)
             scores[key] = {"rise": rise, "error": error}
-            self.say(f"{key}: loss {100 * rise:+.2f} % +- {100 * error:.2f}")
+            is_finite = rise is not None and error is not None
+            shown = f"{100 * rise:+.2f} % +- {100 * error:.2f}" if is_finite else "is not finite; it is left out"
+            self.say(f"{key}: loss {shown}")
             self._write()
 
         train_library(
@@ -191,7 +196,8 @@ class LayerSearch:
         found = []
         for place, choice in self._all():
             row = {"rise": 0.0} if choice.name == OWN else self.record["scores"][key_of(place, choice)]
-            found.append(Option(place, choice.name, row["rise"], self._costs(place, choice)))
+            if row["rise"] is not None:
+                found.append(Option(place, choice.name, row["rise"], self._costs(place, choice)))
         return found
 
     def rest(self) -> Costs:

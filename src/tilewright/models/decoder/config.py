@@ -186,8 +186,7 @@ class DecoderConfig:
             >>> DecoderConfig.of(vocab_size=100, **config.section_values()) == config
             True
         """
-        names = [field.name for field in fields(self) if field.name in ModelSection.model_fields]
-        values = {name: getattr(self, name) for name in names if name != "layers"}
+        values = {name: getattr(self, name) for name in self.section_fields() if name != "layers"}
         if self.attention == "mla":
             values["num_kv_heads"] = 0  # as many as heads, in each layer
         if self.layers or not self.ffn_dim:
@@ -202,6 +201,11 @@ class DecoderConfig:
                 where="model",
             )
         return values
+
+    @classmethod
+    def section_fields(cls) -> set[str]:
+        """Names of the settings in a recipe's `[model]` that describe a shape."""
+        return {field.name for field in fields(cls)} & ModelSection.model_fields.keys()
 
     def _entry(self, layer: int, shape: LayerShape) -> dict[str, int]:
         """A recipe's entry for one layer: what differs from the fields of the model."""

@@ -169,16 +169,26 @@ def to_own_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
 
 
 def _read_own(raw: Mapping[str, Any], where: str) -> DecoderConfig:
+    """Settings of the shape alone are read: others of [model] name folders, and code."""
+    values, size = raw.get("model"), raw.get("vocab_size")
+    if not isinstance(values, dict) or type(size) is not int or size < 1:
+        raise _bad_shape(f"vocab_size = {size!r}, model = {type(values).__name__}", where)
+    if others := sorted(values.keys() - DecoderConfig.section_fields()):
+        raise _bad_shape(f"{', '.join(others)} under `model`", where)
     try:
-        return DecoderConfig.of(raw["vocab_size"], **raw["model"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise CheckpointError(
-            "Shape of the model cannot be read",
-            got=" ".join(str(error).split())[:200],
-            need="vocab_size, and under `model` what a recipe's [model] says",
-            try_="the folder as tilewright wrote it",
-            where=where,
-        ) from error
+        return DecoderConfig.of(size, **values)
+    except ValidationError as error:
+        raise _bad_shape(" ".join(str(error).split())[:200], where) from error
+
+
+def _bad_shape(got: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        "Shape of the model cannot be read",
+        got=got,
+        need="vocab_size, and under `model` what a recipe's [model] says of a shape",
+        try_="the folder as tilewright wrote it",
+        where=where,
+    )
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,13 +159,16 @@ def _replacements(record: Mapping[str, Any]) -> PageTable:
     for key, row in record["scores"].items():
         place, _, name = key.rpartition(".")
         trained = record["library"].get(key)
-        fit = ("", "") if trained is None else (f"{trained['begun']:.3f}", f"{trained['error']:.3f}")
-        rows.append((place, _in_words(name), _percent(row["rise"]), f"{100 * row['error']:.2f}", *fit))
+        errors = ("",) * 3 if trained is None else (f"{trained[name]:.3f}" for name in ("begun", "fitted", "error"))
+        layer, _, part = place.partition(".")
+        is_finite = row["rise"] is not None
+        loss = (_percent(row["rise"]), f"{100 * row['error']:.2f}") if is_finite else ("not finite", "")
+        rows.append((f"layer {layer}, {part}", _in_words(name), *loss, *errors))
     lead = (
         "Held-out loss with this one in place and all else the run's. Missing: mean square of the difference to the "
-        "run's part, as a share of what that part adds; as it began, and trained."
+        "run's part, as a share of what that part adds: at first, with the last layer fitted, and trained."
     )
-    columns = ("part", "replacement", "loss", "error", "missing at first", "missing, trained")
+    columns = ("part", "replacement", "loss", "error", "missing at first", "fitted", "trained")
     return PageTable("Each replacement alone", lead, columns, rows, frozenset(("replacement",)))
 
 

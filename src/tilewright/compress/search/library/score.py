@@ -14,6 +14,7 @@ from tilewright.compress.budget.measure import Batches, RowLosses, row_losses
 from tilewright.compress.search.library.choices import PartChoice
 from tilewright.compress.search.library.parts import PartPlace, own_part, run_part
 from tilewright.compress.search.library.train import key_of, part_at
+from tilewright.core.errors import NumericsError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.block import Block
@@ -26,7 +27,7 @@ def score_choices(
     folder: Path,
     *,
     done: Callable[[str], bool],
-    report: Callable[[str, RowLosses], None],
+    report: Callable[[str, RowLosses | None], None],
 ) -> None:
     """Losses of what is not done yet, of each choice other than the run's own part.
 
@@ -36,10 +37,7 @@ def score_choices(
         choices: of each place, in the order of a forward pass.
         folder: of `train_library`.
         done: whether a choice, by its key, is.
-        report: takes the losses of one.
-
-    Raises:
-        NumericsError: a loss is not finite.
+        report: takes the losses of one; None where one is not finite.
     """
     with evaluation(model), torch.no_grad():
         flat = [(domain, batch) for domain, rows in batches.items() for batch in rows]
@@ -52,8 +50,15 @@ def score_choices(
                 key = key_of(place, choice)
                 if choice.how != "own" and not done(key):
                     tried = [part_at(model, place, choice, folder), *behind]
-                    report(key, row_losses(_outs(model, flat, tried, stream, contexts)))
+                    report(key, _losses(_outs(model, flat, tried, stream, contexts)))
             stream = [run_part(own, x, context) for x, context in zip(stream, contexts, strict=True)]
+
+
+def _losses(outs: Mapping[str, Iterator[tuple[LossOutput, Mapping[str, Tensor]]]]) -> RowLosses | None:
+    try:
+        return row_losses(outs)
+    except NumericsError:
+        return None
 
 
 def _outs(

@@ -1,4 +1,4 @@
-"""The weights that a smaller part begins with: the run's, then a fit of its last layer to what the run's part gives.
+"""The weights that a smaller part begins with: the run's, and a fit of its last layer to what the run's part gives.
 
 The fit is a regression on calibration text: of all weights W of the last layer, those whose output is nearest to the
 run's part y on what it reads f, kept near the ones there are where the data say little:
@@ -59,7 +59,6 @@ def start(made: Block, choice: PartChoice, own: Block, data: PartData) -> None:
         _cut(made, choice.units, own, data)
     else:
         _merge(made, own)
-    fit_last(made, data)
 
 
 def _merge(made: Block, own: Block) -> None:

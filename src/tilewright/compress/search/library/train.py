@@ -12,16 +12,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilewright.compress.search.library.choices import PartChoice
 from tilewright.compress.search.library.parts import PartPlace, new_part, own_part, run_part
-from tilewright.compress.search.library.start import PartData, start
+from tilewright.compress.search.library.start import PartData, fit_last, start
 from tilewright.core.atomic_io import fsync_path
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.eval_mode import evaluation
@@ -39,13 +41,14 @@ class TrainedPart:
     """What became of one replacement.
 
     Args:
-        begun, error: mean square of the difference to the run's part, as a share of the mean square of what that part
-            adds to the stream: of the weights that it began with, and of those that were kept; on text that it was not
-            trained on where there is more than one micro-batch.
-        seconds: of training.
+        begun, fitted, error: mean square of the difference to the run's part, as a share of the mean square of what
+            that part adds to the stream: of the run's weights, with the last layer fitted, and trained. On text that it
+            was not trained on where there is more than one micro-batch; what does not help there is undone.
+        seconds: of all.
     """
 
     begun: float
+    fitted: float
     error: float
     seconds: float
 
@@ -108,17 +111,19 @@ def _train(made: Block, choice: PartChoice, own: Block, data: PartData, steps: i
     train, tell = data.some(range(len(data) - held)), data.some(range(len(data) - held if held else 0, len(data)))
     started = time.perf_counter()
     start(made, choice, own, train)
-    begun = relative_error(made, tell)
-    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    with torch.enable_grad():
-        _learn(made, train, steps, torch.Generator().manual_seed(seed))
-    error = relative_error(made, tell)
-    if not error < begun:  # NaN too
-        made.load_state_dict(before)
-        error = begun
-    return TrainedPart(begun, error, time.perf_counter() - started)
+    errors = [relative_error(made, tell)]
+    for improve in (fit_last, partial(_learn, steps=steps, generator=torch.Generator().manual_seed(seed))):
+        before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+        improve(made, train)
+        error = relative_error(made, tell)
+        if not error < errors[-1]:  # NaN too
+            made.load_state_dict(before)
+            error = errors[-1]
+        errors.append(error)
+    return TrainedPart(*errors, time.perf_counter() - started)
 
 
+@torch.enable_grad()
 def _learn(made: Block, data: PartData, steps: int, generator: torch.Generator) -> None:
     weights = [param.requires_grad_(True) for param in made.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -194,11 +199,24 @@ def part_at(model: Any, place: PartPlace, choice: PartChoice, folder: Path) -> B
         place: of the part.
         choice: one of its choices.
         folder: of the files.
+
+    Raises:
+        CheckpointError: its file is gone or damaged.
     """
     if choice.shape is None:
         return None
     if not choice.trained:
         return own_part(model, place)
     made = new_part(model.config, place.layer, choice.shape, model.kernels)
-    made.load_state_dict(load_file(folder / f"{key_of(place, choice)}.safetensors"))
+    path = folder / f"{key_of(place, choice)}.safetensors"
+    try:
+        made.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch: another shape
+        raise CheckpointError(
+            "Replacement of a layer cannot be read",
+            got=" ".join(str(error).split())[:200],
+            need="the file as it was written",
+            try_=f"rm {path}, and the same command, which makes it again",
+            where=str(path),
+        ) from error
     return made

@@ -75,7 +75,7 @@ class ModelSection(Section):
     path: str = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
     `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama, Mistral
-    or DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    or DeepSeek-V3 layout, or of tilewright's own, whose shape then replaces the fields below."""
     weights: Literal["random", "load"] = "random"
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
