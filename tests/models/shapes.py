@@ -44,10 +44,10 @@ MIXED = {
 """Decoders whose layers have shapes of their own: one has no attention, one no FFN, one a window."""
 
 
-def make_decoder(name: str, seed: int = 0) -> Decoder:
+def make_decoder(name: str | DecoderConfig, seed: int = 0) -> Decoder:
     """A decoder with weights large enough that every part of it shows in the logits."""
     torch.manual_seed(seed)
-    model = Decoder((SHAPES | MIXED)[name], KERNELS)
+    model = Decoder((SHAPES | MIXED)[name] if isinstance(name, str) else name, KERNELS)
     init_weights(model, seed)
     with torch.no_grad():
         for param in model.parameters():

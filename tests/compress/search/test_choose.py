@@ -94,7 +94,7 @@ def test_uniform_shapes_are_alike_in_all_layers():
         ("token=90%,token=80%", "ffn", "Limit is not"),
         ("speed=90%", "ffn", "Limit is not"),
         ("token=90%", "", "No such kind of replacement"),
-        ("token=90%", "linear", "No such kind of replacement"),
+        ("token=90%", "experts", "No such kind of replacement"),
     ],
 )
 def test_bad_words_are_refused_before_anything_is_loaded(limits, kinds, match):

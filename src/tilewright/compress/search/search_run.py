@@ -224,12 +224,13 @@ class LayerSearch:
                 yield place, choice
 
     def _measure_latency(self) -> None:
-        """The table: the run, then each distinct shape of a part. What was unsteady is measured again."""
+        """The table: the run, then each distinct shape of a part. What was unsteady is measured again, until a shape
+        was chosen by it and trained."""
         found = self.record["latency"]
         if found.get("clock", self.clock_name) != self.clock_name:
             found.clear()  # other threads
         found["clock"] = self.clock_name
-        if not _is_steady(found.get("run")):
+        if not self._is_known(found.get("run")):
             latency, cache = model_latency(self.model, self.settings.context, self._clock)
             found["run"] = self._said("the run", latency).to_json() | {"cache": cache}
             self._write()
@@ -240,7 +241,7 @@ class LayerSearch:
             if choice.shape is None:
                 continue
             key = shape_key(self.config, place, choice.shape)
-            if key in seen or _is_steady(parts.get(key)):
+            if key in seen or self._is_known(parts.get(key)):
                 continue
             seen.add(key)
             latency, cache = part_latency(
@@ -249,6 +250,9 @@ class LayerSearch:
             )  # fmt: skip
             parts[key] = self._said(key, latency).to_json() | {"cache": cache}
             self._write()
+
+    def _is_known(self, row: Mapping[str, Any] | None) -> bool:
+        return row is not None and (bool(self.record["candidates"]) or Latency.from_json(row).steady)
 
     def _said(self, name: str, latency: Latency) -> Latency:
         spread = max(latency.prefill.spread, latency.token.spread)
@@ -350,10 +354,6 @@ class LayerSearch:
                 where="--out",
             )
         return before | now
-
-
-def _is_steady(row: Mapping[str, Any] | None) -> bool:
-    return row is not None and Latency.from_json(dict(row)).steady
 
 
 def _check_source(source: ExportSource) -> None:

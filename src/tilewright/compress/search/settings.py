@@ -19,11 +19,11 @@ IN_WORDS: Mapping[str, str] = {
     "parameters": "parameters",
     "cache": "cache",
 }
-Kind = Literal["ffn", "heads", "groups", "window", "none"]
-KINDS: tuple[Kind, ...] = ("ffn", "heads", "groups", "window", "none")
+Kind = Literal["ffn", "heads", "groups", "window", "linear", "none"]
+KINDS: tuple[Kind, ...] = ("ffn", "heads", "groups", "window", "linear", "none")
 """ffn: narrower FFNs. heads: fewer key/value heads, each with the query heads that read it. groups: fewer key/value
-heads for the same query heads. window: attention to the last positions alone. none: no attention, or no FFN; a layer
-with neither is left out."""
+heads for the same query heads. window: attention to the last positions alone. linear: linear attention with as many
+heads. none: no attention, or no FFN; a layer with neither is left out."""
 
 
 @dataclass(frozen=True)

@@ -203,11 +203,11 @@ class DecoderConfig:
         return values
 
     @classmethod
-    def section_fields(cls) -> set[str]:
+    def section_fields(cls) -> tuple[str, ...]:
         """Names of the settings in a recipe's `[model]` that describe a shape."""
-        return {field.name for field in fields(cls)} & ModelSection.model_fields.keys()
+        return tuple(field.name for field in fields(cls) if field.name in ModelSection.model_fields)
 
-    def _entry(self, layer: int, shape: LayerShape) -> dict[str, int]:
+    def _entry(self, layer: int, shape: LayerShape) -> dict[str, Any]:
         """A recipe's entry for one layer: what differs from the fields of the model."""
         own = {name: getattr(shape, name) for name in LayerSection.model_fields if name != "repeat"}
         usual = {name: getattr(self, name) for name in own}
@@ -360,9 +360,9 @@ def _no_window(got: str, where: str) -> Problem:
     )
 
 
-def _joined(entries: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+def _joined(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Entries of layers in a row that are alike as one."""
-    found: list[dict[str, int]] = []
+    found: list[dict[str, Any]] = []
     for entry in entries:
         if found and {name: value for name, value in found[-1].items() if name != "repeat"} == entry:
             found[-1]["repeat"] = found[-1].get("repeat", 1) + 1

@@ -173,7 +173,7 @@ def _read_own(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     values, size = raw.get("model"), raw.get("vocab_size")
     if not isinstance(values, dict) or type(size) is not int or size < 1:
         raise _bad_shape(f"vocab_size = {size!r}, model = {type(values).__name__}", where)
-    if others := sorted(values.keys() - DecoderConfig.section_fields()):
+    if others := sorted(values.keys() - set(DecoderConfig.section_fields())):
         raise _bad_shape(f"{', '.join(others)} under `model`", where)
     try:
         return DecoderConfig.of(size, **values)

@@ -150,7 +150,7 @@ def _layers(record: Mapping[str, Any]) -> PageTable:
 def _in_words(name: str) -> str:
     kind, _, number = name.partition("-")
     words = {"ffn": "{} wide", "heads": "{} query heads, with their keys and values", "groups": "{} key/value heads"}
-    words["window"] = "window of {}"
+    words |= {"window": "window of {}", "linear": "linear attention"}
     return words[kind].format(number) if kind in words else name
 
 

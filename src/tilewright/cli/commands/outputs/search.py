@@ -33,7 +33,7 @@ PAGE = "search.html"
     show_default=True,
     help="Shares of the run's token, prefill, flops, parameters, cache: token=85%,cache=50%.",
 )
-@click.option("--kinds", default="ffn,heads,groups,window,none", show_default=True, help="Of replacement.")
+@click.option("--kinds", default="ffn,heads,groups,window,linear,none", show_default=True, help="Of replacement.")
 @click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Of text for replacements.")
 @click.option("--block-steps", type=click.IntRange(0), default=100, show_default=True, help="For each replacement.")
 @click.option("--steps", type=click.IntRange(0), default=0, help="For each of the best shapes. 0: a quarter of RUN's.")

@@ -18,9 +18,9 @@ MULTIPLE = 32
 """Widths are multiples of this: rows of the tiles that CPUs and GPUs multiply."""
 WINDOWS = (4, 16)
 """Windows of attention are these parts of the run's rows."""
-How = Literal["own", "cut", "merge", "window", "none"]
-"""How weights begin. cut: those of the units that matter most. merge: means of key/value heads side by side. window:
-all of the run's."""
+How = Literal["own", "cut", "merge", "copy", "none"]
+"""How weights begin. cut: those of the units that matter most. merge: means of key/value heads side by side. copy:
+those of the run that there are, others drawn."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PartChoice:
     @property
     def trained(self) -> bool:
         """Whether it has weights other than the run's."""
-        return self.how in ("cut", "merge", "window")
+        return self.how in ("cut", "merge", "copy")
 
 
 def choices_at(config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], seq_len: int = 512) -> list[PartChoice]:
@@ -66,9 +66,10 @@ def choices_at(config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], s
     if place.part == "ffn":
         found += _widths(own) if "ffn" in kinds and not config.is_moe(place.layer) else ()
     else:
-        found += _heads(config, own) if "heads" in kinds else ()
-        found += _groups(own) if "groups" in kinds and config.attention == "gqa" else ()
-        found += _windows(own, seq_len) if "window" in kinds else ()
+        found += _heads(own) if "heads" in kinds else ()
+        found += _groups(own) if "groups" in kinds and own.attention == "gqa" else ()
+        found += _windows(own, seq_len) if "window" in kinds and own.attention != "linear" else ()
+        found += _linear(own) if "linear" in kinds and own.attention == "gqa" else ()
     return [*found, PartChoice(NONE, None, "none")] if "none" in kinds else found
 
 
@@ -84,9 +85,8 @@ def _widths(own: LayerShape) -> Iterator[PartChoice]:
         yield PartChoice(f"ffn-{width}", replace(own, ffn_dim=width), "cut", width)
 
 
-def _heads(config: DecoderConfig, own: LayerShape) -> Iterator[PartChoice]:
-    latent = config.attention == "mla"
-    units = own.num_heads if latent else own.num_kv_heads
+def _heads(own: LayerShape) -> Iterator[PartChoice]:
+    units = own.num_heads if own.attention == "mla" else own.num_kv_heads
     for number in _numbers(units, 1):
         heads = own.num_heads // units * number
         yield PartChoice(f"heads-{heads}", replace(own, num_heads=heads, num_kv_heads=number), "cut", number)
@@ -95,7 +95,11 @@ def _heads(config: DecoderConfig, own: LayerShape) -> Iterator[PartChoice]:
 def _windows(own: LayerShape, seq_len: int) -> Iterator[PartChoice]:
     for window in dict.fromkeys(max(1, seq_len // part) for part in WINDOWS):
         if window < (own.sliding_window or seq_len):
-            yield PartChoice(f"window-{window}", replace(own, sliding_window=window), "window")
+            yield PartChoice(f"window-{window}", replace(own, sliding_window=window), "copy")
+
+
+def _linear(own: LayerShape) -> Iterator[PartChoice]:
+    yield PartChoice("linear", replace(own, attention="linear", num_kv_heads=own.num_heads, sliding_window=0), "copy")
 
 
 def _groups(own: LayerShape) -> Iterator[PartChoice]:

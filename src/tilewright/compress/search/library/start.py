@@ -19,9 +19,12 @@ from tilewright.compress.prune.shares import Share
 from tilewright.compress.search.library.choices import PartChoice
 from tilewright.compress.search.library.parts import run_part
 from tilewright.models.decoder.block import Block
+from tilewright.models.decoder.init import name_seed
 
 _NEAR = 1e-3
 """Of the mean of the diagonal of F^T F: c."""
+_DRAWN = 0.02
+"""Deviation of weights that the run's part has none for."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class PartData:
 
 
 @torch.no_grad()
-def start(made: Block, choice: PartChoice, own: Block, data: PartData) -> None:
+def start(made: Block, choice: PartChoice, own: Block, data: PartData, seed: int) -> None:
     """Give a smaller part its first weights, in place.
 
     Args:
@@ -54,26 +57,36 @@ def start(made: Block, choice: PartChoice, own: Block, data: PartData) -> None:
         choice: with weights of its own.
         own: the run's part.
         data: at least one micro-batch.
+        seed: of weights that the run's part has none for.
     """
     if choice.how == "cut":
         _cut(made, choice.units, own, data)
     else:
-        _merge(made, own)
+        _copy(made, own, seed)
 
 
-def _merge(made: Block, own: Block) -> None:
-    """Where there are fewer keys and values, the means of heads side by side (Ainslie et al., "GQA", 2023, section
-    2.1); all else as it is."""
+def _copy(made: Block, own: Block, seed: int) -> None:
+    """All as it is, but keys and values: where there are fewer, the means of heads side by side (Ainslie et al., "GQA",
+    2023, section 2.1), and where there are more, each several times."""
     before = own.state_dict()
     for name, target in made.state_dict().items():
-        source = before[name]
-        groups = len(source) // len(target)
-        heads = source if groups == 1 else _means(source, made.self_attn.head_dim, groups)
-        target.copy_(heads)
+        if name in before:
+            target.copy_(_heads(before[name], len(target), made))
+        elif target.dim() == 1:
+            target.fill_(1.0)  # a norm
+        else:
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            target.normal_(0.0, _DRAWN, generator=generator)
 
 
-def _means(weight: Tensor, width: int, groups: int) -> Tensor:
-    return weight.view(-1, groups, width, weight.shape[1]).mean(1).flatten(0, 1)
+def _heads(weight: Tensor, rows: int, made: Block) -> Tensor:
+    if len(weight) == rows:
+        return weight
+    heads = weight.unflatten(0, (-1, made.self_attn.head_dim))
+    number = rows // heads.shape[1]
+    if number < len(heads):
+        return heads.unflatten(0, (number, -1)).mean(1).flatten(0, 1)
+    return heads.repeat_interleave(number // len(heads), 0).flatten(0, 1)
 
 
 def _cut(made: Block, number: int, own: Block, data: PartData) -> None:

@@ -110,7 +110,7 @@ def _train(made: Block, choice: PartChoice, own: Block, data: PartData, steps: i
     held = max(1, len(data) // _HELD) if len(data) > 1 else 0
     train, tell = data.some(range(len(data) - held)), data.some(range(len(data) - held if held else 0, len(data)))
     started = time.perf_counter()
-    start(made, choice, own, train)
+    start(made, choice, own, train, seed)
     errors = [relative_error(made, tell)]
     for improve in (fit_last, partial(_learn, steps=steps, generator=torch.Generator().manual_seed(seed))):
         before = {name: tensor.clone() for name, tensor in made.state_dict().items()}

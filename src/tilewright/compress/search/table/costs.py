@@ -26,14 +26,16 @@ def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str
         >>> shape_key(config, PartPlace(0, "ffn"), config.shape)
         'ffn 192'
         >>> shape_key(config, PartPlace(0, "attention"), config.shape)
-        'attention, num_heads 4, num_kv_heads 4'
+        'gqa attention, num_heads 4, num_kv_heads 4'
     """
     if place.part == "ffn":
         experts = config_of(config, place.layer, shape).is_moe(place.layer)
         return f"experts {shape.expert_dim}" if experts else f"ffn {shape.ffn_dim}"
-    void = _OF_FFN if config.attention == "mla" else (*_OF_FFN, "q_lora_rank", "kv_lora_rank")
+    void = (
+        (*_OF_FFN, "attention") if shape.attention == "mla" else (*_OF_FFN, "attention", "q_lora_rank", "kv_lora_rank")
+    )
     values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in void}
-    return ", ".join(["attention", *(f"{name} {value}" for name, value in values.items() if value)])
+    return ", ".join([f"{shape.attention} attention", *(f"{name} {value}" for name, value in values.items() if value)])
 
 
 def costs_of(

@@ -7,7 +7,7 @@ the processor's caches, which a whole model does not.
 Legend: B rows  S positions  D model width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Latency:
         return {"prefill": self.prefill.to_json(), "token": self.token.to_json()}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "Latency":
+    def from_json(cls, row: Mapping[str, Any]) -> "Latency":
         """What `to_json` gave."""
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
