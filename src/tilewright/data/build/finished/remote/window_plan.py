@@ -3,12 +3,15 @@
 Whole windows of shards are wanted: from the one that the next sample is in to as many windows further as there is room
 for. The rows of a domain come in one order, whatever the weights are: a move of weights only says which domain comes
 sooner. So shards that were read ahead under other weights are kept, since each would be read once more otherwise. Where
-they have more than half of the room, or the next block of samples needs it, those go first that come last.
+they have more than half of the room, or the next block of samples needs it, those go first that come last. An eighth of
+the room is left free for what a move brings into the next block, since a shard would go for it otherwise.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from tilewright.data.batches.mix import BLOCK, Mixture
 from tilewright.data.build.finished.remote.windows import WindowedOrder
@@ -62,16 +65,18 @@ class WindowPlan:
             Shards to read, in the order in which they are needed, to within a block of samples; those that were read
             are among them. None: as before.
         """
-        block = sample // BLOCK
-        if self.is_other(mixture, sample):
-            self._begin(mixture, block, read)
-        elif block == self._block and self._is_full:
-            return None
-        counts = mixture.counts(block * BLOCK)
-        for one in [window for window in self._wanted if self._is_behind(window, counts)]:
+        other = self.is_other(mixture, sample)
+        if other:
+            self._begin(mixture, sample // BLOCK, read)
+        self._block = sample // BLOCK
+        counts = self._counts(sample)
+        behind = [window for window in self._wanted if self._is_behind(window, counts)]
+        for one in behind:
             self._uses.subtract(self._wanted.pop(one))
         self._uses = +self._uses
-        self._block = block
+        self._kept = {place: window for place, window in self._kept.items() if not self._is_behind(window, counts)}
+        if self._is_full and self._head > self._block and not behind and not other:
+            return None
         self._extend(counts)
         return list(dict.fromkeys(place for places in self._wanted.values() for place in places))
 
@@ -96,8 +101,6 @@ class WindowPlan:
         self._mixture, self._head = mixture, block
         weighed = [any(stage.weights[at] for stage in mixture.stages) for at in range(len(self._places))]
         self._reached = [place for at, of in enumerate(self._places) if weighed[at] for place in of]
-        counts = mixture.counts(block * BLOCK)
-        self._kept = {place: window for place, window in self._kept.items() if not self._is_behind(window, counts)}
 
     def _extend(self, counts: Sequence[int]) -> None:
         """Want the windows of the next blocks, as far as there is room; those of the first block in any case."""
@@ -106,12 +109,19 @@ class WindowPlan:
             self._is_full = not first and all(place in self._uses for place in self._reached)
             if self._is_full:
                 return
-            new = [one for one in self._windows(self._head) if one not in self._wanted]
+            start = counts if first else self._of().counts(self._head * BLOCK)
+            new = [
+                one
+                for one in self._windows(start, self._of().counts((self._head + 1) * BLOCK))
+                if one not in self._wanted
+            ]
             places = {place for one in new for place in self._shards(one)}
             size = self._bytes(place for place in places if not self.wants(place))
             if size:
-                self._make_room(size, places, counts)
-                self._is_full = not first and self._bytes(self.all_wanted()) + size > self._room
+                near = self._head <= self._block + 1
+                room = self._room if near else self._room - self._room // 8
+                self._make_room(size, room, places, counts, near=near)
+                self._is_full = not first and self._bytes(self.all_wanted()) + size > room
                 if self._is_full:
                     return
             for window in new:
@@ -121,11 +131,11 @@ class WindowPlan:
                 self._kept.pop(place, None)
             self._head += 1
 
-    def _make_room(self, size: int, needed: Collection[int], counts: Sequence[int]) -> None:
+    def _make_room(self, size: int, room: int, needed: Collection[int], counts: Sequence[int], *, near: bool) -> None:
         """Let kept shards go, those first that come last."""
         going = sorted((place for place in self._kept if place not in needed), key=self._distance(counts))
-        while going and self._bytes(self.all_wanted()) + size > self._room:
-            if self._head > self._block + 1 and self._bytes(self._kept) <= self._room // 2:
+        while going and self._bytes(self.all_wanted()) + size > room:
+            if not near and self._bytes(self._kept) <= room // 2:
                 return
             del self._kept[going.pop()]
 
@@ -141,12 +151,17 @@ class WindowPlan:
 
         return distance
 
-    def _windows(self, block: int) -> list[Window]:
-        """Windows of a block's samples, by the share of their domain's samples in the block that comes before them."""
-        mixture = self._of()
-        counts = zip(mixture.counts(block * BLOCK), mixture.counts((block + 1) * BLOCK), strict=True)
+    def _counts(self, sample: int) -> tuple[int, ...]:
+        """Samples of each domain before this one, exactly."""
+        block, mixture = sample // BLOCK, self._of()
+        before = mixture.picks(np.arange(block * BLOCK, sample)).domain
+        counts = np.bincount(before, minlength=len(self._places)) + mixture.counts(block * BLOCK)
+        return tuple(counts.tolist())
+
+    def _windows(self, start: Sequence[int], end: Sequence[int]) -> list[Window]:
+        """Windows of the samples between these counts, by the share of their domain's ones that comes before them."""
         found = []
-        for domain, (first, stop) in enumerate(counts):
+        for domain, (first, stop) in enumerate(zip(start, end, strict=True)):
             for window in self._windows_between(domain, first, stop):
                 found.append(((self._first_row(window) - first) / (stop - first), window))
         return [window for _, window in sorted(found)]
