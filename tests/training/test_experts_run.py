@@ -45,6 +45,21 @@ class Launches:
         run, alone = (rows(self.folder / one / "samples.jsonl") for one in (name, other))
         assert [(row["prompt"], row["text"]) for row in run] == [(row["prompt"], row["text"]) for row in alone]
 
+    def check_told(self, name, world, other, told, **close):
+        """Losses, norms and weights are those of the other run, on all ranks, and so is what the loss tells beside
+        itself, as close as that."""
+        for rank in range(world):
+            found = self.found[name, world, rank]
+            assert not isinstance(found, str), found
+            assert found == self.found[name, world, 0], "all ranks have the same numbers"
+        check_same(self.folder / name, self.folder / other)
+        run, alone = ([row for row in rows(self.folder / one / "metrics.jsonl") if "loss" in row]
+                      for one in (name, other))  # fmt: skip
+        for ours, theirs in zip(run, alone, strict=True):
+            for key in told:
+                assert ours[key] == pytest.approx(theirs[key], **close), f"{name}, step {ours['step']}: {key}"
+        assert any(row[key] for row in alone for key in told)
+
 
 @pytest.fixture(scope="module")
 def ran(data, tmp_path_factory):

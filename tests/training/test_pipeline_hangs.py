@@ -4,11 +4,18 @@ others have done: ranks run passes in different orders, and who has done fewer m
 from contextlib import ExitStack
 
 import pytest
+import torch
 
+from tests.parallel.pipeline.ragged import decoder, micro_batches
 from tests.planner.simulate.here import tables_here
+from tilewright.core.config.recipe import DistillSection
 from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import Heartbeat, records
 from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.world import Group, World
+from tilewright.training.components.teacher import Teacher
+from tilewright.training.hooks.base import Step
 
 LIMIT_S, COUNT = 10.0, 6
 PIPELINES = (
@@ -76,3 +83,28 @@ def test_whoever_hangs_is_named_with_its_pass(pipeline, tables, tmp_path):
                 assert found is not None, f"{hung} on rank {victim}: nobody is named"
                 record, _ = found
                 assert (record.rank, record.phase) == (victim, str(hung)), f"rank {victim} hangs in {hung}"
+
+
+def test_a_pass_of_a_teacher_is_named(tmp_path):
+    """With its micro-batch and stage, as long as it runs; between two of them the rank waits. One rank has both stages
+    of a V here; ranks that hang are in `test_rank_hangs`."""
+    held, seen = hold_stages(decoder("gqa", 2), Pipeline(1, "zbv", 2), Group(0, 1)), []
+
+    def see(*_):
+        (record,) = records(tmp_path).values()
+        seen.append((record.phase, record.waiting))
+
+    for stage in held.stages:
+        stage.register_forward_pre_hook(see)
+        stage.register_forward_hook(see)
+    with Heartbeat(tmp_path, 0, beat_s=1000.0) as heart:
+        teacher = Teacher(
+            lambda: held, DistillSection(teacher="there"), torch.device("cpu"), None, World(heartbeat=heart)
+        )
+        heart.at(1, "data")
+        batches = micro_batches(2, torch.Generator().manual_seed(0))
+        teacher.before_step(Step(1, batches, 0.0, None, 0.0, due=False, recorder=None, folder=None))
+        (record,) = records(tmp_path).values()
+        assert (record.passes, record.waiting) == (0, False), "it is through with them"
+    names = [f"teacher's forward of micro-batch {number}, stage {stage}" for number in (1, 2) for stage in (1, 2)]
+    assert seen == [(name, False) for name in names for _ in range(2)]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.training.test_experts_run import PAIRS, Launches, check_same, write_pairs
+from tests.training.test_experts_run import PAIRS, Launches, write_pairs
 from tests.training.test_tensor_run import DENSE
-from tests.training.tiny import rows
 
 pytestmark = pytest.mark.dist
 SETTINGS = DENSE | PAIRS | {"model__num_layers": 4, "train__global_batch_size": 8, "train__micro_batch_size": 2}
@@ -13,18 +12,8 @@ ZBV = STAGES | {"parallel__schedule": "zbv", "model__tie_embeddings": "true"}
 TOLD = ("margin", "accuracy")
 
 
-def _check(launch, name, world, other, bound=2e-6):
-    for rank in range(world):
-        assert not isinstance(launch.found[name, world, rank], str), launch.found[name, world, rank]
-        assert launch.found[name, world, rank] == launch.found[name, world, 0], "all ranks have the same numbers"
-    check_same(launch.folder / name, launch.folder / other, bound=bound)
-    run, alone = (
-        [row for row in rows(launch.folder / one / "metrics.jsonl") if "loss" in row] for one in (name, other)
-    )
-    for ours, theirs in zip(run, alone, strict=True):
-        for key in TOLD:
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), f"{name}, step {ours['step']}: {key}"
-    assert any(row["margin"] for row in alone)
+def _check(launch, name, world, other):
+    launch.check_told(name, world, other, TOLD, rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,15 @@ import pytest
 from torch.distributed.pipelining import PipelineStage
 
 from tests.contracts.observe import fixed_ceilings
-from tests.ranks import started
+from tests.ranks import on_ranks, started
+from tests.training.test_pipeline_run import runs
 from tests.training.tiny import tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.data.batches.stream import Stream
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.liveness import heartbeat
 from tilewright.parallel.liveness.heartbeat import records
+from tilewright.parallel.pipeline.staged import ModelStage
 from tilewright.planner.machine import ceilings
 from tilewright.training import assemble, run, session
 from tilewright.training.checkpoint import writing
@@ -27,6 +29,7 @@ LIMIT_S, SECONDS = 12, 60
 """`parallel.timeout_minutes`, in seconds; and in how many both ranks have ended since one fell asleep."""
 SHARDS, COPIES = {"parallel__dp_shard": 2}, {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}
 STAGES = {"parallel__pp": 2, "data__rows": "documents", "parallel__schedule": "gpipe", "parallel__balance": "on"}
+TAUGHT = {"parallel__pp": 2, "train__micro_batch_size": 2, "distill__teacher": "taught_by"}
 DRY = {"dry_run": True}
 SAVE = {"train__steps": 4, "checkpoint__interval": 2, "checkpoint__async_save": "false"}
 
@@ -71,10 +74,12 @@ PHASES = {
     "dry batches": (1, Stream, "next_step", 2, SHARDS | DRY, "hangs in data of step 2"),
     "dry forward": (0, Decoder, "loss", 1, SHARDS | DRY, "hangs in forward"),
     "sample": (1, run, "run_samples", 1, COPIES | {"train__steps": 2}, "hangs in step 3, samples"),
+    "teacher": (1, ModelStage, "forward", 2, TAUGHT, "hangs in step 1, teacher's forward of micro-batch 2, stage 2"),
 }
 """Who sleeps, in which call of what, in which run, and what is said of it."""
 SOON = ("launch", "data", "pass")
 """Of the tests that run by default."""
+LATER = ("teacher",), tuple(name for name in PHASES if name != "teacher")
 
 
 def main(number, phases, data, runs):
@@ -90,6 +95,8 @@ def main(number, phases, data, runs):
     tempfile.tempdir = str(Path(runs) / name)  # where ranks without a run folder have their records
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     changes = {"train__steps": 3, "parallel__timeout_minutes": LIMIT_S / 60, "train__sample_tokens": 2} | changes
+    if teacher := changes.get("distill__teacher"):
+        changes |= {"distill__teacher": str(Path(runs) / teacher)}
     dry = changes.pop("dry_run", False)
     try:
         session.train(tiny(Path(data), Path(runs) / name, **changes), dry_run=dry)
@@ -125,9 +132,13 @@ def _said(end, folder):
         return " ".join(record.end for path in kept for record in records(path).values())
 
 
-@pytest.mark.parametrize("phases", [SOON, pytest.param(tuple(PHASES), marks=pytest.mark.slow)], ids=["soon", "all"])
+@pytest.mark.parametrize(
+    "phases", [SOON, *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)], ids=["soon", "teacher", "others"]
+)
 @pytest.mark.support("hangs", "copies", "shards", "stages")
 def test_who_hangs_is_named_and_all_end(phases, data, tmp_path):
+    if "teacher" in phases:
+        on_ranks(1, runs, str(data), str(tmp_path), {"taught_by": {"train__steps": 1}})
     for name, (said, seconds) in ended(phases, data, tmp_path).items():
         print(f"{name}: {seconds:.0f} s")
         assert PHASES[name][-1] in said, f"{name}: {said}"

@@ -3,7 +3,7 @@ its tokens are kept on disk."""
 
 import pytest
 
-from tests.training.test_experts_run import TEACHER, Launches, check_same
+from tests.training.test_experts_run import TEACHER, Launches
 from tests.training.test_tensor_run import DENSE
 from tests.training.tiny import rows
 
@@ -27,17 +27,8 @@ def _taught(launch, **more):
     return {name: str(launch.folder / value) for name, value in TEACHER.items()} | more
 
 
-def _check(launch, name, world, other, bound=2e-6):
-    for rank in range(world):
-        assert not isinstance(launch.found[name, world, rank], str), launch.found[name, world, rank]
-        assert launch.found[name, world, rank] == launch.found[name, world, 0], "all ranks have the same numbers"
-    check_same(launch.folder / name, launch.folder / other, bound=bound)
-    run, alone = (
-        [row for row in rows(launch.folder / one / "metrics.jsonl") if "loss" in row] for one in (name, other)
-    )
-    for ours, theirs in zip(run, alone, strict=True):
-        for key in TOLD:
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), f"{name}, step {ours['step']}: {key}"
+def _check(launch, name, world, other):
+    launch.check_told(name, world, other, TOLD, rel=1e-5)
 
 
 def _made(folder, name):

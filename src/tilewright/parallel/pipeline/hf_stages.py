@@ -23,7 +23,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.hf_view import HFLayers, cut_hf, vacant_like
 from tilewright.ops.base.labels import IGNORED
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, Tie
+from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, StageWatch, Tie, unwatched
 from tilewright.parallel.world import Group
 from tilewright.precision.mixed.derived import Derived, derive
 
@@ -62,14 +62,14 @@ class StagedHF(Staged, Derived):
     def aux_metrics(self, counted: Any) -> dict[str, Tensor]:
         return {}
 
-    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+    def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
         """See `Staged`."""
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
             with self.view.giving(x_BSD):
                 return super(StagedHF, self).hidden(batch)  # type: ignore[misc]  # of the class that comes behind
 
-        return self.pass_to_last(batch, finish)
+        return self.pass_to_last(batch, finish, watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see the class."""

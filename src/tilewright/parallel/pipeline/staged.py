@@ -8,6 +8,7 @@ Legend: B rows  S positions  s of a slice, or S  D model width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,13 @@ from tilewright.parallel.world import Group
 
 Finish = Callable[[Tensor, LayerContext], Tensor]
 """What the last stage makes of the last layer's output: a loss, or logits."""
+StageWatch = Callable[[int], AbstractContextManager[None]]
+"""Told of a stage that runs, by its number; what it returns is open while the stage does."""
+
+
+def unwatched(stage: int) -> AbstractContextManager[None]:
+    """A watch that does nothing."""
+    return nullcontext()
 
 
 @dataclass(eq=False)
@@ -191,7 +199,7 @@ class Staged:
     def new_cache(self, rows: int, length: int) -> None:
         """None: rows pass all ranks whole for each token."""
 
-    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+    def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
         """What the head reads [B, S, D], without gradients, on the rank with the last stage; None on the others. All
         ranks in a row call it."""
         raise NotImplementedError
@@ -207,7 +215,7 @@ class Staged:
         return found
 
     @torch.no_grad()
-    def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish) -> Tensor | None:
+    def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish, watch: StageWatch = unwatched) -> Tensor | None:
         """What the last stage makes of a batch, on its rank; None on the others."""
         ids_BS, rank_of, made = batch["input_ids"], self.pipeline.rank_of, None
         micro_batch = MicroBatch(batch, finish)
@@ -215,7 +223,8 @@ class Staged:
         for stage in self.stages:
             if not stage.is_first and rank_of(stage.index - 1) != self.row.rank:
                 dist.recv(stream_BsD, group=self.row.handle, group_src=rank_of(stage.index - 1))
-            given = stage(*([] if stage.is_first else [stream_BsD]), micro_batch=micro_batch)
+            with watch(stage.index):
+                given = stage(*([] if stage.is_first else [stream_BsD]), micro_batch=micro_batch)
             if stage.is_last:
                 made = given
             elif rank_of(stage.index + 1) != self.row.rank:

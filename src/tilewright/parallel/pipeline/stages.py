@@ -19,7 +19,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.pipeline.hf_stages import StagedHF, hold_hf
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, Tie
+from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, StageWatch, Tie, unwatched
 from tilewright.parallel.world import Group
 
 
@@ -83,9 +83,9 @@ class StagedDecoder(Staged, Decoder):
             return []
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]
 
-    def last_hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+    def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
         """See `Staged`."""
-        return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD))
+        return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD), watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see the class."""

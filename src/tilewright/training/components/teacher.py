@@ -8,7 +8,8 @@ micro-batches of a step pass it before the student's first one, and the rank wit
 `distill.cache` its likeliest tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from tilewright.parallel.fill import fill_from_meta
 from tilewright.parallel.parallelize import in_stages
 from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import Staged
+from tilewright.parallel.pipeline.staged import Staged, unwatched
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
@@ -74,12 +75,15 @@ class Teacher(StepHook):
         self._temperature = section.temperature
         model = self._opened()
         self._digest = weights_hash(model, self._row)
+        self._in_stages = isinstance(model, Staged)
         self._teaches = not isinstance(model, Staged) or model.has_last
         rows = None if open_rows is None else open_rows(self._digest)  # on all ranks of a row: one may not raise alone
         self.rows = rows if self._teaches else None
         self._keeps = rows is not None
         self._model: Model | None = None if any_of(self._row, bool(rows), device) else model
         self._found, self._computed = 0, 0
+        self._tell_pass: Callable[[str], AbstractContextManager[None]] | None = None
+        """Told of each pass of a stage, open while it runs."""
 
     @property
     def model(self) -> Model:
@@ -97,36 +101,58 @@ class Teacher(StepHook):
         Raises:
             ConfigError: ranks in a row do not read the same; nothing was sent.
         """
+        self._world.at("teacher")
         if self._row is not None:
             StepPlan.of(step.microbatches).check(self._world)
-        taught = replace(step, microbatches=self.taught(step.microbatches))
+        with self._told_of_passes():
+            taught = replace(step, microbatches=self.taught(step.microbatches))
         if self.rows is not None:
             self.rows.has_read(step.number)
         return taught
+
+    @contextmanager
+    def _told_of_passes(self) -> Iterator[None]:
+        """Inside, a rank with some of the teacher's layers says which pass it is in, and waits between two of them."""
+        heartbeat = self._world.heartbeat
+        if not self._in_stages or heartbeat is None:
+            yield
+            return
+        try:
+            with heartbeat.passing() as self._tell_pass:
+                yield
+        finally:
+            self._tell_pass = None
 
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The micro-batches with what the teacher makes of them, on ranks that have the student's loss."""
         if self._keeps:
-            return [{**batch, **self._kept(batch)} for batch in microbatches]
+            return [{**batch, **self._kept(number, batch)} for number, batch in enumerate(microbatches)]
         found = []
         with evaluation(self.model):  # type: ignore[arg-type]
             head = _head(self.model) if self._teaches else None  # once: a head that is rounded to integers is a copy
-            for batch in microbatches:
-                hidden = self._hidden(batch)
+            for number, batch in enumerate(microbatches):
+                hidden = self._hidden(number, batch)
                 extra = {} if head is None or hidden is None else {distill.HIDDEN: hidden, distill.HEAD: head}
                 found.append({**batch, **(extra and extra | {distill.HOW: self._how})})
         return found
 
-    def _hidden(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Input of the teacher's head; None on ranks without it."""
-        model, there = self.model, self._there(batch)
-        return model.last_hidden(there) if isinstance(model, Staged) else model.hidden(there)
+    def _hidden(self, number: int, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Input of the teacher's head for a micro-batch; None on ranks without it."""
+        model, there, tell = self.model, self._there(batch), self._tell_pass
+        if not isinstance(model, Staged):
+            return model.hidden(there)
+
+        def watch(stage: int) -> AbstractContextManager[None]:
+            name = f"teacher's forward of micro-batch {number + 1}, stage {stage + 1}"
+            return unwatched(stage) if tell is None else tell(name)
+
+        return model.last_hidden(there, watch)
 
     def _there(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def _kept(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _kept(self, number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Likeliest tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
         is used is what is kept, bit for bit, so that a row teaches the same each time."""
         count, rows = len(batch["input_ids"]), self.rows
@@ -136,7 +162,7 @@ class Teacher(StepHook):
         if missing:
             part = {name: tensor[missing] for name, tensor in batch.items() if len(tensor) == count}
             with evaluation(self.model):  # type: ignore[arg-type]
-                hidden_BSE = self._hidden(part)
+                hidden_BSE = self._hidden(number, part)
                 if rows is not None and hidden_BSE is not None:
                     rows.add(part, *self._likeliest(hidden_BSE, rows.top_k))
             for row, one in zip(missing, () if rows is None else rows.find(part), strict=rows is not None):
