@@ -6,6 +6,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings
 from tilewright.cli.app import run
+from tilewright.planner.cost import solve
 
 MODEL = [
     "--model.dim",
@@ -179,3 +180,14 @@ def test_what_does_not_fit_as_it_stands_says_what_would(capsys):
     for word in ("got", "need", "try"):
         assert f"  {word} " in shown.err
     assert "--train.micro_batch_size" in shown.err
+
+
+def test_a_model_far_too_large_is_refused_within_few_programs(capsys, monkeypatch):
+    """The smallest plan is said, and a change that fits; whatever is tried takes a second of the solver."""
+    solved, minimise = [], solve.minimise
+    monkeypatch.setattr(solve, "minimise", lambda *args, **more: solved.append(args) or minimise(*args, **more))
+    assert run(["plan", "slice_42b_h200", "--on", "4090", "--fastest"]) == 3
+    error = capsys.readouterr().err
+    assert "for the smallest plan: layer_major" in error
+    assert "twice the host memory" in error
+    assert len(solved) <= 30
