@@ -6,14 +6,13 @@ from tests.core.refusals import check_numbers, check_refused, load
 from tilewright.core.config.sections.tensor_conflicts import REFUSED_WITH_TENSORS
 
 CUT = {"parallel.tp": "2"}
+CONTROLLED = {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"}
 REFUSED = {
     "model.kind": {"model.kind": "tests.models.own:SPEC"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
-    "lora.rank": {"lora.rank": "4"},
-    "optim.master_weights": {"optim.master_weights": "stochastic"},
-    "precision.mode": {"precision.mode": "pure_fp16"},
-    "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
+    "lora.dropout": {"lora.rank": "4", "lora.dropout": "0.1"},
+    "precision.controller.enabled": CONTROLLED | {"lora.rank": "4"},
     "precision.rules": {"precision.rules": '[{match = "*", compute = "int8"}]'},
     "train.compile": {"train.compile": "on"},
     "ops.cross_entropy": {"ops.cross_entropy": "ref"},
@@ -25,15 +24,15 @@ def test_cut_matrices_alone_are_accepted():
     assert load(CUT, {"parallel.pp": "2", "parallel.schedule": "zbv", "model.num_layers": "8"}).parallel.tp == 2
     assert load(CUT, {"parallel.pp": "2", "model.kind": "hf", "model.path": "some/folder"}).parallel.tp == 2
     assert load(CUT, {"parallel.dp_shard": "2", "optim.moments": "8bit", "model.num_kv_heads": "2"}).parallel.tp == 2
+    assert load(CUT, {"lora.rank": "4", "optim.master_weights": "stochastic"}).parallel.tp == 2
+    assert load(CUT, {"precision.mode": "pure_fp16"}).parallel.tp == 2
+    assert load(CUT, CONTROLLED).parallel.tp == 2
 
 
 def test_each_row_of_the_table_has_a_case():
     assert {field for _, field, *_ in REFUSED_WITH_TENSORS} == set(REFUSED)
 
 
-@pytest.mark.support("lora", "tensor", refused=True)
-@pytest.mark.support("fp16", "tensor", refused=True)
-@pytest.mark.support("controller", "tensor", refused=True)
 @pytest.mark.support("offload", "tensor", refused=True)
 @pytest.mark.support("integers", "tensor", refused=True)
 @pytest.mark.support("compiled", "tensor", refused=True)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch
 from tilewright.core import env
 from tilewright.memory.chunked_mlp import chunk_mlps
+from tilewright.models.base.preference import REFERENCE
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
@@ -74,14 +75,20 @@ def build(kind, device="cpu"):
     return model.train()
 
 
+def adapt(model, base, size=0.1):
+    """Adapters that are not zero, on frozen weights stored as `base`; none where that is empty. Of a `size` that makes
+    more of the adapters than of the base, softmax makes much of a last bit."""
+    if base:
+        add_lora(model, 4, base=base, kernels=KERNELS)
+        for name, param in model.named_parameters():
+            if name.endswith("lora_B"):
+                param.data.normal_(0, size, generator=torch.Generator().manual_seed(len(name)))
+
+
 def made(case):
     """The model of a case, whole."""
     model = build(case.kind)
-    if case.lora:
-        add_lora(model, 4, base=case.lora, kernels=KERNELS)
-        for name, param in model.named_parameters():
-            if name.endswith("lora_B"):
-                param.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    adapt(model, case.lora)
     rules = (Rule(compute=case.compute),) if case.compute else ()
     convert(model, Policy(case.mode, rules, device_type="cpu"), kernels=KERNELS)
     for name, value in case.settings.items():
@@ -101,6 +108,15 @@ def microbatches(rank, number, rows=2):
     if rank == 1:
         batches[0]["labels"][:] = -100
     return batches
+
+
+def as_pairs(batch):
+    """Two rows each as the answers to a prompt, of which the first is preferred."""
+    pairs = {name: tensor.view(-1, 2, *tensor.shape[1:]) for name, tensor in batch.items()}
+    count = len(pairs["labels"])
+    generator = torch.Generator().manual_seed(int(batch["input_ids"].sum()))
+    reference = -50 - 10 * torch.rand(count, 2, generator=generator)
+    return {**pairs, REFERENCE: reference, "beta": torch.full((count,), 0.1), "rows": torch.arange(count)}
 
 
 class Seen(torch.optim.SGD):

@@ -18,6 +18,8 @@ RUN = ALONE | {
     "ops__cross_entropy": "native", "train__steps": 3, "train__eval_interval": 1, "checkpoint__interval": 1,
 }  # fmt: skip
 CUT = {"parallel__tp": 2}
+LORA = {"lora__rank": 2, "lora__base": "keep", "optim__lr": 1e-2, "optim__master_weights": "stochastic"}
+"""On a base in BF16, as `finetune` has it."""
 
 
 def write_model(folder, family, **more):
@@ -48,10 +50,12 @@ def ran(data, tmp_path_factory):
     """One goes from a cut to one process and back to a cut."""
     folder = tmp_path_factory.mktemp("foreign")
     launch = Launches(data, folder, RUN | write_model(folder, "qwen3"))
-    launch(1, {"alone": EXPORT}, seconds=240)
-    launch(2, {"two": CUT | EXPORT, "moved": CUT | {"train__steps": 1}}, seconds=240)
-    launch(1, {"moved": {"train__steps": 2}}, seconds=240)
-    launch(2, {"moved": CUT}, seconds=240)
+    adapters = EXPORT | LORA
+    first = {"train__steps": 1}
+    launch(1, {"alone": EXPORT, "adapters_alone": adapters}, seconds=240)
+    launch(2, {"two": CUT | EXPORT, "moved": CUT | first, "adapters": CUT | adapters | first}, seconds=240)
+    launch(1, {"moved": {"train__steps": 2}, "adapters": adapters | {"train__steps": 2}}, seconds=240)
+    launch(2, {"moved": CUT, "adapters": CUT | adapters}, seconds=240)
     return launch
 
 
@@ -74,6 +78,19 @@ def check_folders(ran, name, other):
 
 def test_its_folder_is_that_of_one_process(ran):
     check_folders(ran, "two", "alone")
+
+
+@pytest.mark.support("lora", "tensor")
+def test_adapters_go_on_with_other_cuts_and_are_exported_whole(ran):
+    """B is zero at first, and so is the gradient of A: Adam makes as much of its last bits as of large ones."""
+    assert [ran.found["adapters", world, 0][0] for world in (1, 2)] == [2, 3]
+    check_same(ran.folder / "adapters", ran.folder / "adapters_alone", bound=1e-5)
+    names = ("adapters", "adapters_alone")
+    ours, theirs = (load_file(ran.folder / name / "hf/adapter_model.safetensors") for name in names)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert tensor.shape == ours[key].shape
+        assert (ours[key] - tensor).abs().max() < 5e-4, key
 
 
 PLANNED = {

@@ -144,6 +144,27 @@ def test_kinds_of_runs(data, tmp_path):
         check_same(tmp_path / kind, tmp_path / f"{kind}_alone", bound=BOUNDS.get(kind, 2e-6))
 
 
+STORED = {
+    "stochastic": {"optim__master_weights": "stochastic", "precision__mode": "bf16_mixed"},
+    "split24": WIDE | {"optim__master_weights": "split24", "optim__moments": "8bit", "precision__mode": "bf16_mixed"},
+    "fp16": {"precision__mode": "pure_fp16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_weights_in_16_bits(data, tmp_path):
+    """Rounded by chance or with their low halves beside them; the bits of a chance are an element's, wherever it is."""
+    launch = Launches(data, tmp_path, DENSE)
+    launch(1, {f"{kind}_alone": of_kind for kind, of_kind in STORED.items()}, seconds=180)
+    launch(2, {kind: of_kind | CUT | STOP for kind, of_kind in STORED.items()}, seconds=180)
+    launch(4, {kind: of_kind | CUT for kind, of_kind in STORED.items()}, seconds=180)  # in shards of the parts
+    for kind in STORED:
+        for rank in range(4):
+            assert not isinstance(launch.found[kind, 4, rank], str), launch.found[kind, 4, rank]
+        check_same(tmp_path / kind, tmp_path / f"{kind}_alone", bound=1e-2)
+
+
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_and_what_is_refused(data, tmp_path):
     launch = Launches(data, tmp_path, DENSE)

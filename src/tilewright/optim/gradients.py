@@ -102,7 +102,7 @@ def all_finite(values: list[Tensor]) -> Tensor:
     Waits for no device. The largest magnitude of a tensor is finite only if all of it is, and one kernel takes all.
     """
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
-    local = [value for value in local if value.numel()]
+    local = [value.float() if value.itemsize == 1 else value for value in local if value.numel()]  # codes have no norm
     norms = [norm.float() for norm in torch._foreach_norm(local, float("inf"))] if local else []
     device = local[0].device if local else values[0].device
     finite = torch.stack(norms).isfinite().all() if norms else torch.ones((), dtype=torch.bool, device=device)

@@ -127,10 +127,33 @@ def _held(tensor: DTensor, like: Tensor | None) -> Tensor:
 
 def computed_part(param: DTensor) -> Tensor:
     """What this rank holds of a parameter, as a plain tensor for a layer that computes with it. `parameter_of` finds
-    the parameter, as long as nothing has been made of the part."""
-    part = param.to_local()
+    the parameter, as long as nothing has been made of the part.
+
+    Where a parameter's gradient is wider than itself the part is a leaf, whose gradient is added to the parameter's:
+    autograd would round that of a tensor that was made of another to its dtype.
+    """
+    wide = param.requires_grad and param.grad_dtype not in (None, param.dtype) and torch.is_grad_enabled()
+    part = _wide_leaf(param) if wide else param.to_local()
     part.whole = param  # type: ignore[attr-defined]
     return part
+
+
+def _wide_leaf(param: DTensor) -> Tensor:
+    leaf = param.detach().to_local().requires_grad_()
+    leaf.grad_dtype = param.grad_dtype
+    leaf.register_post_accumulate_grad_hook(functools.partial(_add_gradient, param))
+    return leaf
+
+
+@torch.no_grad()
+def _add_gradient(param: DTensor, leaf: Tensor) -> None:
+    """The gradient of a part to that of its parameter."""
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None, "it has been accumulated"
+    if param.grad is None:
+        param.grad = sharded_like(grad, param.shape, param)
+    else:
+        local(param.grad).add_(grad)
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewright.formats.quant_error import measure
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.models.base.eval_mode import eager
+from tilewright.ops.base.parts import local
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.float8.linear import Float8Linear, float8_layers
@@ -73,7 +74,10 @@ class Monitor:
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
         runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
-        handles = [layer.register_forward_hook(self._hook(name, seen)) for name, layer in layers.items()]
+        handles = [  # before what joins parts of outputs; under an adapter the base alone may have no gradient
+            layer.register_forward_hook(self._hook(name, seen), prepend="lora_A" not in layer._parameters)
+            for name, layer in layers.items()
+        ]
         for module, _ in runners:
             module.expert_runner = None
         try:
@@ -128,7 +132,8 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     """Errors of 8-bit tiles in a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them.
 
     Args:
-        layer: gives weight, kernels, kind of scale and present formats.
+        layer: gives weight, kernels, kind of scale and present formats. Of a weight that is cut over ranks the part
+            that is here, which is what this rank multiplies by.
         x_NK: its input [N, K].
         dy_NM: the gradient of its output [N, M].
         max_rows: rows of the weight whose loss is measured, in whole blocks of 128; its matmuls are with all of it.
@@ -136,7 +141,7 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     kernels = layer.kernels
     if kernels is None:
         raise AssertionError("convert gives each Float8Linear its kernels")
-    weight_MK = layer.weight.detach()
+    weight_MK = local(layer.weight.detach())
     forms = TILES.relaxed(power_of_two=layer.power_of_two)
     x8, x8_column = kernels.quantize_both(x_NK, forms.input)
     dy8, dy8_column = kernels.quantize_both(dy_NM, forms.gradient)

@@ -90,7 +90,7 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
             x.reshape(-1, x.shape[-1]), *parts_of(row), self.weight, self.weight_scale_inv, self.bias,
             self.fprop, self.dgrad, self.kernels, self.output_dtype or x.dtype,
         )  # fmt: skip
-        return out_NM.view(*x.shape[:-1], self.out_features)
+        return out_NM.view(*x.shape[:-1], out_NM.shape[-1])
 
     def _quantized_input(self, x: Tensor) -> TiledTensor | None:
         kernels, form = self.kernels, self._forms().input

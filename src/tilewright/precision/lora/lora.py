@@ -299,10 +299,9 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
     x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
     if isinstance(module, CastLinear):
         dtype = module.compute_dtype
-    elif isinstance(module, Float8Linear):
-        dtype = torch.bfloat16
-    elif isinstance(module, FrozenFloat8Linear):
-        dtype = torch.float32 if module.fprop == "fp32" else torch.bfloat16
+    elif isinstance(module, Float8Linear | FrozenFloat8Linear):
+        fprop = module.gemms.fprop if isinstance(module, Float8Linear) else module.fprop
+        dtype = torch.float32 if fprop.name == "fp32" else torch.bfloat16
     else:
         dtype = x.dtype
     with torch.autocast(x.device.type, enabled=False):

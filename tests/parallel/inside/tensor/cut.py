@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.models.shapes import KERNELS
-from tests.parallel.steps import microbatches, relative, run
+from tests.parallel.steps import adapt, as_pairs, microbatches, relative, run
 from tests.ranks import of_one_rank
 from tilewright.core import env
 from tilewright.core.config.recipe import ParallelSection
@@ -50,6 +50,8 @@ class Case:
     """Of the rows, 16 at most."""
     documents: bool = False
     """Several in each row, and padding behind the last."""
+    pairs: bool = False
+    """Of answers, see `models.base.preference`."""
     taught: bool = False
     """By a teacher, whose hidden values and head the batches have."""
     slices: bool = True
@@ -61,6 +63,8 @@ class Case:
     chunks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     reshard: bool = True
+    lora: str = ""
+    """Storage of the frozen weights under adapters."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -85,6 +89,7 @@ def whole(case: Case) -> Decoder:
     """The model of one process."""
     model = Decoder(CONFIGS[case.kind], KERNELS)
     init_weights(model, 0)
+    adapt(model, case.lora, 0.02)
     prepared(model, case)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
@@ -92,11 +97,14 @@ def whole(case: Case) -> Decoder:
 
 
 def cut(case: Case, world: World) -> Decoder:
-    """The same over ranks, from the meta device."""
-    with torch.device("meta"):
-        model = Decoder(CONFIGS[case.kind], KERNELS)
-    values = random_values(model, 0)
-    prepared(model, case)
+    """The same over ranks, from the meta device; with adapters from one that is whole."""
+    if case.lora:
+        model, values = whole(replace(case, chunks=1)), None
+    else:
+        with torch.device("meta"):
+            model = Decoder(CONFIGS[case.kind], KERNELS)
+        values = random_values(model, 0)
+        prepared(model, case)
     section = ParallelSection(reshard_after_forward=case.reshard, sequence_parallel=case.slices)
     parallelize(model, world, section, device=torch.device("cpu"), values=values)
     if case.chunks > 1:
@@ -121,7 +129,7 @@ def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
         batch[HIDDEN] = torch.randn(*shape, 24, generator=generator)
         batch[HEAD] = 0.1 * torch.randn(words, 24, generator=torch.Generator().manual_seed(9))
         batch[HOW] = how(2.0, 0.5, "forward_kl")
-    return batches
+    return [as_pairs(batch) for batch in batches] if case.pairs else batches
 
 
 def _alone(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:

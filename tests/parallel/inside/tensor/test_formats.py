@@ -20,6 +20,7 @@ from tilewright.parallel.inside.tensor.hold import on_part
 from tilewright.parallel.world import World
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.float8.linear import float8_layers
+from tilewright.precision.policy.policy import Policy
 
 pytestmark = pytest.mark.dist
 TILES = DecoderConfig.of(vocab_size=256, dim=128, num_heads=4, head_dim=64, num_layers=2, ffn_dim=256)
@@ -50,27 +51,43 @@ def _grads(rank, modes):
     for mode, shards, settings in modes:
         case = Case(2, shards, kind="tiles", mode=mode, settings=settings)
         world = world_of(case)
-        seen, result = run(cut(case, world), world, microbatches(world.data.rank, 2))
+        model = cut(case, world)
+        seen, result = run(model, world, microbatches(world.data.rank, 2))
         want, alone = of_one_rank(partial(_alone, case, world.data.size))
+        assert seen.dtypes == {torch.float32}
+        low = {name for name, param in model.named_parameters() if param.itemsize == 2}
+        assert bool(low) == (mode in (STORED, "pure_fp16"))
+        for name in low:
+            rounded = seen.grads[name].to(torch.bfloat16 if mode == STORED else torch.float16)
+            assert not torch.equal(rounded.double(), seen.grads[name]), f"{name}: sums are kept in FP32"
         found.append((mode, *least_db(seen.grads, want), abs(result.loss / alone.loss - 1), result.loss))
     return found
 
 
+STORED = Policy("bf16_mixed", parameters="bf16", device_type="cpu")
+"""Weights in BF16, without an FP32 copy."""
+
+
 MODES = [("tf32", 1, {}), ("hybrid", 1, {}), ("fp8_tile", 1, {})]
 FULL = {"activation_checkpoint": "full"}
-BOUNDS = {"tf32": 60.0, "bf16_mixed": 34.0, "hybrid": 34.0, "fp8_tile": 22.0}
+BOUNDS = {"tf32": 60.0, "bf16_mixed": 34.0, STORED: 34.0, "hybrid": 34.0, "pure_fp16": 34.0, "fp8_tile": 22.0}
 """Decibels: ten bits in TF32, 2 % of the norm in 16 bits; FP8 where a sum has another last bit."""
 
 
 @pytest.mark.support("bf16", "tensor")
+@pytest.mark.support("fp16", "tensor")
 @pytest.mark.support("fp8", "tensor")
 @pytest.mark.support("inputs", "tensor")
 @pytest.mark.parametrize(
     ("world", "modes"),
     [
-        (2, [("bf16_mixed", 1, {}), ("fp8_tile", 1, FULL)]),
+        (2, [("bf16_mixed", 1, {}), (STORED, 1, {}), ("pure_fp16", 1, FULL), ("fp8_tile", 1, FULL)]),
         pytest.param(2, [*MODES, ("fp8_tile", 1, FULL | {"checkpoint_inputs": "fp8"})], marks=pytest.mark.slow),
-        pytest.param(4, [("bf16_mixed", 2, {}), ("fp8_tile", 2, FULL)], marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            [("bf16_mixed", 2, {}), (STORED, 2, FULL), ("pure_fp16", 2, {}), ("fp8_tile", 2, FULL)],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gradients_of_narrow_formats(world, modes):

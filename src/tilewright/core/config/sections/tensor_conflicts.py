@@ -23,21 +23,13 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "memory.executor", "The layer-major executor", "the standard executor", "--memory.executor standard",
     ),
     (
-        lambda r: r.lora.rank > 0,
-        "lora.rank", "Adapters", "weights that are trained themselves", "--lora.rank 0",
+        lambda r: r.lora.rank > 0 and r.lora.dropout > 0,
+        "lora.dropout", "Dropout of adapters' inputs", "adapters of all inputs", "--lora.dropout 0",
     ),
     (
-        lambda r: r.optim.master_weights != "fp32",
-        "optim.master_weights", "Weights stored in 16 bits", "weights in FP32", "--optim.master_weights fp32",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.mode == "pure_fp16",
-        "precision.mode", "Weights stored in 16 bits", "weights in FP32", "--precision.mode bf16_mixed",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.controller.enabled,
-        "precision.controller.enabled", "The controller of 8-bit matmuls",
-        "formats that stay: it reads whole weights", "--precision.controller.enabled false",
+        lambda r: r.precision.enabled and r.precision.controller.enabled and r.lora.rank > 0,
+        "precision.controller.enabled", "The controller of 8-bit matmuls under adapters",
+        "formats that stay, or weights that are trained themselves", "--precision.controller.enabled false",
     ),
     (
         lambda r: r.precision.enabled and any(rule.compute.startswith("int") for rule in r.precision.rules),

@@ -12,14 +12,15 @@ left over are wrong (pytorch#168134). Heads and hidden widths that do not are re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-import torch
 from torch import nn
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.sections.tensor_conflicts import uneven_widths
 from tilewright.core.errors import ConfigError
+from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 
 OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
 INPUTS = ("o_proj", "down_proj")
@@ -88,8 +89,8 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     """Raise where a model cannot be cut so.
 
     Raises:
-        ConfigError: it is not tilewright's own decoder, its weights are stored in 16 bits, or its heads or widths do
-            not come out even.
+        ConfigError: it is not tilewright's own decoder, its heads or widths do not come out even, or FP8 weights
+            cannot be cut between their scales.
     """
     if not isinstance(model, Decoder) or not isinstance(model.architecture, str):
         raise ConfigError(
@@ -110,10 +111,12 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
         )
     for found in _uneven(config, tp):
         raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.tp")
-    check_stored(model, tp)
     for name, module in cut_modules(model):
-        if name.rpartition(".")[2] in OUTPUTS:
+        last = name.rpartition(".")[2]
+        if last in OUTPUTS:
             uneven_rows(name, module.weight.shape[0], tp, dp_shard)
+        if last in OUTPUTS or last in INPUTS:
+            check_codes(name, module, 0 if last in OUTPUTS else 1, tp)
 
 
 def _uneven(config: DecoderConfig, tp: int) -> Iterator[Conflict]:
@@ -124,15 +127,17 @@ def _uneven(config: DecoderConfig, tp: int) -> Iterator[Conflict]:
         yield from uneven_widths(kind.num_heads, groups, kind.ffn_dim, tp, kind.shared_width, owner=owner)
 
 
-def check_stored(model: nn.Module, tp: int) -> None:
-    """Raise ConfigError where weights are stored in 16 bits."""
-    low = [name for name, param in model.named_parameters() if param.dtype != torch.float32]
-    if low:
+def check_codes(name: str, module: nn.Module, dim: int, tp: int) -> None:
+    """Raise ConfigError where a weight is FP8 codes, and a part of it would not have its scales for itself."""
+    if not isinstance(module, FrozenFloat8Linear):
+        return
+    size, tile = module.weight.shape[dim], BLOCK_TILE.rows
+    if size % (tp * tile):
         raise ConfigError(
-            "Weights in 16 bits that cannot be cut over processes yet",
-            got=f"{len(low)} parameters, the first {low[0]}; parallel.tp = {tp}",
-            need="weights stored in FP32",
-            try_="--precision.mode bf16_mixed --optim.master_weights fp32, or --parallel.tp 1",
+            "FP8 weight that cannot be cut between its scales",
+            got=f"{size} {('rows', 'columns')[dim]} of {name}, parallel.tp = {tp}",
+            need=f"a multiple of {tile} x {tp}: a scale belongs to {tile} x {tile} values",
+            try_="--lora.base keep, or --parallel.tp 1",
             where="parallel.tp",
         )
 

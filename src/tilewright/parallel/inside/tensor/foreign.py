@@ -23,8 +23,17 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
-from tilewright.parallel.inside.tensor.cuts import check_stored, cuts_vocabulary, uneven_rows
-from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts, shape_along
+from tilewright.parallel.inside.tensor.cuts import check_codes, cuts_vocabulary, uneven_rows
+from tilewright.parallel.inside.tensor.parts import (
+    Cut,
+    adapter_on_all,
+    keep_parts,
+    on_part,
+    part_along,
+    run_on_parts,
+    shape_along,
+)
+from tilewright.parallel.inside.tensor.rows import mark_partial
 from tilewright.parallel.inside.tensor.shapes import ShapeRanks
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.pipeline.hf_stages import StagedHF
@@ -40,13 +49,13 @@ class _Cut:
 
     model: HFModel
     ranks: TensorRanks
-    part: Callable[[nn.Parameter, int], nn.Parameter]
+    part: Cut
     """This rank's part of a parameter along a dim."""
     shards: int
     """Ranks along `dp_shard`, which cut the rows of what is left."""
     modules: frozenset[nn.Module]
     """Those that the plan names."""
-    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    made: dict[Tensor, Tensor] = field(default_factory=dict)
     """Parts by whole parameter: tied ones stay tied."""
     inputs: dict[nn.Module, "_OneSpread"] = field(default_factory=dict)
     """What layers side by side read, by the module around them."""
@@ -59,13 +68,8 @@ class _Cut:
             dims: along which each is cut, by name.
             hidden: parameters that the module computes without.
         """
-        for name, dim in dims.items():
-            whole = module._parameters.get(name)
-            if whole is None:
-                continue
-            if whole not in self.made:
-                self.made[whole] = self.part(whole, dim)
-            module.register_parameter(name, self.made[whole])
+        keep_parts(module, dims, self.part, self.made)
+        mark_partial(module, self.ranks, adapter_on_all(module, dims["weight"]))
         run_on_parts(module, hidden)
 
     def spread(self, module: nn.Module) -> Callable[[Tensor], Any]:
@@ -87,7 +91,7 @@ def cut_foreign(model: HFModel, world: World) -> None:
 
     Raises:
         ConfigError: it has no plan, or one with a style that is not known here; heads or widths do not come out even;
-            weights are stored in 16 bits.
+            FP8 weights cannot be cut between their scales.
     """
     assert world.mesh is not None, "tp > 1 has a mesh"
     part = functools.partial(part_along, world.mesh["tp"])
@@ -111,7 +115,7 @@ def cut_shapes(model: HFModel, tp: int, shards: int) -> None:
     _cut(model, ShapeRanks.of_size(tp), functools.partial(shape_along, tp), shards)
 
 
-def _cut(model: HFModel, ranks: TensorRanks, part: Callable[[nn.Parameter, int], nn.Parameter], shards: int) -> None:
+def _cut(model: HFModel, ranks: TensorRanks, part: Cut, shards: int) -> None:
     styles = check_foreign(model, ranks.size, shards)  # before anything is cut
     cut = _Cut(model, ranks, part, shards, frozenset(module for _, module, _ in styles))
     elsewhere = model.elsewhere if isinstance(model, StagedHF) else ()
@@ -141,7 +145,6 @@ def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Mo
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
-    check_stored(model, tp)
     for name, module, style in styles:
         _check(model, name, module, style, tp, shards)
     return styles
@@ -212,7 +215,7 @@ def _rows(module: nn.Module, cut: _Cut) -> None:
 
 def _partial(module: nn.Module, cut: _Cut) -> None:
     """Each rank's heads alone give its parameters a gradient: summed once per step, see `rows.sum_of_slices`."""
-    module.__dict__["partial_over"] = cut.ranks
+    mark_partial(module, cut.ranks, [name for name, _ in module.named_parameters()])
 
 
 def _latent(module: nn.Module, cut: _Cut) -> None:
@@ -273,6 +276,7 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
         uneven_rows(name, module.out_features, tp, shards)
     elif module.in_features % tp:
         uneven_rows(name, module.in_features, tp, 1)
+    check_codes(name, module, 0 if style in _ROWS else 1, tp)
 
 
 def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:

@@ -23,8 +23,8 @@ from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
 from tilewright.parallel.inside.tensor.foreign import check_foreign, cut_foreign
-from tilewright.parallel.inside.tensor.parts import on_part, part_along, run_on_parts
-from tilewright.parallel.inside.tensor.rows import SequenceSlices
+from tilewright.parallel.inside.tensor.parts import adapter_on_all, keep_parts, on_part, part_along, run_on_parts
+from tilewright.parallel.inside.tensor.rows import SequenceSlices, mark_partial
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
@@ -62,12 +62,11 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
         return
     check_cuts(model, sizes.tp, sizes.dp_shard)
     assert world.mesh is not None, "tp > 1 has a mesh"
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    made: dict[Tensor, Tensor] = {}
+    part = functools.partial(part_along, world.mesh["tp"])
     for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():
-        whole = module.weight
-        if whole not in made:
-            made[whole] = part_along(world.mesh["tp"], whole, dim)
-        module.register_parameter("weight", made[whole])
+        keep_parts(module, {"weight": dim}, part, made)
+        mark_partial(module, ranks, adapter_on_all(module, dim))
         run_on_parts(module)
     slices = model.slices = SequenceSlices(ranks) if sequence_parallel else None
     for _, module in cut_modules(model):
@@ -137,11 +136,14 @@ def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices
 
 def reads_codes(module: GroupedQueryAttention | LatentAttention | MLP, x: Tensor | WithCopies) -> bool:
     """Whether the layers that read a module's input read its codes, forward and backward, in their present formats. An
-    MLP in chunks takes the value, some tokens at a time."""
+    MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
     if not isinstance(x, WithCopies) or getattr(module, "chunking", None) is not None:
         return False
     return all(
-        isinstance(reader, Float8Linear) and reader.gemms.fprop.scaled and not reader.keep_value
+        isinstance(reader, Float8Linear)
+        and reader.gemms.fprop.scaled
+        and not reader.keep_value
+        and "lora_A" not in reader._parameters
         for reader in module.readers()
     )
 

@@ -16,7 +16,7 @@ Legend: B rows  S positions  s of a slice  R ranks  D model width  N tokens.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,9 @@ from torch.nn import functional as F
 from tilewright.formats.tiled import Parts, TiledTensor, WithCopies
 from tilewright.ops.base.parts import local
 from tilewright.parallel.inside.tensor.collectives import TensorRanks, moved
+
+_PARTIAL = "partial_over"
+"""Attribute of a module: ranks, and the names of its parameters that each has a part of the gradient of."""
 
 
 class SequenceSlices:
@@ -197,13 +200,29 @@ def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from part.parameters()
 
 
+def mark_partial(module: nn.Module, ranks: TensorRanks, names: Sequence[str]) -> None:
+    """Say that all ranks have these parameters of a module, and each a part of their gradients.
+
+    Args:
+        module: of the parameters.
+        ranks: that have them.
+        names: of them; may be empty.
+    """
+    if names:
+        module.__dict__[_PARTIAL] = ranks, tuple(names)
+
+
 def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Parameter]]:
     """Parameters that all ranks have, and each a part of the gradient of: those that read slices, or the heads that are
-    here (`foreign`). With the ranks; None where there are none."""
-    if getattr(model, "slices", None) is not None:
-        return model.slices.ranks, list(sliced_parameters(model))
-    marked = [module for module in model.modules() if "partial_over" in module.__dict__]
-    return (marked[0].__dict__["partial_over"] if marked else None), [p for m in marked for p in m.parameters()]
+    here (`foreign`), and of adapters of cut matrices. With the ranks; None where there are none."""
+    slices = getattr(model, "slices", None)
+    ranks: TensorRanks | None = None if slices is None else slices.ranks
+    params = list(sliced_parameters(model))
+    for module in model.modules():
+        if _PARTIAL in module.__dict__:
+            ranks, names = module.__dict__[_PARTIAL]
+            params += [module.get_parameter(name) for name in names]
+    return ranks, params
 
 
 @torch.no_grad()
