@@ -7,18 +7,15 @@ import time
 import numpy as np
 import psutil
 import pytest
-import torch
 from click.testing import CliRunner
 
-from benchmarks.exchanges import reduced_together
 from tests.commands import call_in_fork
-from tests.models.shapes import KERNELS
 from tests.training.tiny import save_tokenizer, settings, write_text
 from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs import parity
 from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
+from tilewright.cli.commands.outputs.parity_limits import ParityLimits
 from tilewright.cli.commands.outputs.parity_model import with_small_model
-from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, HardwareError, TilewrightError
 from tilewright.parallel.mesh import MeshSizes
@@ -47,49 +44,22 @@ def test_weights_that_are_gathered_as_codes_are_whole():
         parity.compare(given, parse_sizes("dp_shard=2,tp=2"))
 
 
+LIMITS = ParityLimits(loss=1e-5, gradient=0.1, expert=0.3, weight=0.01, routing=1.0)
+
+
 def test_the_worst_of_its_tolerance_is_first():
     one = {"loss/step 1": np.array([2.0]), "gradient/a": np.ones(4), "weight/a": np.ones(4), "weight/b": np.ones(2)}
     other = one | {"gradient/a": np.full(4, 1.5), "weight/a": np.full(4, 1.001)}
     del other["weight/b"]
-    found = gaps(one, other, (1e-5, 0.1, 0.01))
+    found = gaps(one, other, LIMITS)
     assert [(gap.kind, gap.name, gap.ok) for gap in found] == [
         ("weight", "b", False), ("gradient", "a", False), ("weight", "a", True), ("loss", "step 1", True),
     ]  # fmt: skip
     assert found[1].error == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("wire", "rounding"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_sums_of_rounded_gradients_and_what_adam_makes_of_them_are_within_the_tolerance(wire, rounding, ranks):
-    """Gradients that share a part, and have a part of their own; sizes from tile to tile over many powers of two."""
-    recipe = changed(
-        load_recipe("default", {}, environ={}).recipe, {"parallel.grad_sync": wire, "precision.mode": "fp32"}
-    )
-    _, gradient, weight = parity.tolerance_of(recipe, ranks)
-    assert gradient == pytest.approx(parity.sum_tolerance(rounding, ranks))
-    generator = torch.Generator().manual_seed(ranks)
-    sides = [torch.nn.Parameter(recipe.model.init_std * torch.randn(8192, generator=generator))]
-    sides.append(torch.nn.Parameter(sides[0].detach().clone()))
-    optimizers = [torch.optim.Adam([side], lr=recipe.optim.lr, betas=(0.9, 0.95)) for side in sides]
-    for _ in range(parity.STEPS):
-        sizes = 2.0 ** torch.randint(-30, 10, (64, 1), generator=generator).expand(64, 128).reshape(-1)
-        draws = torch.randn(ranks + 1, 8192, generator=generator) * sizes
-        flats = [draws[rank] + draws[ranks] for rank in range(ranks)]
-        exact, sent = torch.stack(flats).sum(0), reduced_together(flats, wire, KERNELS)
-        for tile in range(64):  # each, so that the largest does not hide the others
-            part = slice(128 * tile, 128 * tile + 128)
-            error = float((sent[part] - exact[part]).norm() / exact[part].norm())
-            assert error <= gradient, f"tile {tile}: {error:.3g} of {gradient:.3g}"
-        for side, grad, optimizer in zip(sides, (exact, sent), optimizers, strict=True):
-            side.grad = grad
-            optimizer.step()
-    error = float((sides[1] - sides[0]).detach().norm() / sides[0].detach().norm())
-    print(f"{wire}, {ranks} ranks: weights {error:.3g} of {weight:.3g}")
-    assert error <= weight
-
-
 def test_nan_is_beyond_every_tolerance():
-    (gap,) = gaps({"loss/step 1": np.array([1.0])}, {"loss/step 1": np.array([np.nan])}, (1.0, 1.0, 1.0))
+    (gap,) = gaps({"loss/step 1": np.array([1.0])}, {"loss/step 1": np.array([np.nan])}, LIMITS)
     assert not gap.ok
 
 
@@ -146,7 +116,8 @@ def test_several_processes_against_one(tmp_path, monkeypatch, mesh, more):
     found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     assert found["beyond"] == 0
     kinds = {gap["kind"] for gap in found["gaps"]}
-    assert kinds == {"loss", "gradient", "weight"}
+    routed = "model__num_experts" in more and "pp" not in mesh  # of stages the choices are not held
+    assert kinds == {"loss", "gradient", "weight"} | ({"routing"} if routed else set())
     assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
 
 

@@ -15,6 +15,7 @@ from tests.training.tiny import settings, write_text
 from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs import parity
 from tilewright.cli.commands.outputs.parity_held import HeldChoices, hold_gradients
+from tilewright.cli.commands.outputs.parity_limits import ParityLimits
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE, Router
@@ -170,6 +171,7 @@ def test_a_planted_fault_is_found(tmp_path, monkeypatch, kind):
 
 def test_every_router_is_held():
     """One that ran without its choices is beyond every tolerance, as it is missing."""
-    (gap,) = parity.gaps({"routing/a": np.zeros(1), "choice/0/x/a/0": np.zeros(1)}, {}, (1.0, 1.0, 1.0), 1.0)
+    limits = ParityLimits(loss=1.0, gradient=1.0, expert=1.0, weight=1.0, routing=1.0)
+    (gap,) = parity.gaps({"routing/a": np.zeros(1), "choice/0/x/a/0": np.zeros(1)}, {}, limits)
     assert (gap.kind, gap.ok) == ("routing", False)
     assert all(isinstance(layer.gate, Router) for layer in decoder().modules() if isinstance(layer, MoE))

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import on_ranks
-from tests.training.test_experts_run import ALONE, Launches, check_same
+from tests.training.test_experts_run import ALONE, PAIRS, Launches, check_same, write_pairs
 from tests.training.test_pipeline_run import EXPORT
 from tests.training.test_sharded_plan import OWNERS, UNCOMPILED, WITHIN, held
 from tests.training.tiny import save_tokenizer
@@ -50,12 +50,10 @@ def ran(data, tmp_path_factory):
     """One goes from a cut to one process and back to a cut."""
     folder = tmp_path_factory.mktemp("foreign")
     launch = Launches(data, folder, RUN | write_model(folder, "qwen3"))
-    adapters = EXPORT | LORA
-    first = {"train__steps": 1}
-    launch(1, {"alone": EXPORT, "adapters_alone": adapters}, seconds=240)
-    launch(2, {"two": CUT | EXPORT, "moved": CUT | first, "adapters": CUT | adapters | first}, seconds=240)
-    launch(1, {"moved": {"train__steps": 2}, "adapters": adapters | {"train__steps": 2}}, seconds=240)
-    launch(2, {"moved": CUT, "adapters": CUT | adapters}, seconds=240)
+    launch(1, {"alone": EXPORT}, seconds=240)
+    launch(2, {"two": CUT | EXPORT, "moved": CUT | {"train__steps": 1}}, seconds=240)
+    launch(1, {"moved": {"train__steps": 2}}, seconds=240)
+    launch(2, {"moved": CUT}, seconds=240)
     return launch
 
 
@@ -78,19 +76,6 @@ def check_folders(ran, name, other):
 
 def test_its_folder_is_that_of_one_process(ran):
     check_folders(ran, "two", "alone")
-
-
-@pytest.mark.support("lora", "tensor")
-def test_adapters_go_on_with_other_cuts_and_are_exported_whole(ran):
-    """B is zero at first, and so is the gradient of A: Adam makes as much of its last bits as of large ones."""
-    assert [ran.found["adapters", world, 0][0] for world in (1, 2)] == [2, 3]
-    check_same(ran.folder / "adapters", ran.folder / "adapters_alone", bound=1e-5)
-    names = ("adapters", "adapters_alone")
-    ours, theirs = (load_file(ran.folder / name / "hf/adapter_model.safetensors") for name in names)
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        assert tensor.shape == ours[key].shape
-        assert (ours[key] - tensor).abs().max() < 5e-4, key
 
 
 PLANNED = {
@@ -132,3 +117,38 @@ def test_families_and_formats_that_move(data, tmp_path):
         check_folders(launch, name, f"{name}_alone")
     launch.check("random", 2, "random_alone")
     check_same(tmp_path / "moved", tmp_path / "moved_alone", bound=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_adapters_go_on_with_other_cuts_and_are_exported_whole(data, tmp_path):
+    """B is zero at first, and so is the gradient of A: Adam makes as much of its last bits as of large ones."""
+    launch = Launches(data, tmp_path, RUN | write_model(tmp_path, "qwen3") | LORA | EXPORT)
+    launch(1, {"alone": {}}, seconds=240)
+    launch(2, {"cut": CUT | {"train__steps": 1}}, seconds=240)
+    launch(1, {"cut": {"train__steps": 2}}, seconds=240)
+    launch(2, {"cut": CUT}, seconds=240)
+    for key, value in launch.found.items():
+        assert not isinstance(value, str), f"{key}: {value}"
+    assert [launch.found["cut", world, 0][0] for world in (1, 2)] == [2, 3]
+    check_same(tmp_path / "cut", tmp_path / "alone", bound=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "hf/adapter_model.safetensors") for name in ("cut", "alone"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert tensor.shape == ours[key].shape
+        assert (ours[key] - tensor).abs().max() < 5e-4, key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["hf", "decoder"])
+def test_preferences_are_learned_as_on_one_process(data, tmp_path, kind):
+    write_pairs(tmp_path / "pairs.jsonl")
+    more = PAIRS | {"data__source": str(tmp_path / "pairs.jsonl")} | write_model(tmp_path, "llama")
+    launch = Launches(data, tmp_path, RUN | more | {"model__kind": kind})
+    launch(1, {"alone": {}}, seconds=240)
+    launch(2, {"two": CUT}, seconds=240)
+    for key, value in launch.found.items():
+        assert not isinstance(value, str), f"{key}: {value}"
+    assert launch.found["two", 2, 0] == launch.found["two", 2, 1]
+    check_same(tmp_path / "two", tmp_path / "alone", bound=1e-5)

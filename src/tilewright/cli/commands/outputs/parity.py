@@ -1,8 +1,9 @@
 """`tilewright doctor --parallel`: a recipe's model, tiny, trained on several ranks and on one, and what differs.
 
 Each side is a process of its own (several for the ranks), which trains three steps on the same samples and writes the
-gradients that its first update saw, and its weights after the last. Forward and backward passes are the same on both
-sides, row by row; what differs is the order of sums. What would make much of a last bit is held (`parity_held`).
+gradients that each update saw, and its weights after the last. Forward and backward passes are the same on both sides,
+row by row; what differs is the order of sums (`parity_limits`). What would make much of a last bit is held
+(`parity_held`).
 """
 
 import socket
@@ -10,16 +11,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from math import hypot
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, get_args
+from typing import Any
 
+from tilewright.cli.commands.outputs.parity_limits import ParityLimits, in_stacks, limits_of
 from tilewright.core import env
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
-from tilewright.core.config.sections.precision import ScaledFormat
 from tilewright.core.config.sections.sync_conflicts import sync_conflicts
 from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
 from tilewright.core.errors import ConfigError, TilewrightError
@@ -30,15 +32,6 @@ from tilewright.parallel.pipeline.split import Pipeline
 
 STEPS = 3
 _AXES = ("pp", *DATA_AXES, "tp", "ep")
-TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 8e-2, 1e-3)}
-"""By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2 in FP32:
-gradients 1.9e-7, weights 4.3e-7. 16-bit gradients are rounded after each sum, 8-bit ones in each matmul: 22 dB, where
-28 were measured (`moe_cpu` at dp_shard=2, tp=2, ep=2), and weights, of equal gradients, had the bits of one process."""
-FP8_DISPATCH = 7e-2
-"""Of a gradient: what the rounding of rows that travel to experts adds; E4M3 rounds by 2^-4 at the most."""
-ROUTING = {"fp32": 5e-3, "16-bit": 5e-2, "8-bit": 1e-1}
-"""By format: share of a router's choices that may be others. Of 8 experts, 2 per token, chance would give 0.75."""
-
 PATIENCE_S = 36.0
 """For which ranks wait for each other: with what follows, a rank that hangs is named within a minute."""
 GRACE_S = 5.0
@@ -111,7 +104,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
         recipe = tiny(loaded.recipe, sizes)
         _check_mesh(recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}{_checked(recipe, sizes)}")
-        sides, held = [], {"choices": sizes.pp == 1, "gradients": holds_gradients(recipe), "given": ""}
+        sides, held = [], {"choices": sizes.pp == 1, "given": ""}
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
             of_side = changed(recipe, {f"parallel.{axis}": mesh[axis] for axis in ("pp", "tp", "ep")})
@@ -120,7 +113,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
             sides.append(dict(np.load(out, allow_pickle=False)))
             held["given"] = str(out)
     one, ranks = sides
-    return gaps(one, ranks, tolerance_of(recipe, sizes.data), ROUTING[format_of(recipe)])
+    return gaps(one, ranks, limits_of(recipe, one, sizes.data))
 
 
 def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
@@ -218,86 +211,40 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
     return changed(recipe, settings)
 
 
-def format_of(recipe: Recipe) -> str:
-    """The entry of `TOLERANCE` for the format that matmuls compute in."""
-    mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
-    if mode in get_args(ScaledFormat):
-        return "8-bit"
-    return "fp32" if mode in ("fp32", "tf32") else "16-bit"
-
-
-def holds_gradients(recipe: Recipe) -> bool:
-    """Whether gradients differ by so much that updates are compared from equal ones; see `parity_held`."""
-    return format_of(recipe) == "8-bit" or recipe.parallel.dispatch == "fp8"
-
-
-def tolerance_of(recipe: Recipe, ranks: int) -> tuple[float, float, float]:
-    """Of loss, gradients and weights in the recipe's formats.
-
-    Args:
-        recipe: of the comparison.
-        ranks: whose gradients are added.
-    """
-    loss, gradient, weight = TOLERANCE[format_of(recipe)]
-    held = holds_gradients(recipe)
-    if not held and (recipe.optim.kind == "muon" or recipe.optim.moments != "fp32"):  # updates in BF16, or rounded
-        weight = max(weight, TOLERANCE["16-bit"][2])
-    if recipe.parallel.grad_sync != "fp32":  # ranks alone round what they send
-        from tilewright.formats.spec import BF16, E4M3  # it imports torch
-
-        lost = sum_tolerance((E4M3 if recipe.parallel.grad_sync == "fp8" else BF16).eps / 2, ranks)
-        # Adam's update of a step, the rate times m / sqrt(v), moves by twice the share that its gradients move by; that
-        # of many values is spread evenly between the bounds
-        moved = 2 * STEPS * recipe.optim.lr * lost / 3**0.5 / recipe.model.init_std
-        gradient, weight = (gradient + lost, weight) if held else (max(gradient, lost), max(weight, moved))
-    if recipe.parallel.ep > 1 and recipe.parallel.dispatch == "fp8":  # and what travels to experts
-        loss, gradient = max(loss, TOLERANCE["8-bit"][0]), gradient + FP8_DISPATCH
-    return loss, gradient, weight
-
-
-def sum_tolerance(rounding: float, ranks: int) -> float:
-    """How far a sum may be off, relative to its norm, where each rank's summand is rounded and the sum once more.
-
-    Summands of equal norm that have nothing to do with each other have a sum of sqrt(ranks) times their norm, and all
-    errors add up to ranks times the rounding of one at the most.
-
-    Args:
-        rounding: of a value, relative to it.
-        ranks: summands.
-
-    Example:
-        >>> sum_tolerance(2**-4, 1), sum_tolerance(2**-4, 4)
-        (0.125, 0.1875)
-    """
-    return rounding * (ranks**0.5 + 1)
-
-
-def gaps(
-    one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[float, float, float], routing: float = 0.0
-) -> list[Gap]:
-    """What differs, the worst of its tolerance first.
+def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits) -> list[Gap]:
+    """What differs, the worst of its tolerance first. Gradients of experts are compared one by one and together.
 
     Args:
         one: tensors of one process, under `loss/...`, `gradient/...` and `weight/...`; `routing/...` is 0.
         ranks: those of the ranks; `routing/...` is the share of choices that are others than one process's.
-        tolerance: of the first three.
-        routing: that of the last.
+        limits: of each kind.
     """
-    import numpy as np
-
-    limits: dict[str, float] = dict(zip(("loss", "gradient", "weight"), tolerance, strict=True))
-    limits["routing"] = routing
-    found = []
+    found: list[Gap] = []
+    stacks: dict[str, list[tuple[float, float]]] = {}
     for key in one.keys() | ranks.keys():
         kind, _, name = key.partition("/")
-        if kind not in limits:  # what one process has written down for the ranks
+        limit = limits.of(kind, name)
+        if limit is None:  # what one process has written down for the ranks
             continue
-        error = float("inf")
-        if key in one and key in ranks and one[key].shape == ranks[key].shape:
-            norm = float(np.linalg.norm(one[key]))
-            error = float(np.linalg.norm(ranks[key] - one[key])) / (norm or 1.0)
-        found.append(Gap(kind, name, error if error == error else float("inf"), limits[kind]))
+        difference, norm = _difference(one.get(key), ranks.get(key))
+        found.append(Gap(kind, name, difference / (norm or 1.0), limit))
+        if (stack := in_stacks(key)) != key and kind == "gradient":
+            stacks.setdefault(stack, []).append((difference, norm))
+    for key, parts in stacks.items():
+        difference, norm = map(hypot, *parts)
+        kind, _, name = key.partition("/")
+        found.append(Gap(kind, name, difference / (norm or 1.0), limits.gradient))
     return sorted(found, key=lambda gap: (-gap.error / gap.tolerance, gap.kind, gap.name))
+
+
+def _difference(one: Any, ranks: Any) -> tuple[float, float]:
+    """Norm of a difference, infinite where one is missing or not a number, and of the tensor on one process."""
+    import numpy as np
+
+    if one is None or ranks is None or one.shape != ranks.shape:
+        return float("inf"), 1.0
+    difference = float(np.linalg.norm(ranks - one))
+    return difference if difference == difference else float("inf"), float(np.linalg.norm(one))
 
 
 # ---- in the processes ----
@@ -329,8 +276,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]
         recipe: path.
         mesh: ranks by axis.
         out: written, of the side.
-        held: whether `choices` and `gradients` are those of one process, and the file of these: `given`, or "" on the
-            side of one process.
+        held: whether `choices` are those of one process too, and the file of its numbers: `given`, or "" on its side.
     """
     import numpy as np
     import torch
@@ -365,10 +311,9 @@ def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]
         def before_update(*_: object) -> None:
             number = sum(key.startswith("loss/") for key in found)  # of the step
             suffix = f", step {number + 1}" if number else ""
-            if held["gradients"] or not number:
-                for name, param in named:
-                    keep("gradient", param.grad, f"{name}{suffix}")
-            if held["gradients"] and given is not None:
+            for name, param in named:
+                keep("gradient", param.grad, f"{name}{suffix}")
+            if given is not None:
                 hold_gradients(named, given, suffix)
 
         hook = parts.optimizer.register_step_pre_hook(before_update)

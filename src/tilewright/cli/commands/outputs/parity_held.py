@@ -4,9 +4,10 @@ A router whose scores come out in another last bit sends a token to another expe
 different functions, and neither is wrong. So one process writes down what its routers choose, and the ranks take that;
 how often they would have chosen otherwise is compared for itself.
 
-8-bit gradients differ by some percent, and Muon makes directions of equal length of large and of small parts of a
-gradient, so weights would differ by as much as the smallest part does. There the gradients of each step are compared,
-and then replaced by those of one process: both sides update with the same ones, from the same weights.
+Adam divides small gradients by small ones, and Muon makes directions of equal length of large and of small parts of a
+gradient, so weights would differ by as much as the smallest part does, and by more with each step. So the gradients of
+each step are compared, and then replaced by those of one process: both sides update with the same ones, from the same
+weights.
 
 Legend: B rows  S positions  N tokens  K experts a token.
 """
