@@ -69,8 +69,9 @@ def test_choices_are_smaller_and_each_once():
                 if choice.name != "linear":  # which has gates, and saves on long rows
                     assert count_flops(made, 16).forward < count_flops(config, 16).forward
                     assert count_parameters(made).total <= count_parameters(config).total
-            if not any(choice.trained for choice in found):
-                assert why_whole(config, place)
+            assert (why_whole(config, place, KINDS, found) is None) == any(choice.trained for choice in found)
+            assert why_whole(config, place, ("none",), found[:1]) is None
+            assert (why_whole(config, place, ("ffn",), found[:1]) is None) == (place.part == "attention")
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla_q_rank", "own_moe", "own_linear"])

@@ -96,12 +96,10 @@ class LayerSearch:
         return self.settings.steps or max(1, self.source.recipe.train.steps // 4)
 
     def kept_whole(self) -> dict[str, str]:
-        """Parts without a smaller choice though some were asked for, with the reason."""
-        return {
-            str(place): why_whole(self.config, place)
-            for place, found in self.choices.items()
-            if not any(choice.trained for choice in found) and set(self.settings.kinds) - {"none"}
-        }
+        """Parts without a replacement that has weights, though one was asked for, with the reason."""
+        kinds = self.settings.kinds
+        reasons = {place: why_whole(self.config, place, kinds, found) for place, found in self.choices.items()}
+        return {str(place): reason for place, reason in reasons.items() if reason is not None}
 
     def seconds(self) -> dict[str, float]:
         """Of each stage of a whole search, estimated."""

@@ -73,11 +73,30 @@ def choices_at(config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], s
     return [*found, PartChoice(NONE, None, "none")] if "none" in kinds else found
 
 
-def why_whole(config: DecoderConfig, place: PartPlace) -> str:
-    """Why a part of which nothing was found to cut has no smaller one, in words."""
+def why_whole(
+    config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], found: Sequence[PartChoice]
+) -> str | None:
+    """Why a part has no replacement with weights, in words; None where it has one, or none was asked for.
+
+    Args:
+        config: of the run.
+        place: of the part.
+        kinds: of replacement.
+        found: its choices.
+
+    Example:
+        >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, ffn_dim=32, num_layers=2)
+        >>> place = PartPlace(0, "ffn")
+        >>> why_whole(config, place, ("ffn", "heads"), choices_at(config, place, ("ffn", "heads")))
+        'its width is not above 32'
+    """
+    asked = [kind for kind in kinds if kind != NONE and (kind == "ffn") == (place.part == "ffn")]
+    if not asked or any(choice.trained for choice in found):
+        return None
     if place.part == "ffn":
-        return "experts keep their shape" if config.is_moe(place.layer) else "its width is not above 32"
-    return "it has one key/value head"
+        return "experts keep their shape" if config.is_moe(place.layer) else f"its width is not above {MULTIPLE}"
+    own = config.shapes[place.layer]
+    return f"{', '.join(asked)} make nothing smaller of {own.attention} attention with {own.num_heads} query heads"
 
 
 def _widths(own: LayerShape) -> Iterator[PartChoice]:
