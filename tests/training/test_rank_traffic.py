@@ -169,8 +169,10 @@ def test_seconds_are_bytes_over_speeds():
     assert RankTraffic(8.0, 4.0, 2.0, 6.0).total == 20.0
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_speed_is_measured_once(tmp_path):
+    """By default `bench comm` measures, and `tests/planner/test_measured_links.py` keeps what it finds."""
     said = []
     machine = detect_machine("cpu")
     first = rank_speed(machine, 2, tmp_path, progress=said.append)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.shapes import KERNELS
 from tilewright.core.errors import CheckpointError
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.optim.adam import DeepSeekAdam
@@ -34,7 +35,7 @@ class Tied(nn.Module):
 
 
 def _adam(model, **options):
-    return DeepSeekAdam(model.parameters(), lr=0.01, **options)
+    return DeepSeekAdam(model.parameters(), lr=0.01, kernels=KERNELS, **options)
 
 
 def _train(model, optimizer, clip, steps):
