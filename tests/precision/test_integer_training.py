@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.models.shapes import KERNELS
 from tilewright.core.errors import ConfigError
 from tilewright.formats.integer import INT4, quantize_integer, quantize_pairs
 from tilewright.formats.scaling import Tile
@@ -23,7 +24,7 @@ def policy(*rules, mode="fp32"):
 def decoder(**changes):
     torch.manual_seed(3)
     values = {"vocab_size": 96, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    model = Decoder(DecoderConfig(**values | {"ffn_dim": 96, "tie_embeddings": True} | changes))
+    model = Decoder(DecoderConfig(**values | {"ffn_dim": 96, "tie_embeddings": True} | changes), KERNELS)
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.1) if param.ndim > 1 else torch.nn.init.normal_(param, mean=1, std=0.1)
     return model

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.contracts.observe import fixed_ceilings, write_llama
+from tests.models.shapes import KERNELS
 from tests.ranks import on_ranks
 from tests.training.tiny import WORDS, rows, tiny
 from tilewright.core.config.load import load_recipe
@@ -213,7 +214,7 @@ def test_what_is_no_document_is_refused(changes, what):
 
 def test_steps_without_targets_are_skipped_and_counted():
     """What a rank without documents gets: padding alone, which changes no gradient and is no target."""
-    model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=2, num_layers=2))
+    model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=2, num_layers=2), KERNELS)
     init_weights(model, seed=0)
     padding = {"input_ids": torch.zeros(1, 64, dtype=torch.int64), "labels": torch.full((1, 64), -100)}
     padding |= {"positions": torch.zeros(1, 64, dtype=torch.int64), "segments": torch.full((1, 64), -1).int()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.shapes import load_decoder, make_batch
+from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
@@ -92,8 +92,8 @@ def test_adapters_train_with_the_executor_and_resume_from_a_checkpoint(published
     """The optimizer holds adapters alone; codes and scales go through a checkpoint as they are."""
 
     def make():
-        model = load_lora_decoder(published, rank=4, alpha=8.0)
-        convert(model, "fp8_tile")
+        model = load_lora_decoder(published, rank=4, alpha=8.0, kernels=KERNELS)
+        convert(model, "fp8_tile", kernels=KERNELS)
         optimizer = DeepSeekAdam(decay_groups(model, 0.0), lr=0.01)
         return model, optimizer, StandardExecutor(model, optimizer, clip=GradClip(1.0))
 
