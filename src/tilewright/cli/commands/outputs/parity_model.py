@@ -14,11 +14,13 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import TilewrightError
+from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.models.build import build_model, decoder_config
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.folder.shrink import smaller
+from tilewright.ops.kernels import Kernels
 from tilewright.training.components.model import pinned
 from tilewright.training.components.recipe_tokenizer import tokenizer_path
 
@@ -65,7 +67,8 @@ def _learns(section: ModelSection, config: Mapping[str, Any]) -> bool:
         if section.kind != "hf":
             decoder_config(section, 1)
             return True
-        model: Any = build_model(section, 1, device="cpu")
+        kernels = Kernels(detect_machine("cpu"), compile=False)  # one step says whether it runs
+        model: Any = build_model(section, 1, kernels, "cpu")
         model.loss(model.short_batch()).loss_sum.backward()
     except REFUSALS:
         return False
