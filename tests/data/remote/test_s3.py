@@ -1,4 +1,9 @@
-"""Datasets in an object store: s3fs against a server of this process that speaks what s3fs reads with of S3."""
+"""Datasets in an object store: s3fs against a server of this process that speaks what s3fs reads with of S3.
+
+s3fs is not in the extra `dev`: botocore wants python-dateutil below 3, and others the newest. These run where it is
+installed in a folder on PYTHONPATH: pip install --no-deps --target FOLDER s3fs aiobotocore aioitertools jmespath wrapt,
+and a botocore that aiobotocore takes.
+"""
 
 import functools
 import threading
