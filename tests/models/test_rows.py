@@ -112,6 +112,7 @@ def test_bytes_of_a_row_are_those_that_it_takes(make):
     assert row.cache.num_bytes == fixed + each * 20
 
 
+@pytest.mark.slow
 def test_a_model_that_attends_within_chunks_runs_its_rows_one_by_one():
     """Beyond the first chunk, which is longer than the rows that joining is tried with."""
     from transformers import AutoConfig

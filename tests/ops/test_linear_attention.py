@@ -22,28 +22,22 @@ def operands(rows, heads, length, width, dtype=torch.float32, seed=0, spread=1.0
 
 
 def by_definition(q, k, v, decay, rate, segments=None):
-    """The recurrence as the operation's contract has it, one head and one document at a time."""
+    """The recurrence as the operation's contract has it, all rows and heads of a position together."""
     silu = torch.nn.functional.silu
-    rows = []
-    for b in range(len(q)):
-        heads = []
-        for h in range(q.shape[1]):
-            state, outs = q.new_zeros(q.shape[-1], q.shape[-1]), []
-            for t in range(q.shape[2]):
-                if segments is not None and t and segments[b, t] != segments[b, t - 1]:
-                    state = torch.zeros_like(state)
-                query, key = (silu(x[b, h, t]) for x in (q, k))
-                query, key = (x / (x @ x + 1e-6).sqrt() for x in (query, key))
-                state = (torch.nn.functional.logsigmoid(decay[b, h, t]) / 16).exp() * state
-                error = silu(v[b, h, t]) - key @ state
-                state = state + torch.outer(key, torch.sigmoid(rate[b, h, t]) * error)
-                outs.append(query @ state / q.shape[-1] ** 0.5)
-            heads.append(torch.stack(outs))
-        rows.append(torch.stack(heads))
-    return torch.stack(rows)
+    q, k = (silu(x) / (silu(x).square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    kept, rate, outs = (torch.nn.functional.logsigmoid(decay) / 16).exp(), torch.sigmoid(rate), []
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
+    for t in range(q.shape[2]):
+        if segments is not None and t:
+            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
+        state = torch.einsum("bh,bhij->bhij", kept[:, :, t], state)
+        error = silu(v[:, :, t]) - torch.einsum("bhi,bhij->bhj", k[:, :, t], state)
+        state = state + torch.einsum("bhi,bhj,bh->bhij", k[:, :, t], error, rate[:, :, t])
+        outs.append(torch.einsum("bhi,bhij->bhj", q[:, :, t], state) / q.shape[-1] ** 0.5)
+    return torch.stack(outs, 2)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     sizes=st.tuples(
         st.integers(1, 2), st.integers(1, 2), st.sampled_from([1, 2, 63, 64, 65, 100, 130]), st.sampled_from([4, 10])
@@ -139,6 +133,7 @@ def test_compiled_code_has_the_numbers_of_eager_code():
     assert all(map(torch.equal, grads, want_grads))
 
 
+@pytest.mark.slow
 def test_transformers_recurrence_agrees():
     """Of Qwen3-Next, with the gates as it takes them."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
