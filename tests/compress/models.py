@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from tests.data.chat.families import TEXT, make_folder
+from tests.models.shapes import KERNELS
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.prove.held_out import ReferenceAnswer, reference
 from tilewright.compress.prove.limits import ConsumerLimits
@@ -41,7 +42,7 @@ def decoder(**changes):
     """Our decoder, grouped-query."""
     values = {"vocab_size": VOCAB, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     values |= {"ffn_dim": 96, "rope_theta": 5000.0, "norm_eps": 1e-3}
-    return drawn(Decoder(DecoderConfig(**values | changes)))
+    return drawn(Decoder(DecoderConfig(**values | changes), KERNELS))
 
 
 def hf(name, **changes):
@@ -49,7 +50,7 @@ def hf(name, **changes):
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**HF_SHAPE | changes)
-    return drawn(load_hf(config, "masked_lm" if name == "Bert" else "causal_lm"))
+    return drawn(load_hf(config, "masked_lm" if name == "Bert" else "causal_lm", kernels=KERNELS))
 
 
 def our_tokenizer() -> Tokenizer:
