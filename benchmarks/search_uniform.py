@@ -1,0 +1,205 @@
+"""Whether layers of their own shape, found by `tilewright search`, answer faster than decoders whose layers are alike.
+
+For each seed the recipe `cpu_10m` is trained and searched; the found shape is trained from scratch on as many
+tokens, and so are six designs or more whose layers are alike, of as many FLOPs per token: width, depth and heads for
+keys and values are varied, and the FFN takes what is left. Beside the best of these: held-out loss, and latency of a
+cached token behind 512 others in tilewright's own runtime. Further parts hold the search to what it predicts: the
+latency of 20 random shapes by its table, and the ranks of 12 shapes by predicted and by trained loss, beside those by
+FLOPs alone and by chance.
+
+The file is written after each part; the same command continues in its folder.
+
+python -m benchmarks.search_uniform --work FOLDER [--steps 160] [--seeds 3] [--limits token=80%] [--kinds ffn,heads]
+    [--block-steps 100] [--threads 2]
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from benchmarks.common import write_result
+from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.search.choose import ChosenShape
+from tilewright.compress.search.library.assemble import config_with
+from tilewright.compress.search.search_run import RECIPE, LayerSearch
+from tilewright.compress.search.settings import KINDS, LayerSearchSettings
+from tilewright.compress.search.table.costs import measured_costs
+from tilewright.compress.search.table.latency import model_latency
+from tilewright.compress.search.table.timing import machine_clock
+from tilewright.core.config.load import load_recipe
+from tilewright.models.build import decoder_shapes, init_weights, materialize
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.flops import count_flops
+from tilewright.training.session import train
+
+CLAIM = "searched layers answer a cached token at 512 at least 12 % faster than the best uniform decoder of equal FLOPs"
+CONTEXT, RANDOM, RANKED, LEAST = 512, 20, 12, 6
+DESIGNS = (
+    (320, 6, 5, 5), (320, 6, 5, 1), (384, 4, 6, 6), (384, 5, 6, 2), (256, 8, 4, 4), (256, 10, 4, 1), (448, 3, 7, 7),
+    (320, 5, 5, 5), (320, 8, 5, 1),
+)  # fmt: skip
+"""Width, layers, query and key/value heads."""
+_WIDTH = 32
+"""FFN widths are multiples of this."""
+
+
+class Study:
+    """A run of one seed, its search, and what is trained beside it; each kept when it ends.
+
+    Args:
+        args: of the command line.
+        seed: of the run and its data.
+    """
+
+    def __init__(self, args: argparse.Namespace, seed: int) -> None:
+        self.args, self.seed, self.folder = args, seed, args.work / f"seed-{seed}"
+        self.source = open_to_export(self.trained("run", args.recipe, {}))
+        settings = LayerSearchSettings.of(args.limits, args.kinds, context=CONTEXT, block_steps=args.block_steps)
+        self.search = LayerSearch(
+            self.source, settings, self.folder / "searched", open_to_export, lambda text: print(text, flush=True)
+        )
+
+    def trained(self, name: str, recipe: str | Path, settings: Mapping[str, Any]) -> Path:
+        """The folder of a run from scratch."""
+        own: dict[str, Any] = {"run.dir": self.folder, "run.name": name, "run.seed": self.seed, "train.minutes": 0}
+        own |= {"train.steps": self.args.steps, "run.threads": self.args.threads, "log.report": False}
+        own |= {"train.eval_interval": 0, "train.sample_tokens": 0, "energy.idle_seconds": 0} | dict(settings)
+        done = train(load_recipe(recipe, {key: str(value) for key, value in own.items()}, environ={}))
+        assert done.run_dir is not None
+        return done.run_dir
+
+    def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured under this name, in this command or one before it."""
+        path = self.folder / "cases.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        if name not in known:
+            known[name] = measure()
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            print(self.folder.name, name, known[name], flush=True)
+        return known[name]
+
+    def of_run(self, folder: Path) -> dict[str, Any]:
+        """Held-out loss and costs of a trained run."""
+        model = open_to_export(folder).model
+        costs = measured_costs(model, *model_latency(model, CONTEXT, machine_clock()[1]), CONTEXT)
+        return {"loss": row_losses_of(model, self.search.batches).loss, **costs}
+
+    def found(self) -> dict[str, Any]:
+        """The shape that was found, trained from scratch."""
+        self.search.run()
+        return self.of_run(self.trained("found", self.search.out / RECIPE, {}))
+
+    def uniform(self, design: tuple[int, ...], flops: float) -> dict[str, Any]:
+        """A design whose layers are alike, trained from scratch; {} where it has no room for an FFN."""
+        dim, layers, heads, groups = design
+        vocab = self.source.tokenizer.vocab_size
+        shape = {"dim": dim, "num_layers": layers, "num_heads": heads, "num_kv_heads": groups}
+        width = ffn_width(DecoderConfig.of(vocab_size=vocab, ffn_dim=_WIDTH, **shape), flops)
+        if width < _WIDTH:
+            return {}
+        settings = {f"model.{name}": value for name, value in (shape | {"ffn_dim": width}).items()}
+        name = "-".join(map(str, design))
+        return {"ffn_dim": width, **self.of_run(self.trained(name, self.args.recipe, settings))}
+
+    def drawn(self, generator: random.Random, number: int) -> list[ChosenShape]:
+        """Random shapes of the library."""
+        options = self.search.options()
+        found = []
+        while len(found) < number:
+            chosen = tuple(
+                generator.choice([option for option in options if option.place == place])
+                for place in self.search.choices
+            )
+            if any(option.attends for option in chosen):
+                found.append(ChosenShape(chosen))
+        return found
+
+    def table(self) -> dict[str, Any]:
+        """Latency of random shapes, predicted over measured."""
+        ratios: dict[str, list[float]] = {"token": [], "prefill": []}
+        clock, rest = machine_clock()[1], self.search.rest()
+        for shape in self.drawn(random.Random(self.seed), RANDOM):
+            names = {str(option.place): option.name for option in shape.options}
+            model = decoder_shapes(
+                config_with(self.search.config, self.search.choices_named(names)), self.source.model.kernels
+            )
+            materialize(model, "cpu")
+            init_weights(model, 0)
+            latency, _ = model_latency(model, CONTEXT, clock)
+            ratios["token"].append(shape.cost("token", rest) / latency.token.least)
+            ratios["prefill"].append(shape.cost("prefill", rest) / latency.prefill.least)
+        return ratios
+
+    def ranks(self) -> dict[str, Any]:
+        """Spearman's correlation of trained losses with predicted ones, with FLOPs, and with random numbers."""
+        generator = random.Random(self.seed + 100)
+        shapes = self.drawn(generator, RANKED)
+        rows = [self.search.record["candidates"][self.search.train_shape(shape)] for shape in shapes]
+        losses = [row["rise"] for row in rows]
+        by = {
+            "predicted": [shape.rise for shape in shapes],
+            "flops": [-row["costs"]["flops"] for row in rows],
+            "random": [generator.random() for _ in rows],
+        }
+        found = {name: float(spearmanr(values, losses).statistic) for name, values in by.items()}
+        return found | {"losses": losses, "by": by}
+
+
+def ffn_width(config: DecoderConfig, flops: float) -> int:
+    """The FFN width with which a decoder computes as many FLOPs per token, to a multiple of 32."""
+    without = count_flops(replace(config, ffn_dim=_WIDTH), CONTEXT).forward
+    each = count_flops(replace(config, ffn_dim=2 * _WIDTH), CONTEXT).forward - without
+    return _WIDTH * round(1 + (flops - without) / each)
+
+
+def of_seed(study: Study) -> dict[str, Any]:
+    """All of one seed."""
+    found = study.case("found", study.found)
+    uniform = {str(one): study.case(str(one), lambda one=one: study.uniform(one, found["flops"])) for one in DESIGNS}
+    alike = {name: row for name, row in uniform.items() if row}
+    if len(alike) < LEAST:
+        raise SystemExit(f"{len(alike)} designs have room for an FFN at {found['flops']:.3g} FLOPs, of {LEAST}")
+    name, best = min(alike.items(), key=lambda item: item[1]["loss"])
+    beside = {
+        "best": name,
+        "loss": found["loss"] / best["loss"] - 1,
+        **{cost: found[cost] / best[cost] - 1 for cost in ("token", "prefill", "flops", "parameters")},
+    }
+    return {
+        "found": found,
+        "uniform": alike,
+        "beside the best": beside,
+        "table": study.case("table", study.table),
+        "ranks": study.case("ranks", study.ranks),
+    }
+
+
+def main() -> None:
+    """Measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--recipe", default="cpu_10m")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limits", default="token=80%")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--block-steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    seeds: dict[str, Any] = {}
+    for seed in range(args.seeds):
+        seeds[str(seed)] = of_seed(Study(args, seed))
+        asked = {name: getattr(args, name) for name in ("recipe", "steps", "limits", "kinds", "block_steps", "threads")}
+        facts = {**asked, "clock": machine_clock()[0]}
+        write_result("search_uniform", CLAIM, facts | {"seeds": seeds})
+
+
+if __name__ == "__main__":
+    main()
