@@ -68,7 +68,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mesh_memory.write_text(Path(folder) / "text")
         for name, (world, settings) in CASES.items():
-            results["cases"][name] = found = on_ranks(world, measure, settings | WIDER, folder)[0]
+            results["cases"][name] = found = on_ranks(
+                world, measure, settings | WIDER, folder, seconds=mesh_memory.SECONDS
+            )[0]
             real, told = found["measured"], found["simulated"] or {}
             print(f"{name}: step {real['step_s']:.3f} s, simulated {told.get('step_s')}; exchanges "
                   f"{real['exchange_s']:.3f} s, bound {told.get('bound_s')}", flush=True)  # fmt: skip
