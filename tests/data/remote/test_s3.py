@@ -106,8 +106,6 @@ def address(dataset, tmp_path, monkeypatch):
 
 
 def test_samples_are_those_of_the_folder_while_credentials_expire_and_requests_fail(address, dataset, tmp_path):
-    """Each of two kinds of error comes to s3fs as another exception: of a GET as what its code says, of a HEAD by its
-    status alone."""
     expected = run(far(f"file://{dataset}", tmp_path / "near"), 20)
     Bucket.left, Bucket.fail_every = 60, 23
     prepared = far(address, tmp_path / "far", cache_bytes=20_000)
@@ -116,6 +114,16 @@ def test_samples_are_those_of_the_folder_while_credentials_expire_and_requests_f
     assert prepared.reader.counts.fetched > 10
     assert not prepared.blank_rows
     assert not prepared.reader.away
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_credentials_expire_at_the_size_of_a_file_or_at_its_content(address, left):
+    """s3fs asks for the size first, by a HEAD."""
+    remote = Remote(address, retries=1, backoff_s=0)
+    content = remote.fetch("dataset.json")
+    Bucket.left = left
+    assert remote.fetch("dataset.json") == content
+    assert Bucket.key == "second"
 
 
 def test_credentials_that_stay_refused_are_a_source_that_is_away(address):
