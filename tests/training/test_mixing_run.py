@@ -190,11 +190,12 @@ def test_a_model_of_transformers_is_mixed_and_continues_bit_by_bit(data, tmp_pat
     assert [set(one["alpha"]) for one in shown(tmp_path / "whole")] == [{"weight", "epochs", "loss", "train_loss"}] * 6
 
 
-def test_another_policy_keeps_the_weights_and_says_so(data, tmp_path, capsys):
+@pytest.mark.parametrize("policy", ["ppl_guard", "aioli"])
+def test_another_policy_keeps_the_weights_and_says_so(policy, data, tmp_path, capsys):
     train(tiny(data, tmp_path, **of("exp3", train__steps=8)))
     before = last_state(tmp_path / "tiny")[1]["parts"]
-    train(tiny(data, tmp_path, **of("ppl_guard", train__steps=9)))
-    assert "was exp3, it is ppl_guard now: the weights stay" in capsys.readouterr().out
+    train(tiny(data, tmp_path, **of(policy, train__steps=9)))
+    assert f"was exp3, it is {policy} now: the weights stay" in capsys.readouterr().out
     after = last_state(tmp_path / "tiny")[1]["parts"]
     assert after["mixing"]["weights"] == before["mixing"]["weights"]
     assert after["stream"]["stages"][-1] == before["stream"]["stages"][-1]
