@@ -74,6 +74,13 @@ def test_each_cost_of_the_run_is_the_sum_of_its_parts_and_the_rest(name):
         assert whole[name] == pytest.approx(rest[name] + sum(costs[name] for costs in own.values()))
 
 
+def test_a_machine_that_changed_meanwhile_is_unsteady():
+    steady = Seconds(1.0, 0.02, True)
+    assert steady.beside(Seconds(1.05, 0.0, True)) == Seconds(1.0, pytest.approx(0.05), True)
+    assert Seconds(1.2, 0.0, True).beside(steady) == Seconds(1.0, pytest.approx(0.2), False)
+    assert not Latency(steady, steady).beside(Latency(steady, Seconds(0.5, 0.0, True))).steady
+
+
 def test_shapes_that_differ_are_timed_apart():
     for config in (SHAPES | MIXED).values():
         keys = {}

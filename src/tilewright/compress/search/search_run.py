@@ -248,6 +248,11 @@ class LayerSearch:
             )  # fmt: skip
             parts[key] = self._said(key, latency).to_json() | {"cache": cache}
             self._write()
+        if seen:  # the machine may have changed meanwhile
+            later, cache = model_latency(self.model, self.settings.context, self._clock)
+            both = Latency.from_json(found["run"]).beside(later)
+            found["run"] = self._said("the run, before and after the table", both).to_json() | {"cache": cache}
+            self._write()
 
     def _is_known(self, row: Mapping[str, Any] | None) -> bool:
         return row is not None and (bool(self.record["candidates"]) or Latency.from_json(row).steady)

@@ -46,6 +46,10 @@ class Latency:
         """What `to_json` gave."""
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
+    def beside(self, later: "Latency") -> "Latency":
+        """See `Seconds.beside`."""
+        return Latency(self.prefill.beside(later.prefill), self.token.beside(later.token))
+
     @property
     def steady(self) -> bool:
         """Whether both are."""

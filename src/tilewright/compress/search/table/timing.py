@@ -38,6 +38,17 @@ class Seconds:
         """Plain types."""
         return asdict(self)
 
+    def beside(self, later: "Seconds") -> "Seconds":
+        """Both measurements of one call, which was measured again some time later.
+
+        Example:
+            >>> Seconds(1.0, 0.0, True).beside(Seconds(1.5, 0.1, True))
+            Seconds(least=1.0, spread=0.5, steady=False)
+        """
+        low, high = sorted((self.least, later.least))
+        spread = max(self.spread, later.spread, high / max(low, 1e-9) - 1)
+        return Seconds(low, spread, spread <= _STEADY)
+
 
 def machine_clock() -> tuple[str, Clock]:
     """Name and clock for the number of threads that torch computes with."""
