@@ -118,7 +118,13 @@ def test_a_run_whose_experts_move_is_the_one_in_which_they_stay(data, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"parallel__dp_shard": 4}, {"parallel__dispatch": "fp8", "precision__mode": "fp8_tile"}]
+    ("ranks", "mesh"),
+    [
+        (4, {"parallel__dp_shard": 4}),
+        (2, {"parallel__dispatch": "fp8", "precision__mode": "fp8_tile"}),
+        (4, {"parallel__pp": 2, "train__micro_batch_size": 1, "model__num_layers": 4}),
+    ],
+    ids=["shards", "8 bits", "stages"],
 )
-def test_also_in_shards_and_in_8_bits(data, tmp_path, mesh):
-    check(data, tmp_path, mesh.get("parallel__dp_shard", 2), mesh)
+def test_also_in_shards_in_8_bits_and_in_stages(data, tmp_path, ranks, mesh):
+    check(data, tmp_path, ranks, mesh)

@@ -14,6 +14,12 @@ from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
+from tilewright.planner.simulate.costs import Link
+from tilewright.planner.simulate.mesh.cluster import Cluster
+from tilewright.planner.simulate.mesh.forecast import _setting as mesh_setting
+from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.rank_memory import rank_memory
+from tilewright.planner.simulate.mesh.step import MeshRates
 from tilewright.planner.site import Site
 from tilewright.training.assemble import build, set_up
 from tilewright.training.session import train
@@ -34,10 +40,9 @@ CASES = {
 }
 
 
-def held(rank, data, runs, cases):
-    """For each case: planned phases, what ranks hold by the plan, and what this rank's ledger has measured."""
+def ran(data, runs, cases):
+    """For each case: its name, the run before it took memory, and what this rank's ledger has measured by phase."""
     ceilings.measure = fixed_ceilings  # this process is the test's own
-    found = {}
     for name, changes in cases.items():
         loaded = tiny(Path(data), Path(runs), **changes)
         parallel = loaded.recipe.parallel
@@ -49,9 +54,52 @@ def held(rank, data, runs, cases):
                 parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
             memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
             parts.close()
-        shares = [vars(row) for row in setup.plan.ranks]
-        found[name] = dict(setup.plan.phases), shares, memory["phase_owners"]
-    return found
+            yield name, setup, memory["phase_owners"]
+
+
+def held(rank, data, runs, cases):
+    """For each case: planned phases, what ranks hold by the plan, and what this rank's ledger has measured."""
+    return {
+        name: (dict(setup.plan.phases), [vars(row) for row in setup.plan.ranks], measured)
+        for name, setup, measured in ran(data, runs, cases)
+    }
+
+
+def in_stages(rank, data, runs, cases):
+    """For each case: what the mesh plans of this rank in the update, and what its ledger has measured."""
+    return {name: (_planned_of_stage(setup), measured["update"]) for name, setup, measured in ran(data, runs, cases)}
+
+
+def _planned_of_stage(setup):
+    recipe, site, world = setup.recipe, setup.site, setup.world
+    model = MeshModel(recipe, site.vocab_size, site.machine, site.rates, site.shapes)
+    setting = mesh_setting(recipe, world.sizes)
+    rates = MeshRates(model, Cluster(1, world.size, Link(1e9), Link(1e9)))
+    memory, _ = rank_memory(model, setting, rates.held(setting.pipeline)[1][world.row.rank], 0.0)
+    return dict(memory.phases["update"])
+
+
+STAGES = {"parallel__pp": 2, "parallel__dp_shard": 2, "parallel__ep": 2, "model__num_layers": 4}
+STAGES |= {"train__global_batch_size": 8, "train__micro_batch_size": 2}
+EXPERTS = {
+    "model__num_experts": 4, "model__num_experts_per_token": 2, "model__expert_dim": 48, "model__num_dense_layers": 1,
+    "model__dim": 64, "model__num_heads": 4,
+}  # fmt: skip
+SPREAD = {
+    "1f1b": {"model__tie_embeddings": "false"},
+    "zbv": {"parallel__schedule": "zbv", "optim__moments": "8bit"},
+    "split": {"parallel__split": "[3,1]", "optim__moments": "bf16", "model__tie_embeddings": "true"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.support("plan", "stages", "experts_spread")
+def test_bytes_of_stages_with_spread_experts_are_those_of_the_mesh(data, tmp_path):
+    cases = {name: STAGES | EXPERTS | UNCOMPILED | more for name, more in SPREAD.items()}
+    for rank, found in enumerate(on_ranks(4, in_stages, str(data), str(tmp_path), cases)):
+        for name, (planned, measured) in found.items():
+            for owner in OWNERS:
+                assert measured[owner] == pytest.approx(planned[owner], rel=WITHIN), f"{name}: {owner}, {rank}"
 
 
 UNCOMPILED = {f"ops__{name}": "ref" for name in ("adam", "low_bit_adam", "rms_norm", "quantize")}
