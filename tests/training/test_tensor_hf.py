@@ -122,7 +122,8 @@ def test_families_and_formats_that_move(data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_adapters_go_on_with_other_cuts_and_are_exported_whole(data, tmp_path):
-    """B is zero at first, and so is the gradient of A: Adam makes as much of its last bits as of large ones."""
+    """B is zero at first, and Adam's first step of an element is the rate, this way or that, however small its gradient
+    is: some last bits are a step of B, and of the gradient of A, which is as large as B."""
     launch = Launches(data, tmp_path, RUN | write_model(tmp_path, "qwen3") | LORA | EXPORT)
     launch(1, {"alone": {}}, seconds=240)
     launch(2, {"cut": CUT | {"train__steps": 1}}, seconds=240)
@@ -131,12 +132,12 @@ def test_adapters_go_on_with_other_cuts_and_are_exported_whole(data, tmp_path):
     for key, value in launch.found.items():
         assert not isinstance(value, str), f"{key}: {value}"
     assert [launch.found["cut", world, 0][0] for world in (1, 2)] == [2, 3]
-    check_same(tmp_path / "cut", tmp_path / "alone", bound=1e-5)
+    check_same(tmp_path / "cut", tmp_path / "alone", bound=1e-3)
     ours, theirs = (load_file(tmp_path / name / "hf/adapter_model.safetensors") for name in ("cut", "alone"))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert tensor.shape == ours[key].shape
-        assert (ours[key] - tensor).abs().max() < 5e-4, key
+        assert (ours[key] - tensor).norm() < 2e-2 * tensor.norm(), key
 
 
 @pytest.mark.slow
