@@ -51,7 +51,6 @@ def test_a_rank_has_a_decoder_of_its_own_sizes(kind, tp, shards):
         (lambda: on_meta(CONFIGS["gqa"]), 3, 1, ("num_heads = 8", "divides 8: 1, 2, 4, 8", "--parallel.tp 2")),
         (lambda: on_meta(replace(CONFIGS["mla"], ffn_dim=90)), 4, 1, ("ffn_dim = 90", "--parallel.tp 2")),
         (lambda: on_meta(CONFIGS["gqa"]), 2, 3, ("32 rows", "dp_shard = 3", "divide by tp x dp_shard = 6")),
-        (lambda: on_meta(CONFIGS["gqa"]).half(), 2, 1, ("16 bits", "embed_tokens", "--precision.mode bf16_mixed")),
     ],
 )
 def test_what_cannot_be_cut(model, tp, shards, words):
