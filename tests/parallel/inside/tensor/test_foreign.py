@@ -65,8 +65,8 @@ def net_config(case):
     return kinds[case.family](**sizes)
 
 
-def whole(case):
-    """The model of one process."""
+def whole(case, *, exact=False):
+    """The model of one process; `exact`: in FP64."""
     model = load_hf(net_config(case), "causal_lm", kernels=KERNELS)
     init_weights(model, 0)
     generator = torch.Generator().manual_seed(3)
@@ -76,6 +76,8 @@ def whole(case):
                 param.add_(0.1 * torch.randn(param.shape, generator=generator))
     adapt(model, case.lora, 0.02)
     model.activation_checkpoint = case.checkpoint
+    if exact:
+        return model.train().double()
     convert(model.train(), case.mode, kernels=KERNELS)
     return model
 
@@ -103,12 +105,17 @@ def _logits(model):
 
 
 def _alone(case, ranks):
-    """Of one process: gradients by name, the result, logits of an evaluation, shapes."""
+    """Of one process: gradients by name, the result, logits of an evaluation, shapes; and where gradients cancel out,
+    how far its own are off from FP64."""
     model = whole(case)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     batches = [batch for rank in range(ranks) for batch in batches_of(case, rank)]
     seen, result = step(model, World.alone(), batches)
-    return seen.grads, result, _logits(model), shapes
+    own = {}
+    if case.mode == "fp32" and case.more.get("attention_bias"):
+        exact = step(whole(case, exact=True), World.alone(), batches)[0].grads
+        own = {name: _error(name, seen.grads, exact, case.mode) for name in exact}
+    return seen.grads, result, _logits(model), shapes, own
 
 
 def _error(name, grads, want, mode):
@@ -126,7 +133,7 @@ def compare(rank, cases):
     for case in cases:
         world = join(env.ranks(), case.sizes, torch.device("cpu"))
         model = cut(case, world)
-        want, alone, theirs, shapes = of_one_rank(partial(_alone, case, world.data.size))
+        want, alone, theirs, shapes, own = of_one_rank(partial(_alone, case, world.data.size))
         assert {name: tuple(param.shape) for name, param in model.named_parameters()} == shapes, "whole names, shapes"
         parts = {name for name, param in model.named_parameters() if is_part(param)}
         seen, result = step(model, world, batches_of(case, world.data.rank))
@@ -134,7 +141,7 @@ def compare(rank, cases):
         model.loss(microbatches(0, 1)[0]).loss_sum.backward()
         again = {kind: one.exchanges - sums[kind] for kind, one in world.traffic.total.items()}
         assert seen.grads.keys() == want.keys()
-        errors = {name: _error(name, seen.grads, want, case.mode) for name in want}
+        errors = {name: _error(name, seen.grads, want, case.mode) - own.get(name, 0.0) for name in want}
         ours = _logits(model)
         found.append({
             "errors": errors, "parts": parts, "notes": list(model.notes), "evaluated": relative(ours, theirs),
