@@ -399,6 +399,7 @@ UNUSED = {
     "published_meshes": "simulated, not measured: published runs beside the search; the how-to has the table",
     "mesh_search": "what a search takes of a core; processor seconds beside other jobs; the log has the numbers",
     "mesh_memory": "bytes of ranks of small runs beside the search; the log has the numbers",
+    "mesh_exchanges": "seconds of six small meshes on two cores beside what was simulated; the log has the numbers",
     "fsdp_tracked": "bytes of a rank of 256 as torch's tracker counts them, beside the search; the log has the numbers",
     "mixing_costs": "counts and processor seconds of policies and of the stream's state; the how-to has the numbers",
     "data_scores_avx512": "noise that is made, in the text of one Python; processor time, beside other jobs",
