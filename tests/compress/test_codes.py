@@ -79,6 +79,7 @@ def test_joined_layers_of_a_graph_have_the_codes_of_their_parts(tmp_path):
 
 @pytest.mark.slow
 def test_torchao_computes_with_the_codes_that_were_trained(tmp_path):
+    pytest.importorskip("torchao")
     run = trained_source(tmp_path, "int4_a8")
     coded = run.four_bits
     graph = graph_of(run.model)

@@ -50,6 +50,22 @@ def test_rows_of_anything(rows, evals, clip, planned):
         outline(render(run))
 
 
+KINDS = ("replan", "mix_eval", "mix", "mix_refused", "eval", "save", "done", "stop", "start", "resume", "redo", "fallback",
+         "checkpoint_rejected", "precision_move", "precision_switch", "precision_budget", "save_failed")  # fmt: skip
+FIELDS = ("step", "message", "time_s", "error", "change", "tokens", "threshold", "trigger", "before", "after", "peak_bytes",
+          "step_s", "measured_bytes", "expected_bytes", "budget_bytes", "limit_bytes", "background", "domains", "domain",
+          "weights", "rise", "reason", "peak", "ranks", "rank", "seconds", "stall_s", "plan", "machine")  # fmt: skip
+
+
+@examples(25)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), anything)), max_size=12))
+def test_events_of_anything(events):
+    """A field of an event that is no number is left out of its table."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = [{"kind": kind, **fields} for kind, fields in events]
+        outline(render(read(Path(folder), step_rows([3.0, 2.0]), events=found, strict=False)))
+
+
 @examples(25)
 @given(st.lists(st.sampled_from(EXTREMES) | st.floats(), min_size=1, max_size=60), st.data())
 def test_curves_of_any_floats(losses, data):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_seconds
+from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import Row, RunData
 
 TRIGGERS = {
@@ -13,6 +14,8 @@ TRIGGERS = {
     "shape": "length of rows",
     "out_of_memory": "out of memory",
 }
+
+_CROSSED = ("error", "measured_bytes", "expected_bytes", "change", "budget_bytes", "tokens", "limit_bytes")
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,14 @@ def summary(found: Sequence[ReplanRow]) -> str:
 def _decision(event: Row) -> ReplanRow:
     trigger = str(event.get("trigger", ""))
     after = str(event.get("after", ""))
-    peak, step_s = event.get("peak_bytes"), event.get("step_s")
+    peak, step_s = number(event.get("peak_bytes")), number(event.get("step_s"))
     expected = [] if peak is None else [format_bytes(round(peak))]
     expected += [] if step_s is None else [f"{format_seconds(step_s)} a step"]
     return ReplanRow(
         str(event.get("step", "")),
         TRIGGERS.get(trigger, trigger),
         _number(event),
-        _share(event.get("threshold")),
+        _share(number(event.get("threshold"))),
         str(event.get("before", "")),
         after,
         ", ".join(expected),
@@ -60,17 +63,18 @@ def _decision(event: Row) -> ReplanRow:
 
 def _number(event: Row) -> str:
     """The number that crossed the threshold."""
-    if event.get("error") is not None:
-        sizes = [event.get("measured_bytes"), event.get("expected_bytes")]
-        beside = " of ".join(format_bytes(round(size)) for size in sizes if size is not None)
-        return f"{_share(event['error'])} ({beside})" if beside else _share(event["error"])
-    if event.get("change") is not None:
-        budget = event.get("budget_bytes")
-        return f"{_share(event['change'])} ({format_bytes(round(budget))})" if budget else _share(event["change"])
-    if event.get("tokens") is not None:
-        return f"{event['tokens']:,} tokens"
-    if event.get("limit_bytes") is not None:
-        return f"plans below {format_bytes(round(event['limit_bytes']))}"
+    found = {name: value for name in _CROSSED if (value := number(event.get(name))) is not None}
+    if "error" in found:
+        sizes = [found[name] for name in ("measured_bytes", "expected_bytes") if name in found]
+        beside = " of ".join(format_bytes(round(size)) for size in sizes)
+        return f"{_share(found['error'])} ({beside})" if beside else _share(found["error"])
+    if "change" in found:
+        budget = found.get("budget_bytes")
+        return f"{_share(found['change'])} ({format_bytes(round(budget))})" if budget else _share(found["change"])
+    if "tokens" in found:
+        return f"{found['tokens']:,.0f} tokens"
+    if "limit_bytes" in found:
+        return f"plans below {format_bytes(round(found['limit_bytes']))}"
     return ""
 
 
