@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from benchmarks.claim_rows import Row, read
 from benchmarks.common import RESULTS
-from benchmarks.verdict import once, seeds, turns
+from benchmarks.verdict import NO_TARGET, Verdict, once, seeds, turns
 
 
 def rows() -> Iterator[Row]:
@@ -57,7 +57,10 @@ def _helps() -> Iterator[Row]:
             gaps = [100 * (loss - base[seed]) / base[seed] for seed, loss in mine.items() if seed in base]
             if found is not static and gaps:
                 metric = f"held-out loss of `{policy}` against `static`, {text}, {tokens:.1f}M tokens per run"
-                yield Row(f"helps_{policy}_{measure}", metric, "at most +0 %", seeds(gaps, None, at_most=0), result)
+                moved = any(found["moves"])  # else it is the run of fixed weights, equal to the bit
+                none = Verdict(f"equal: no move in {len(gaps)} runs", NO_TARGET)
+                verdict = seeds(gaps, None, at_most=0) if moved else none
+                yield Row(f"helps_{policy}_{measure}", metric, "at most +0 %" if moved else "-", verdict, result)
 
 
 _ROWS = (("loader_peer", _loader), ("far_reads", _far), ("mixing_kills", _kills), ("data_helps", _helps))

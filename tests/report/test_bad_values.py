@@ -50,11 +50,12 @@ def test_rows_of_anything(rows, evals, clip, planned):
         outline(render(run))
 
 
-KINDS = ("replan", "mix_eval", "mix", "mix_refused", "eval", "save", "done", "stop", "start", "resume", "redo", "fallback",
-         "checkpoint_rejected", "precision_move", "precision_switch", "precision_budget", "save_failed")  # fmt: skip
-FIELDS = ("step", "message", "time_s", "error", "change", "tokens", "threshold", "trigger", "before", "after", "peak_bytes",
-          "step_s", "measured_bytes", "expected_bytes", "budget_bytes", "limit_bytes", "background", "domains", "domain",
-          "weights", "rise", "reason", "peak", "ranks", "rank", "seconds", "stall_s", "plan", "machine")  # fmt: skip
+KINDS = ("replan", "mix_eval", "mix", "mix_refused", "eval", "save", "done", "stop", "start", "resume", "redo",
+         "fallback", "checkpoint_rejected", "precision_move", "precision_switch", "save_failed")  # fmt: skip
+FIELDS = ("step", "message", "time_s", "error", "change", "tokens", "threshold", "trigger", "before", "after",
+          "peak_bytes", "step_s", "measured_bytes", "expected_bytes", "budget_bytes", "limit_bytes", "background",
+          "domains", "domain", "weights", "rise", "reason", "peak", "ranks", "rank", "seconds", "stall_s", "plan",
+          "machine")  # fmt: skip
 
 
 @examples(25)
