@@ -42,7 +42,7 @@ def write_exports(run: Path, record: Mapping[str, Any]) -> None:
 
 
 def change_since(row: Mapping[str, Any], run: Path) -> str | None:
-    """What happened to an artefact after its row was written, in words; None where it is what was proven."""
+    """The change of an artefact after its row was written, in words; None where it is the proven one."""
     if not row.get("path") or not row.get("hash"):
         return None
     path = run / str(row["path"])

@@ -224,7 +224,7 @@ def _build_hf(
 
 
 def untrained_notes(section: ModelSection) -> list[str]:
-    """What of the folder's architecture the task does not train, in words; empty where it trains all."""
+    """The parts of the folder's architecture that the task does not train, in words; empty where it trains all."""
     text = section.task != "image_classification"
     net, whole = hf_shapes(section.path, section.task), whole_architecture(section.path, section.task)
     parts, share = untrained_parts(net, whole, text=text)

@@ -35,7 +35,7 @@ class Row:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether a part of its prompt has not run."""
+        """True if a part of its prompt has not run."""
         return self.num_run < len(self.ids)
 
 

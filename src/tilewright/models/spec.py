@@ -1,4 +1,4 @@
-"""What tilewright asks of an architecture, in one object.
+"""The questions that tilewright asks of an architecture, in one object.
 
 `models.build.ARCHITECTURES` is the tuple of those that recipes name in `model.kind`. One of the caller's own is such an
 object in the place of the name: see `build.decoder_like` and `build.with_architecture`.
@@ -24,7 +24,7 @@ from tilewright.ops.kernels import Kernels
 
 @dataclass(frozen=True)
 class Formulas:
-    """What a layer of a decoder costs, from its shape alone; those of a `Block` with SwiGLU where nothing is said.
+    """The cost of a layer of a decoder, from its shape alone; that of a `Block` with SwiGLU where nothing is said.
 
     Each takes the shape and the number of a layer first; `flops` the shape and the length of rows.
     """

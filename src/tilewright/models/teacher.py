@@ -24,7 +24,7 @@ class TeacherFolder:
 
     @property
     def model(self) -> ModelSection:
-        """What to build."""
+        """The model to build."""
         if self.run is not None:
             return self.run.model
         return ModelSection(kind=kind_of(str(self.path)), path=str(self.path), weights="load")  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ READ = "read.json"
 
 
 def stream_of(recipe: Recipe) -> str:
-    """What a recipe's rows, and their order, are a function of, as a hash; "" where they depend on the run itself."""
+    """A hash of all that a recipe's rows and their order are a function of; "" where they depend on the run itself."""
     if recipe.data.mixing.policy not in ("off", "static"):
         return ""
     data = recipe.data.model_dump_json(exclude={"cache_dir"})
@@ -82,7 +82,7 @@ def stream_of(recipe: Recipe) -> str:
 
 
 def all_rows_are_kept(recipe: Recipe) -> bool:
-    """Whether `distill.cache` has each row of the recipe's steps: a run on the same stream read as many."""
+    """True if `distill.cache` has each row of the recipe's steps: a run on the same stream read as many."""
     section, steps = recipe.distill, recipe.train.steps
     if not section.cache or not steps:
         return False

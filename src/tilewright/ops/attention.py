@@ -158,13 +158,13 @@ LINEAR_ATTENTION = Op(
 
 
 def reads_documents(candidate: str, device_type: str) -> bool:
-    """Whether a candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by one; the
+    """True if a candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by one; the
     tiles of AMX skip what `segments` say."""
     return candidate in BY_DOCUMENTS or (device_type == "cpu" and candidate in ("wide", "native"))
 
 
 def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether attention of packed rows outside of compiled code keeps a mask of all pairs of positions for backward.
+    """True if attention of packed rows outside of compiled code keeps a mask of all pairs of positions for backward.
     None is kept of a window. Of FP32 operands on a CPU it goes by blocks, whichever candidate it is."""
     return candidate not in WITHOUT_MASK and (device_type != "cpu" or dtype.itemsize < 4)
 

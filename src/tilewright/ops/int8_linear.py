@@ -83,7 +83,7 @@ class Int8Weight:
     chosen: Choice
 
     def is_packed_of(self, qdata_NK: Tensor) -> bool:
-        """Whether `packed` was made from codes of these values, or nothing was."""
+        """True if `packed` was made from codes of these values, or nothing was."""
         return self.made_from is None or int(self.made_from) == fingerprint(qdata_NK.contiguous())
 
     @classmethod

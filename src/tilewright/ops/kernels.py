@@ -145,7 +145,7 @@ class Kernels:
         return deferred_linear(gemms_of(chosen), x, weight_MK, bias_M, queue)
 
     def rounds_gradient(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Whether `linear` rounds the gradient of a weight in FP32 to the operands' dtype."""
+        """True if `linear` rounds the gradient of a weight in FP32 to the operands' dtype."""
         choice = self.choices.get(("linear", device_type, dtype, ""))
         return choice is not None and choice.candidate.name == "native"
 
@@ -176,8 +176,8 @@ class Kernels:
         return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows, window)
 
     def documents(self, batch: Mapping[str, Tensor]) -> Segments:
-        """What all layers hand to `attention` for a batch: its `segments`, and where attention on their device reads
-        where documents begin, that too, found once. None where each row is one document.
+        """The documents that all layers hand to `attention` for a batch: its `segments`, and where attention on their
+        device reads where documents begin, that too, found once. None where each row is one document.
 
         Args:
             batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for,

@@ -46,7 +46,7 @@ def quantize_kind(form: OperandFormat, noise: Tensor | None = None) -> str:
 
 
 def _in_rows(form: OperandFormat) -> bool:
-    """Whether kernels make both copies at once."""
+    """True if kernels make both copies at once."""
     return (form.tile.rows, form.tile.cols) == (1, 128)
 
 

@@ -42,7 +42,7 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
-    """Whether the flag is set on any rank."""
+    """True if the flag is set on any rank."""
     if group is None:
         return flag
     found = torch.tensor(int(flag), device=reduced_on(group, torch.device(device)))

@@ -251,7 +251,7 @@ class GradientReduction(GradientSums):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
+        """True if ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
         return self._parts
 
     def begin(self, *, last: bool) -> None:
@@ -344,7 +344,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def _fills_memory(tensor: Tensor) -> bool:
-    """Whether elements that do not overlap fill a stretch of memory."""
+    """True if elements that do not overlap fill a stretch of memory."""
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != reach:

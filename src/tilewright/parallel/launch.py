@@ -163,7 +163,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
-    """What `work()` returns on the first rank, which pickles, on all; the others wait while it works.
+    """The result of `work()` on the first rank, which pickles, on all; the others wait while it works.
 
     Args:
         world: this run's.
@@ -219,7 +219,7 @@ def in_turn(world: World, work: Callable[[], T]) -> T:
 
 
 def on_any(world: World, look: Callable[[], bool]) -> bool:
-    """Whether `look()` is true on any rank; each looks at what its own machine has."""
+    """True if `look()` is true on any rank; each looks at what its own machine has."""
     if world.waiting_group is None:
         return look()
     found = look()
@@ -245,7 +245,7 @@ def check_equal(world: World, facts: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class TorchNeed:
-    """What needs a torch that is not older, why, and what does without.
+    """A feature that needs a torch that is not older, the reason, and a way without it.
 
     Example:
         >>> PIPELINES.check("2.13.0+cpu")

@@ -44,7 +44,7 @@ class MeshSizes:
 
     @staticmethod
     def of(section: ParallelSection) -> "MeshSizes":
-        """What a recipe asks for."""
+        """The one that a recipe asks for."""
         return MeshSizes(**{axis: getattr(section, axis) for axis in (*AXES, "ep")})
 
     @property

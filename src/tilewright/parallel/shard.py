@@ -105,7 +105,7 @@ def _placement(meshes: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parame
 
 
 def takes_unused() -> bool:
-    """Whether this torch's FSDP2 takes a parameter that one rank alone uses in a step. That of 2.11 does not: its ranks
+    """True if this torch's FSDP2 takes a parameter that one rank alone uses in a step. That of 2.11 does not: its ranks
     would reduce different tensors. Models of this package use each parameter on every rank (an expert without tokens
     runs on no rows), so only a custom model can meet this."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -163,12 +163,12 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has cut the model."""
+    """True if `shard` has cut the model."""
     return next(fsdp_modules(model), None) is not None
 
 
 def in_parts(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the model's parameters, whatever has cut them."""
+    """True if ranks hold parts of the model's parameters, whatever has cut them."""
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 

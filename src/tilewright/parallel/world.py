@@ -130,7 +130,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prepares data, plans, writes the run folder and prints."""
+        """True if this process prepares data, plans, writes the run folder and prints."""
         return self.rank == 0
 
     def at(self, phase: str) -> None:
@@ -167,12 +167,12 @@ class World:
 
     @property
     def holds_parts(self) -> bool:
-        """Whether a rank holds a part of the model: of its tensors, or of its layers."""
+        """True if a rank holds a part of the model: of its tensors, or of its layers."""
         return self.sizes.pp > 1 or self.sizes.tp > 1 or self.fsdp_mesh is not None
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """What `fully_shard` takes: two axes for HSDP, one for FSDP; None where the model is not sharded. Copies of
+        """The mesh for `fully_shard`: two axes for HSDP, one for FSDP; None where the model is not sharded. Copies of
         matrices that are cut are of one shard at least: FSDP2 sums their gradients."""
         sizes = self.sizes
         sharded = sizes.dp_shard > 1 or (sizes.dp_replicate > 1 and sizes.tp > 1)

@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def state(self) -> State:
-        """Whether the run is within its budgets. What is known of a run may be too much already where the rest is not
+        """True if the run is within its budgets. What is known of a run may be too much already where the rest is not
         known."""
         over_host = bool(self.host) and self.host_bytes > self.budget.host
         if self.peak_bytes > self.budget.device or over_host:
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def keeps_margin(self) -> bool:
-        """Whether the run is known to fit, and leaves `plan.margin` of the device free."""
+        """True if the run is known to fit, and leaves `plan.margin` of the device free."""
         return self.state == "fits" and self.peak_bytes <= self._left * self.budget.device
 
     @property
     def accepted(self) -> bool:
-        """Whether a run executes it: what stands as the recipe says has to leave `plan.margin`, too."""
+        """True if a run executes it: what stands as the recipe says has to leave `plan.margin`, too."""
         return self.state == "fits" and (self.decided or self.keeps_margin)
 
     @cached_property
@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, how fast, and what memory is scarce, in a sentence."""
+        """True if it fits, how fast, and what memory is scarce, in a sentence."""
         peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
         budget = format_bytes(self.budget.device)
         each = self.setting.shards.of_each

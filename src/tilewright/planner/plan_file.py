@@ -160,7 +160,7 @@ def to_toml(plan: Plan) -> str:
 
 
 def is_plan_file(path: str | Path) -> bool:
-    """Whether a file looks like a plan, and not like a recipe."""
+    """True if a file looks like a plan, and not like a recipe."""
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):

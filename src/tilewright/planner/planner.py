@@ -70,7 +70,7 @@ class _Table:
 
     @property
     def possible(self) -> bool:
-        """Whether the executor can do what is fixed, and has layers to run one after the other."""
+        """True if the executor can do what is fixed, and has layers to run one after the other."""
         return all(self.options) and (bool(self.shape.classes) or self.setting.can.whole_model)
 
 

@@ -73,7 +73,7 @@ class Site:
         return as_links(host_speed(self.machine, progress=self.progress), speed, between)
 
     def may_use_disk(self, recipe: Recipe) -> bool:
-        """Whether the disk is a place like others: it was given, or the recipe stores something there."""
+        """True if the disk is a place like others: it was given, or the recipe stores something there."""
         return self.disk is not None or self.given is not None or on_disk(recipe)
 
     def at_mesh(self, recipe: Recipe) -> Recipe:
@@ -100,5 +100,5 @@ class Site:
 
 
 def on_disk(recipe: Recipe) -> bool:
-    """Whether a recipe stores something on the disk."""
+    """True if a recipe stores something on the disk."""
     return recipe.memory.can.offload and "disk" in recipe.memory.tiers

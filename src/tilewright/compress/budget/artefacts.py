@@ -9,7 +9,7 @@ from tilewright.compress.export.target import Target
 
 
 def judged(row: Mapping[str, Any], made: Mapping[str, Any], budget: float, *, points: bool = False) -> Record:
-    """Whether an artefact is inside the budget: the rise of its run, and what its rounding adds.
+    """True if an artefact is inside the budget: the rise of its run, and what its rounding adds.
 
     Args:
         row: of `export_run`.

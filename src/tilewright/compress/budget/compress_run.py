@@ -170,7 +170,7 @@ class Compression:
         return rows[plan.name]
 
     def _controls(self, best: Mapping[str, Any]) -> None:
-        """What else the same steps would have brought the best cut."""
+        """The controls: other uses of the steps that the best cut got."""
         names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
         for name in names if self.settings.controls == "all" else ():
             self._control(name, best)
@@ -266,7 +266,7 @@ class Compression:
         return calibration(self.source.recipe, self.source.data)[: self.settings.batches]
 
     def _found_record(self) -> Record:
-        """What an earlier command left of the same checkpoint and the same settings; else a new one.
+        """The record of an earlier command with the same checkpoint and settings; else a new one.
 
         Raises:
             ConfigError: the folder has stages of something else.

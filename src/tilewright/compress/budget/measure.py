@@ -1,4 +1,4 @@
-"""What models are compared by, row by row on the same held-out rows: the rise, and its standard error.
+"""The measure by which models are compared, row by row on the same held-out rows: the rise, and its standard error.
 
 Of text it is the loss, and rises are relative to it. Of images it is the share that a model classifies wrongly, and
 rises are differences of shares: 0.01 is one percentage point.

@@ -1,4 +1,4 @@
-"""What each cut costs before recovery, alone: loss, its error, parameters, seconds here. One kind at a time."""
+"""The cost of each cut before recovery, alone: loss, its error, parameters, seconds here. One kind at a time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,4 @@
-"""What `compress` was asked for, checked before a model is loaded."""
+"""The settings of `compress`, checked before a model is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

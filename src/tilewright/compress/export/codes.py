@@ -54,7 +54,7 @@ class Coded:
 
 
 def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
-    """What a run was trained with: codes of the weights that its rules round to `bits` bits."""
+    """The codes that a run was trained with: those of the weights that its rules round to `bits` bits."""
     policy = in_fp32(Policy.from_section(recipe.precision, "cpu"))
     if not policy.rounds_to_integers:
         return Coded(model)

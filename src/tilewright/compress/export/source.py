@@ -1,4 +1,4 @@
-"""What is exported: the model of a run in FP32, its tokenizer and recipe, and the data that it is proven on."""
+"""The source of an export: the model of a run in FP32, its tokenizer and recipe, and the data that it is proven on."""
 
 import copy
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class ExportSource:
 
     @cached_property
     def trained_in_int8(self) -> bool:
-        """Whether the run's rules round weights to eight bits."""
+        """True if the run's rules round weights to eight bits."""
         return trained_codes(self.model, self.recipe, 8).trained  # type: ignore[arg-type]
 
     @property
@@ -74,12 +74,12 @@ class ExportSource:
 
     @property
     def reads_images(self) -> bool:
-        """Whether the model classifies images; else it reads text."""
+        """True if the model classifies images; else it reads text."""
         return self.task == "image_classification"
 
     @cached_property
     def config_keys(self) -> dict[str, Any]:
-        """What the run adds to config.json of its model's folder."""
+        """The keys that the run adds to config.json of its model's folder."""
         return config_keys(self.recipe, self.text_tokenizer, None if self.reads_images else self.text_rules)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What an export target is: a name, what it needs, why it cannot hold a model, how it is written, who proves it."""
+"""An export target: a name, what it needs, why it cannot hold a model, how it is written, who proves it."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Written:
-    """What `Target.write` reports of the artefact, beside its bytes.
+    """The report of `Target.write` on the artefact, beside its bytes.
 
     Args:
         notes: what was left out or decided, in words; shown and recorded.

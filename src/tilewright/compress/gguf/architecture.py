@@ -1,4 +1,4 @@
-"""What llama.cpp needs to know of a model's shape: its architecture's name and the keys under it, or why it has none.
+"""A model's shape for llama.cpp: its architecture's name and the keys under it, or why it has none.
 
 Reads the Hugging Face config of a model, which our decoder has too (`hf_config.to_hf_config`), so one path serves both.
 """
@@ -45,7 +45,7 @@ class GGUFShape:
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of query and key matrices are written in another order, see `tensors`."""
+        """True if rows of query and key matrices are written in another order, see `tensors`."""
         return self.arch in _INTERLEAVED
 
 

@@ -84,7 +84,8 @@ def beyond(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> tuple[st
 
 
 def _others(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> list[int]:
-    """What ends an answer beside the end of a text: the template's own first, then what llama.cpp has to be told."""
+    """The tokens that end an answer beside the end of a text: the template's own first, then what llama.cpp has to be
+    told."""
     others = [i for i in stops if i != eos_id]
     return others[:1] + sorted(others[1:], key=lambda i: tokens[i] in _ENDS_BY_NAME)
 

@@ -1,4 +1,4 @@
-"""What a GGUF file holds, by its own header. Without torch, so that a consumer starts at once."""
+"""The content of a GGUF file by its own header. Without torch, so that a consumer starts at once."""
 
 from collections import Counter
 from pathlib import Path

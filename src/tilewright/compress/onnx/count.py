@@ -1,4 +1,4 @@
-"""What an ONNX graph multiplies with: operators on integers, and matmuls of weights that stay in FP32."""
+"""The products of an ONNX graph: operators on integers, and matmuls of weights that stay in FP32."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Whether an ONNX file holds the matrices of the graph that it was made of, in FP32 or in INT8.
+"""Checks that an ONNX file holds the matrices of the graph that it was made of, in FP32 or in INT8.
 
 Limits of divergence let damage pass that changes little of the answers: a matrix of zeros in a file whose activations
 are rounded with fixed scales. Here the file is read as it lies and dequantised, and each row of each of the graph's

@@ -62,7 +62,8 @@ def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tu
 
 
 def violations(model, fp32: Sequence[str] = ()) -> list[str]:
-    """What TensorRT's explicit quantisation would not take or not compute in INT8, each with the node's name.
+    """Violations of TensorRT's explicit quantisation: what it would refuse or not compute in INT8, with the node's
+    name.
 
     Args:
         model: ModelProto.

@@ -1,4 +1,4 @@
-"""What a consumer's answer is worth, against our model on the same rows.
+"""The comparison of a consumer's answer with our model on the same rows.
 
 Legend: N answers  V vocabulary.
 """

@@ -38,7 +38,8 @@ _MOST_IMAGES = 1024
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """What is compared with. `domains` names the indices in `domain_N`; `log_probs_NV` is FP64."""
+    """The answer of our model, with which others are compared. `domains` names the indices in `domain_N`;
+    `log_probs_NV` is FP64."""
 
     domains: tuple[str, ...]
     domain_N: np.ndarray

@@ -42,7 +42,7 @@ class ConsumerLimits:
 
 @dataclass(frozen=True)
 class ConsumerOutcome:
-    """What became of one consumer. Without an answer `reason` says why.
+    """The outcome of one consumer. Without an answer `reason` says why.
 
     Args:
         answer: None where the consumer failed.

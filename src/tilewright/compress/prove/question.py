@@ -1,4 +1,4 @@
-"""What every consumer of a run is asked, the same for all: rows of held-out ids, and where in them to answer.
+"""The question to every consumer of a run, the same for all: rows of held-out ids, and where in them to answer.
 
 It is a folder: `tokens.npy` [R, S] int64, rows padded with -1; `positions.npy` [N, 2] int64 (row, position), sorted;
 `long_row.npy` int64, for latencies; `texts.json`, texts to tokenise, and which of them with begin and end.

@@ -36,7 +36,7 @@ CACHED_AT = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What the parent asks; the content of REQUEST.json.
+    """The parent's request; the content of REQUEST.json.
 
     Args:
         artefact: file or folder.
@@ -114,7 +114,7 @@ class ConsumerSession:
         return None
 
     def facts(self) -> Mapping[str, Any]:
-        """What the artefact says of itself to this runtime: "positions", the most that the model knows, and
+        """Facts that the artefact tells this runtime: "positions", the most that the model knows, and
         "chat_template"; what it cannot tell is left out."""
         return {}
 

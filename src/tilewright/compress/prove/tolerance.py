@@ -44,7 +44,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 
 def beyond(tolerance: Tolerance, row: Mapping[str, object]) -> str:
-    """What of a proof's numbers is beyond its limits, in words; "" where nothing is.
+    """The numbers of a proof beyond their limits, in words; "" where there is none.
 
     Args:
         tolerance: of the target.

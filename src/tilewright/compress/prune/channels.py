@@ -106,7 +106,7 @@ def _names(name: str, module: nn.Module, tensors: tuple[str, ...]) -> list[str]:
 def _seen(
     model: Any, batch: Mapping[str, Tensor], modules: Mapping[str, _Reader], source: str | None
 ) -> dict[str, Tensor]:
-    """What arrives at each module of the numbers that a source gives out, and of the images, FP64."""
+    """The numbers of a source, and of the images, that arrive at each module, FP64."""
     seen: dict[str, Tensor] = {}
     with evaluation(model), _numbered(modules, source, seen):
         model.loss(batch)

@@ -1,4 +1,4 @@
-"""What of a model can be had in smaller numbers, and the shape with fewer of it: of our own decoder and of
+"""The units of a model that can be cut, and the shape with fewer of them: of our own decoder and of
 transformers' configs.
 
 Nothing here knows the layers of an architecture. A kind of unit is a number in the shape; which tensors follow that

@@ -54,7 +54,7 @@ def _reader(model: nn.Module, share: Share) -> nn.Module | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer keeps its weight as [in, out], as transformers' Conv1D does."""
+    """True if a layer keeps its weight as [in, out], as transformers' Conv1D does."""
     return hasattr(module, "nf")
 
 

@@ -87,7 +87,7 @@ def _grams(model: Any, readers: Sequence[ChannelReader], batches: Sequence[Batch
 
 
 def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    """What each output reads, [M, K]: of a convolution its window, channel by channel."""
+    """The inputs of each output, [M, K]: of a convolution its window, channel by channel."""
     if not isinstance(module, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
     assert not isinstance(module.padding, str)

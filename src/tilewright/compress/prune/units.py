@@ -17,7 +17,8 @@ from tilewright.models.build import spec_of
 
 
 def find_units(model: Any) -> tuple[dict[Kind, tuple[UnitGroup, ...]], dict[Kind, str]]:
-    """What can be cut, each with the ways in which its tensors may be laid out, likeliest first; and what stays whole.
+    """The units that can be cut, each with the ways in which its tensors may be laid out, likeliest first; and what
+    stays whole.
 
     Args:
         model: a `models.base.protocols.Model`.

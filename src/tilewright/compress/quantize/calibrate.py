@@ -1,4 +1,4 @@
-"""What linear layers read while text goes through a model: X^T X, mean magnitude, range, and which norm made it.
+"""Inputs of linear layers while text goes through a model: X^T X, mean magnitude, range, and which norm made it.
 
 Legend: M tokens  K in features.
 """
@@ -67,7 +67,7 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
-    """Whether a pass runs each of `stages` once, in this order, and none has a part of another one: then a later one
+    """True if a pass runs each of `stages` once, in this order, and none has a part of another one: then a later one
     changes nothing before it."""
     parts = [part for stage in stages for part in stage.modules()]
     if len(set(parts)) < len(parts):

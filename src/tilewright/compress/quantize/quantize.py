@@ -178,7 +178,7 @@ def _scale_channels(
 
 
 def _is_read_by(norm: nn.Module, layers: Sequence[nn.Linear], model: Any, batch: Batch) -> bool:
-    """Whether these layers alone read a norm: then factors that go from them to it change nothing. Factors of 4 and 1/4
+    """True if these layers alone read a norm: then factors that go from them to it change nothing. Factors of 4 and 1/4
     in turn show any other reader; those of AWQ may be too near to 1 for a loss to tell."""
     parameters = [*norm.parameters(), *(layer.weight for layer in layers)]
     kept = [parameter.clone() for parameter in parameters]

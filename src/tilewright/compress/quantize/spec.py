@@ -1,4 +1,4 @@
-"""What a model is quantised to: bits, groups, method, and what happens to embedding, head and activations."""
+"""The quantisation of a model: bits, groups, method, and what happens to embedding, head and activations."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -81,7 +81,7 @@ class QuantSpec:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether text has to go through the model."""
+        """True if text has to go through the model."""
         return self.method != "rtn" or self.activations == "static"
 
 

@@ -32,7 +32,7 @@ class Option:
 
     @property
     def attends(self) -> bool:
-        """Whether it looks at other tokens."""
+        """True if it looks at other tokens."""
         return self.place.part == "attention" and self.name != NONE
 
 
@@ -159,5 +159,5 @@ def uniform_shapes(options: Sequence[Option]) -> list[ChosenShape]:
 
 
 def within(shape: ChosenShape, rest: Costs, limits: Mapping[str, float]) -> bool:
-    """Whether its predicted costs hold all limits."""
+    """True if its predicted costs hold all limits."""
     return all(shape.cost(name, rest) <= limit for name, limit in limits.items())

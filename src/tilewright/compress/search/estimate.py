@@ -17,7 +17,7 @@ _FORWARD_AND_BACKWARD, _TEACHER = 3, 1
 
 @dataclass(frozen=True)
 class SearchWork:
-    """What a search reads.
+    """The amount of data that a search reads.
 
     Args:
         forward_s: seconds per token of a forward pass of the run.

@@ -334,7 +334,7 @@ class LayerSearch:
         write_record(self.out, self.record, FILE)
 
     def _found_record(self) -> Record:
-        """What an earlier command left of the same checkpoint and data; else a new one.
+        """The record of an earlier command with the same checkpoint and data; else a new one.
 
         Raises:
             ConfigError: the folder has a search of something else.

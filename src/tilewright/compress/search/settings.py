@@ -1,4 +1,4 @@
-"""What `search` was asked for, checked before a model is loaded."""
+"""The settings of `search`, checked before a model is loaded."""
 
 import math
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class LayerSearchSettings:
         return cls(_limits(limits), tuple(kind for kind in KINDS if kind in asked), **others)
 
     def measured(self) -> dict[str, Any]:
-        """What the library and the latency table were made with; the rest may change from command to command."""
+        """The settings that library and latency table were made with; the rest may change from command to command."""
         return {"rows": self.rows, "block_steps": self.block_steps, "context": self.context}
 
     def to_json(self) -> dict[str, Any]:

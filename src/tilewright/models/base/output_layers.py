@@ -82,7 +82,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _is_behind(modules: Iterable[nn.Module], last: nn.Linear, repeated: set[nn.Module]) -> bool:
-    """Whether `last` comes behind repeated layers, is in none of them, and nothing multiplies after it."""
+    """True if `last` comes behind repeated layers, is in none of them, and nothing multiplies after it."""
     order = [module for module in modules if _has_matrix(module)]
     return order[-1] is last and last not in repeated and any(module in repeated for module in order)
 

@@ -1,4 +1,4 @@
-"""Whether a module multiplies by a parameter of its own, as far as its source text tells.
+"""Finds out if a module multiplies by a parameter of its own, as far as its source text tells.
 
 A parameter that only meets element-wise operations is no weight of a matmul: a position table that is added, a decay
 rate that goes through an exponential. Where the source is not to be had, or a parameter leaves the module's code by
@@ -47,7 +47,7 @@ def held_weight(module: nn.Module) -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)
 def may_multiply(kind: type[nn.Module], parameter: str) -> bool:
-    """Whether the code of a class may multiply matrices by this parameter."""
+    """True if the code of a class may multiply matrices by this parameter."""
     if not PRODUCTS & (called(kind) | called_by_functions(kind)):
         return False
     uses = _Uses(parameter)
@@ -91,7 +91,7 @@ class _Uses:
         return any(self._is_weight(node, names) for node in nodes)
 
     def _is_weight(self, node: ast.AST, names: set[str]) -> bool:
-        """Whether an expression is the parameter, or a view or cast of it."""
+        """True if an expression is the parameter, or a view or cast of it."""
         while True:
             if isinstance(node, ast.Name):
                 return node.id in names

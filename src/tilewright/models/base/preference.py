@@ -25,7 +25,7 @@ TOLD = ("accuracy", "margin")
 
 
 def is_pairs(batch: Mapping[str, Tensor]) -> bool:
-    """Whether a batch holds pairs: input_ids and the like are [B, 2, S], chosen first."""
+    """True if a batch holds pairs: input_ids and the like are [B, 2, S], chosen first."""
     return REFERENCE in batch
 
 
@@ -35,7 +35,7 @@ def as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a model runs on: `as_rows` of pairs, any other batch as it is."""
+    """The batch as a model runs on it: `as_rows` of pairs, any other as it is."""
     return as_rows(batch) if is_pairs(batch) else batch
 
 

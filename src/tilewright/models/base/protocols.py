@@ -1,4 +1,4 @@
-"""What a model must offer to be trained: the one interface between models and the training loop.
+"""The methods that a model needs to be trained: the one interface between models and the training loop.
 
 `decoder.Decoder` and `model.HFModel` implement `Model`; the executor needs `TrainableModel` alone. The loss is a SUM
 over targets together with their count, because only the executor knows all tokens of an optimizer step: it divides
@@ -59,7 +59,7 @@ class InitialValues(Protocol):
 
 
 class KeyValueCache(Protocol):
-    """What a model keeps of rows that it continues. Filled by `Model.next_token_logits`; belongs to that model alone,
+    """The state of rows that a model continues. Filled by `Model.next_token_logits`; belongs to that model alone,
     and to the weights that it had."""
 
     @property
@@ -87,7 +87,7 @@ class KeyValueCache(Protocol):
 
 
 class TrainableModel(nn.Module):
-    """What the executor needs. A model of one's own may inherit, or be a module that has these methods."""
+    """The methods that the executor calls. A model of one's own may inherit, or be a module that has these methods."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Loss of one micro-batch, whose tensors are on the model's device."""
@@ -103,7 +103,7 @@ class TrainableModel(nn.Module):
 
 
 class Model(TrainableModel):
-    """What the rest of a run needs: `build.build_model` returns one."""
+    """The methods that the rest of a run calls: `build.build_model` returns one."""
 
     kernels: Kernels
     """Implementations of the operations."""
@@ -175,7 +175,7 @@ class Model(TrainableModel):
         raise NotImplementedError
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What the head reads, [B, S, D] in the residual stream's dtype. Language models only.
+        """The head's input, [B, S, D] in the residual stream's dtype. Language models only.
 
         Args:
             batch: input_ids [B, S]; of packed rows positions (of each token in its document; without them 0, 1, ... in

@@ -54,7 +54,7 @@ def find_routers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Search:
-    """What is asked of each module of a model, worked out once."""
+    """The questions that are asked of each module of a model, answered once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.innermost_first = list(reversed(list(model.modules())))
@@ -102,7 +102,7 @@ class _Search:
         return [child for child in module.children() if len(self.owners[child]) == 1]
 
     def _code_of(self, module: nn.Module) -> tuple[bool, frozenset[str]]:
-        """Whether transformers records a module's result as router logits, and what its own methods call."""
+        """True if transformers records a module's result as router logits, and what its own methods call."""
         kind = type(module)
         if kind not in self._code:
             self._code[kind] = recorded_as("router_logits", kind), called(kind)

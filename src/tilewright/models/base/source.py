@@ -1,4 +1,4 @@
-"""What the code of a module's class says about it, without running it and without its source text.
+"""Facts about a module from the code of its class, without running it and without its source text.
 
 Names are those that its compiled functions refer to: of attributes, methods and globals alike.
 """
@@ -43,7 +43,7 @@ def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def recorded_as(what: str, kind: type[nn.Module]) -> bool:
-    """Whether transformers records what a class of modules returns, by the tables of the models in its source file.
+    """True if transformers records what a class of modules returns, by the tables of the models in its source file.
 
     Args:
         what: an entry of these tables, such as "router_logits".

@@ -31,7 +31,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Storage:
-    """What activations are kept in.
+    """The dtypes of kept activations.
 
     Args:
         stream: bytes an element of the residual stream.
@@ -60,7 +60,7 @@ class Storage:
 
     @property
     def grouped(self) -> bool:
-        """Whether experts run as one operation on rows padded to whole tiles."""
+        """True if experts run as one operation on rows padded to whole tiles."""
         forms = [self.qdata.get(f"experts.{name}") for name in _MLP]
         return all(form is not None and form.in_rows for form in forms)
 
@@ -69,7 +69,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def role(fqn: str) -> str:
-    """What a linear layer of a decoder's layer is, by its name.
+    """The kind of a linear layer of a decoder's layer, by its name.
 
     Example:
         >>> role("model.layers.0.self_attn.q_proj"), role("model.layers.1.mlp.experts.3.up_proj")

@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     @property
     def keeps_qdata(self) -> bool:
-        """Whether backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
+        """True if backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
         could be sent to other experts than in the forward pass."""
         return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
 

@@ -1,4 +1,4 @@
-"""What the decoder keeps of the tokens so far, so that a new token runs alone: its key/value cache.
+"""The decoder's key/value cache: with it a new token runs alone.
 
 Grouped-query attention keeps rotated keys and values; latent attention keeps the narrow latent and the rotated key
 that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length; for a
@@ -78,13 +78,13 @@ class LayerCache:
         self._first = first
 
     def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
-        """What `attention` gives for queries of the new positions and, of all positions that they may see, the tensors
-        whose new part is given: [B, S, ...]."""
+        """The result of `attention` for queries of the new positions and, of all positions that they may see, the
+        tensors whose new part is given: [B, S, ...]."""
         return attention(q_BSHD, *self.extend(*new, window=window))
 
     def recur(self, attention: Attention, *new: Tensor) -> Tensor:
-        """What `attention` gives for the state before the new positions (None: there was none) and these; it gives the
-        state behind them too. That before them stays until the pass is counted: one that fails may be run again."""
+        """The result of `attention` for the state before the new positions (None: there was none) and these; it gives
+        the state behind them too. That before them stays until the pass is counted: one that fails may be run again."""
         start, end = self.owner.length, self.owner.length + new[0].shape[1]
         self.owner.check_room(len(new[0]), new[0].shape[1])
         self._states = [(seen, state) for seen, state in self._states if seen == start]

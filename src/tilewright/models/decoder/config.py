@@ -17,7 +17,7 @@ from tilewright.core.units import ranges
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What one layer may have otherwise than the rest of a decoder. Fields mean what they mean in `DecoderConfig`.
+    """The shape of one layer that differs from the rest of a decoder. Fields are those of `DecoderConfig`.
 
     Args:
         num_heads: 0: the layer has no attention.
@@ -131,7 +131,7 @@ class DecoderConfig:
 
     @property
     def shape(self) -> LayerShape:
-        """What the fields of the model say of a layer."""
+        """The shape of a layer by the fields of the model."""
         return LayerShape(**{field.name: getattr(self, field.name) for field in fields(LayerShape)})
 
     @property
@@ -172,7 +172,7 @@ class DecoderConfig:
         return replace(self.shape, **values, **{width: entry.ffn_dim})
 
     def section_values(self) -> dict[str, Any]:
-        """What a recipe's `[model]` says of this shape: `DecoderConfig.of` makes the same of it.
+        """The values of a recipe's `[model]` for this shape: `DecoderConfig.of` makes the same of it.
 
         Raises:
             ConfigError: no recipe describes the shape.
@@ -239,7 +239,7 @@ class DecoderConfig:
         return self.shared_dim or self.num_shared_experts * self.expert_dim if self.num_experts else 0
 
     def is_moe(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0) has experts."""
+        """True if layer number `layer` (from 0) has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers and self.at(layer).ffn_dim > 0
 
     def _attention_problems(self) -> list[Problem]:

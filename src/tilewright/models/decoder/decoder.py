@@ -100,7 +100,7 @@ class Decoder(Model):
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """What all layers keep for backward. Settable; see `protocols.Model`."""
+        """The activations that all layers keep for backward. Settable; see `protocols.Model`."""
         return common_mode(self.checkpointing)
 
     @activation_checkpoint.setter
@@ -109,7 +109,7 @@ class Decoder(Model):
 
     @property
     def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
-        """What each layer keeps for backward. Settable; see `protocols.Model`."""
+        """The activations that each layer keeps for backward. Settable; see `protocols.Model`."""
         return tuple(block.activation_checkpoint for block in self.blocks)
 
     @checkpointing.setter
@@ -132,7 +132,7 @@ class Decoder(Model):
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
-        """What a layer that is recomputed whole keeps of its input. Settable; see `protocols.Model`."""
+        """The form in which a layer that is recomputed whole keeps its input. Settable; see `protocols.Model`."""
         return self.blocks[0].checkpoint_inputs
 
     @checkpoint_inputs.setter
@@ -194,7 +194,7 @@ class Decoder(Model):
         return tuple(self.blocks)
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """What all layers read too: cos and sin of the positions, documents."""
+        """The tensors that all layers read too: cos and sin of the positions, documents."""
         batch = rows_of(batch)
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
@@ -218,7 +218,7 @@ class Decoder(Model):
         return batch_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch)
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """What the prologue and the epilogue read."""
+        """Parameters that the prologue and the epilogue read."""
         return list(self.model.embed_tokens.parameters()), [*self.model.norm.parameters(), *self.lm_head.parameters()]
 
     def new_cache(self, rows: int, length: int) -> DecoderCache:
@@ -288,7 +288,7 @@ class Decoder(Model):
         self._note_opaque_parts()
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
-        """Whether a layout holds the shape; see `protocols.Model`."""
+        """True if a layout holds the shape; see `protocols.Model`."""
         to_hf_config(self.config, "bfloat16")
 
     def save_hf(

@@ -1,4 +1,4 @@
-"""What a decoder costs: parameters, FLOPs and activation bytes, from its shape alone. Pure integers, no torch.
+"""The cost of a decoder: parameters, FLOPs and activation bytes, from its shape alone. Pure integers, no torch.
 
 Tests hold every number against real modules, `torch.utils.flop_counter` and the tensors that autograd really saves.
 The planner multiplies these by batch, rank and bandwidth; for Hugging Face models count the real module.

@@ -80,7 +80,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str
 
 
 def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> InitialValues:
-    """What copies a folder's weights into tensors under the model's names; see `load_weights`.
+    """A function that copies a folder's weights into tensors under the model's names; see `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
     CheckpointError where a file is corrupt or FP8 weights hold NaN.
@@ -287,7 +287,7 @@ def _stored_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _may_ignore(name: str, model: nn.Module, folder: Path | str) -> bool:
-    """Whether a stored tensor that the model has no place for cannot change its logits."""
+    """True if a stored tensor that the model has no place for cannot change its logits."""
     if name == "lm_head.weight" and model.config.tie_embeddings:
         return True
     if _HARMLESS.search(name):

@@ -205,7 +205,8 @@ class MoE(nn.Module):
 
 
 def _row_multiple(mean_rows: int, device_type: str) -> int:
-    """What the rows of an expert are padded to a multiple of: on a CPU about a quarter of the mean load, else 1.
+    """The number of which the rows of an expert are a multiple after padding: on a CPU about a quarter of the mean
+    load, else 1.
 
     oneDNN prepares and keeps code for every new shape (0.25 MB and a millisecond each), and unpadded loads are a new
     shape each time: memory grew by 100 MiB per step, and half of the time went there.

@@ -44,7 +44,7 @@ def how(temperature: float, weight: float, divergence: str) -> Tensor:
 
 
 def is_taught(batch: Mapping[str, Tensor]) -> bool:
-    """Whether a batch carries what a teacher makes of it."""
+    """True if a batch carries what a teacher makes of it."""
     return HOW in batch
 
 

@@ -110,7 +110,7 @@ def _orphans(stored: Mapping[str, StoredTensor], scales: set[str]) -> Iterator[P
 
 
 def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTensor], tile: Tile) -> Problem | None:
-    """What keeps a weight's scale from being used."""
+    """The reason why a weight's scale cannot be used."""
     scale = stored.get(name + SCALE_SUFFIX)
     if len(qdata.shape) != 2:
         return Problem(
@@ -244,7 +244,7 @@ class LazyWeight:
         return list(self.weight.qdata.shape)
 
     def get_dtype(self) -> str:
-        """What the values come in."""
+        """The dtype of the values."""
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -292,7 +292,7 @@ def warn_of_ragged(shapes: Mapping[str, tuple[int, int]]) -> None:
 
 
 def has_even_blocks(shape: tuple[int, int]) -> bool:
-    """Whether the blocks of a weight are all of one size: a single one, or full ones."""
+    """True if the blocks of a weight are all of one size: a single one, or full ones."""
     sides = zip(shape, BLOCK_TILE.grid(shape), (BLOCK_TILE.rows, BLOCK_TILE.cols), strict=True)
     return all(blocks == 1 or size == blocks * full for size, blocks, full in sides)
 

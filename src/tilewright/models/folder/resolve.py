@@ -26,7 +26,7 @@ class FoundModel:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name that is no folder here is of the form of a repository.
+    """True if a name that is no folder here is of the form of a repository.
 
     Example:
         >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("Qwen/Qwen3-0.6B@main"), is_hub_name("/models/qwen")
@@ -47,7 +47,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_pinned(name: str) -> bool:
-    """Whether a hub's name has the hash of a revision, which never means other files."""
+    """True if a hub's name has the hash of a revision, which never means other files."""
     return _HASH.fullmatch(split_name(name)[1]) is not None
 
 

@@ -32,7 +32,7 @@ _HALF_HEAD = ("short_factor", "long_factor")
 
 
 def smaller(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the config is made to, in words, and the config; the smallest first, the last one with all layers whole.
+    """The change of the config, in words, and the config; the smallest first, the last one with all layers whole.
 
     Example:
         >>> [words for words, _ in smaller({"num_hidden_layers": 32, "hidden_size": 4096})]

@@ -24,7 +24,7 @@ position that is off by one is at about 1."""
 
 
 class HFCache:
-    """What a transformers model keeps of rows. Implements `protocols.KeyValueCache`.
+    """The cache of a transformers model. Implements `protocols.KeyValueCache`.
 
     Args:
         joins: whether rows of the model can run together, asked when the first of them do.
@@ -47,7 +47,7 @@ class HFCache:
 
 
 def cache_name(net: nn.Module) -> str | None:
-    """What the model calls its cache, as an argument and in what it returns; None where it takes none.
+    """The name of the model's cache, as an argument and in its output; None where it takes none.
 
     `cache` from transformers 5.24 on, `past_key_values` before.
     """

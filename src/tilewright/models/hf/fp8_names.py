@@ -32,7 +32,7 @@ _BLOCK = (BLOCK_TILE.rows, BLOCK_TILE.cols)
 
 @dataclass(frozen=True)
 class Fp8Plan:
-    """What is FP8 in a folder."""
+    """The FP8 weights of a folder."""
 
     coded: frozenset[str]
     """Names of the matrices in the folder that are stored in FP8."""
@@ -241,7 +241,7 @@ def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
 
 
 def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
-    """Whether a parameter is in the folder in whole matrices of its own, with as many scales as it needs."""
+    """True if a parameter is in the folder in whole matrices of its own, with as many scales as it needs."""
     shapes = [tuple(piece.shape) for piece in pieces.values()]
     return (
         bool(pieces)
@@ -252,7 +252,7 @@ def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
 
 
 def _skip_names(module: str, stored: Iterable[str], renamings: Iterable[Any]) -> set[str]:
-    """What to call a module in `modules_to_not_convert`, whose names transformers converts like those of weights."""
+    """The name of a module in `modules_to_not_convert`, whose names transformers converts like those of weights."""
     if _as_loaded(module, renamings) == module:
         return {module}
     owners = {name.rpartition(".")[0] for name in stored}

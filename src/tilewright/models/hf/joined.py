@@ -56,7 +56,7 @@ class JoinedHFCache:
 
 
 class _Pasts:
-    """What stands for the model's cache in a pass: that of the first row, but for what is written."""
+    """The model's cache in a pass: that of the first row, but for what is written."""
 
     def __init__(self, pasts: Sequence[Any]):
         self._pasts = pasts

@@ -272,7 +272,7 @@ def _check_no_kernels(values: Any, file: Path) -> None:
 
 
 def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
-    """What the folder holds, and its FP8 weights; nothing where transformers has another method for it.
+    """The names that the folder holds, and its FP8 weights; nothing where transformers has another method for it.
 
     Looked at also where config.json names no method: transformers would take the codes for weights.
     """

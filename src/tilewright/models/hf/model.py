@@ -155,7 +155,7 @@ class HFModel(Model):
         return in_packed_rows(_of_logits(logits_BSV, labels_BS), batch)
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What the head reads [B, S, D]; see `protocols.Model`."""
+        """The head's input [B, S, D]; see `protocols.Model`."""
         style = self._input_style(packed="segments" in batch)
         check_taught(self.net, style, packed="segments" in batch)
         arguments = forward_arguments(
@@ -215,7 +215,7 @@ class HFModel(Model):
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """What all layers keep for backward. Settable; see `protocols.Model`."""
+        """The activations that all layers keep for backward. Settable; see `protocols.Model`."""
         return common_mode(self._checkpointing)
 
     @activation_checkpoint.setter
@@ -224,7 +224,7 @@ class HFModel(Model):
 
     @property
     def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
-        """What each layer keeps for backward. Settable; see `protocols.Model`."""
+        """The activations that each layer keeps for backward. Settable; see `protocols.Model`."""
         return self._checkpointing
 
     @checkpointing.setter
@@ -256,7 +256,7 @@ class HFModel(Model):
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
-        """What a layer that is recomputed whole keeps of its input. Settable; see `protocols.Model`."""
+        """The form in which a layer that is recomputed whole keeps its input. Settable; see `protocols.Model`."""
         return self._checkpoint_inputs
 
     @checkpoint_inputs.setter
@@ -306,7 +306,7 @@ class HFModel(Model):
                 module.compile(options=layer_options(), **graph_limit())
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
-        """Whether anything can be stored in FP8, where that is asked for; see `protocols.Model`."""
+        """True if anything can be stored in FP8, where that is asked for; see `protocols.Model`."""
         if dtype == CODE_DTYPE:
             plan_fp8(self.net)
 
@@ -326,7 +326,7 @@ class HFModel(Model):
         save_folder(self.net, Path(folder), dtype or self.net.dtype, extra or {}, live)
 
     def _input_style(self, packed: bool) -> InputStyle:
-        """What the probe found; what it means for this run is noted the first time."""
+        """The result of the probe; its meaning for this run is noted the first time."""
         if self._style is None:
             self._style = probe_language_model(self.net, self.vocab_size)
             # This is inside of the first batch's autocast. What it has cached of weights would be missing when

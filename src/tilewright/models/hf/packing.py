@@ -44,7 +44,7 @@ def forward_arguments(
 
 
 def _takes(net: nn.Module, name: str) -> bool:
-    """Whether forward has an argument of that name, or hands any on to a model whose config has it (GraniteMoE)."""
+    """True if forward has an argument of that name, or hands any on to a model whose config has it (GraniteMoE)."""
     parameters = inspect.signature(net.forward).parameters
     if name in parameters:
         return True

@@ -93,7 +93,7 @@ def probe_language_model(net: nn.Module, vocab_size: int) -> InputStyle:
 
 
 def has_window(net: nn.Module) -> bool:
-    """Whether some layer attends within a window, which a mask of ours would take the place of."""
+    """True if some layer attends within a window, which a mask of ours would take the place of."""
     config = net.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     return bool(kinds) or any(value for key, value in config.items() if "window" in key or "local_attention" in key)
@@ -124,13 +124,13 @@ class _Probe:
         return forward_arguments(self.net, documents, causal, self.positions_BS, self.segments_BS)
 
     def is_causal(self) -> bool:
-        """Whether the last token changes nothing before it."""
+        """True if the last token changes nothing before it."""
         logits = self._run(self._differ_at(self.counting_S == _LENGTH - 1))
         change_S = (logits[0] - logits[1]).abs().amax(-1)
         return bool(change_S[:-1].max() <= _LEAK * change_S[-1])
 
     def takes_positions(self) -> bool:
-        """Whether counting positions from 0 is what the model does without `position_ids`."""
+        """True if counting positions from 0 is what the model does without `position_ids`."""
         if "position_ids" not in inspect.signature(self.net.forward).parameters:
             return False
         plain = self._run(self.rows_BS)
@@ -141,7 +141,7 @@ class _Probe:
         return bool((plain - given).abs().max() <= _LEAK * plain.abs().max())
 
     def separates(self, documents: Documents, causal: bool) -> bool:
-        """Whether the first document changes nothing in the second when they are packed this way."""
+        """True if the first document changes nothing in the second when they are packed this way."""
         try:
             packed = self._run(self.rows_BS, **self._packed(documents, causal))
         except REFUSALS:
@@ -162,7 +162,7 @@ class _Probe:
         return hidden is not None and torch.equal(head(hidden).float(), self._run(self.rows_BS, **arguments))
 
     def ignores_padding(self) -> bool:
-        """Whether masked padding after a row changes nothing in it."""
+        """True if masked padding after a row changes nothing in it."""
         mask_BS = self.first_S.long().expand(2, -1)
         alone = self._run(self.rows_BS[:, :_FIRST])
         try:

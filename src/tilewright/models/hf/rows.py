@@ -1,4 +1,4 @@
-"""What a Hugging Face language model does with a row of a given length, found out from its shapes alone.
+"""The use that a Hugging Face language model makes of a row of a given length, found from its shapes alone.
 
 The model is built without weights and called once on a short row. Weights stay on the meta device, where nothing is
 computed; everything else (position ids, masks, small tables) is real, so it can be seen which table is read at which
@@ -30,7 +30,7 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
 
 @dataclass
 class RowUse:
-    """What one forward pass read.
+    """The inputs that one forward pass read.
 
     Args:
         limits: for each position table the positions it has room for.

@@ -22,7 +22,7 @@ _STYLE = "style"
 
 @dataclass
 class LayerCall:
-    """What a layer is called with in addition to the stream, and the autocast around it."""
+    """The arguments of a layer in addition to the stream, and the autocast around it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -52,7 +52,7 @@ class HFLayers:
         """Stand-ins on the meta device for what each layer was seen to get, and for what the last one gave."""
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """What the layers are called with beside the stream. Parameters outside of the layers need no values."""
+        """The arguments of the layers beside the stream. Parameters outside of the layers need no values."""
         return self._without_values(batch)[1]
 
     @property
@@ -113,7 +113,7 @@ class HFLayers:
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """What the prologue and the epilogue were seen to read."""
+        """Parameters that the prologue and the epilogue were seen to read."""
         return self._outer
 
     def _run(self, batch: Mapping[str, Tensor], visit: Visit) -> LossOutput:

@@ -111,7 +111,8 @@ def _rows_like(tensor: Tensor, whole: Tensor, first_row: int) -> Tensor:
 
 
 def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
-    """What a checkpoint of the model names; looked up at the first call, when the model is converted, and only then."""
+    """The names in a checkpoint of the model; looked up at the first call, when the model is converted, and only
+    then."""
     return functools.cache(lambda: frozenset(net.state_dict(keep_vars=True)))
 
 

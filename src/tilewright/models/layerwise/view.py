@@ -19,7 +19,8 @@ from tilewright.models.base.protocols import LayerContext, LossOutput, Trainable
 
 
 class LayerwiseModel(Protocol):
-    """What can be run layer by layer. Each call may be repeated, and gives the same again from the same random state.
+    """A model that can be run layer by layer. Each call may be repeated, and gives the same again from the same random
+    state.
 
     The loss of a batch is that of the model's own `loss`.
     """
@@ -27,7 +28,8 @@ class LayerwiseModel(Protocol):
     blocks: Sequence[nn.Module]
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """What the layers read too, from the batch alone: bitwise that of `prologue`. Draws no random numbers."""
+        """The tensors that the layers read too, from the batch alone: bitwise that of `prologue`. Draws no random
+        numbers."""
         ...
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:

@@ -1,4 +1,5 @@
-"""What each way to attention here is made of: heads that share keys, values as wide as keys, masks of blocks of rows.
+"""Parts that each way to attention here is made of: heads that share keys, values as wide as keys, masks of blocks of
+rows.
 
 Legend: B batch  H query heads  K key heads  S positions  R rows of a block  E keys that they may see  D width.
 """

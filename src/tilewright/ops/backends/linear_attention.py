@@ -119,7 +119,7 @@ def with_state(
 
 
 class _Chunks(NamedTuple):
-    """What positions of a chunk make of each other, for all chunks; names as in the module's docstring."""
+    """Products of the positions of a chunk with each other, for all chunks; names as in the module's docstring."""
 
     q: Tensor
     """[B, H, N, C, D], over the root of D. So k and v."""

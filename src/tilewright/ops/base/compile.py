@@ -1,4 +1,4 @@
-"""What torch.compile must be told about this machine's C++ compiler so that its CPU code is right.
+"""Options of torch.compile for this machine's C++ compiler, without which its CPU code is wrong.
 
 GCC that finds AVX-512 on a processor it has no tuning for (a newer one, or one whose features a virtual machine masks)
 compiles with `-mtune=generic`. GCC 12 then vectorises torch's transposition of BF16 blocks wrongly: NaN and stale
@@ -44,7 +44,7 @@ def layer_options() -> dict[str, Any]:
 
 @functools.cache
 def rounds_as_eager() -> bool:
-    """Whether torch's compiler heeds `layer_options` in CPU code: 2.13 does, 2.11 has the option for GPUs only.
+    """True if torch's compiler heeds `layer_options` in CPU code: 2.13 does, 2.11 has the option for GPUs only.
 
     Read in its file, as to compile something takes seconds; a test compares this with what compiled code computes.
     """
@@ -73,7 +73,7 @@ def why_no_compile(machine: Machine) -> str | None:
 
 
 def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
-    """Whether a run compiles its layers.
+    """True if a run compiles its layers.
 
     Args:
         wanted: `train.compile`: on, off or auto.
@@ -104,7 +104,7 @@ def _march() -> str | None:
 
 @functools.cache
 def miscompiles() -> bool:
-    """Whether the C++ compiler is a GCC that tunes AVX-512 code for no processor in particular."""
+    """True if the C++ compiler is a GCC that tunes AVX-512 code for no processor in particular."""
     compiler = find_cxx_compiler()
     return compiler is not None and cpu_features() >= _PARTS and tuning_of(compiler) == "generic"
 
@@ -122,7 +122,7 @@ def tuning_of(compiler: str) -> str | None:
 
 @functools.cache
 def _takes_march() -> bool:
-    """Whether torch's compiler has an option for the architecture."""
+    """True if torch's compiler has an option for the architecture."""
     return "TORCHINDUCTOR_CPP_MARCH" in _inductor_file("config.py")
 
 

@@ -91,12 +91,12 @@ class WeightGradientQueue:
         return True
 
     def may_take(self, weight: Tensor) -> bool:
-        """Whether the gradient of this weight would wait, if backward were now."""
+        """True if the gradient of this weight would wait, if backward were now."""
         param = parameter_of(weight)
         return self._open and not self._paused and param is not None and param.is_leaf
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether the gradient of this weight is to wait. Asked in backward, where it is wanted; counts."""
+        """True if the gradient of this weight is to wait. Asked in backward, where it is wanted; counts."""
         wait = self.may_take(weight)
         self.at_once += self._open and not wait
         return wait
@@ -112,7 +112,7 @@ class WeightGradientQueue:
         self._now.append((param, waiting))
 
     def cut(self, micro_batch: int) -> None:
-        """What waits since the last cut belongs to this micro-batch."""
+        """All that waits since the last cut belongs to this micro-batch."""
         if micro_batch in self._cut:
             raise AssertionError(f"micro-batch {micro_batch} has been cut and not run")
         self._cut[micro_batch], self._now = self._now, deque()

@@ -19,7 +19,8 @@ from tilewright.ops.base.compile import why_no_compile
 
 @dataclass(frozen=True)
 class Case:
-    """What a choice depends on: device type, dtype of the main operand, kind of call where the operation has kinds."""
+    """The facts on which a choice depends: device type, dtype of the main operand, kind of call where the operation has
+    kinds."""
 
     device_type: str
     dtype: torch.dtype

@@ -84,7 +84,7 @@ def documents_of(segments_BS: Tensor, host_starts_N1: Tensor | None = None) -> D
 
 
 def document_tensors(segments: Segments) -> dict[str, Tensor]:
-    """What layers hand to attention as tensors alone, which `documents_from` takes."""
+    """The documents as tensors alone, which `documents_from` takes."""
     if isinstance(segments, Documents):
         longest = torch.tensor(segments.longest)  # on the host, where it is read
         return {"segments": segments.segments_BS, "starts": segments.starts_N1, "longest": longest}
@@ -92,7 +92,7 @@ def document_tensors(segments: Segments) -> dict[str, Tensor]:
 
 
 def documents_from(tensors: Mapping[str, Tensor]) -> Segments:
-    """What was given to `document_tensors`."""
+    """The documents that were given to `document_tensors`."""
     if "starts" in tensors:
         return Documents(tensors["segments"], tensors["starts"], int(tensors["longest"]))
     return tensors.get("segments")

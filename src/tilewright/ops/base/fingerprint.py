@@ -1,4 +1,4 @@
-"""What a tensor holds, as one number: for caches, which must know what they were made from.
+"""The content of a tensor as one number: for caches, which must know what they were made from.
 
 PyTorch has no reliable sign that a tensor was written (see `precision.float8.gemm.weight_store`; a write through
 `.data` leaves its version as it is): its bytes are read, unless no other holder can have written them.
@@ -27,7 +27,7 @@ def fingerprint(x: Tensor) -> int:
 
 
 def is_held_elsewhere(owner: dict[str, Any], name: str) -> bool:
-    """Whether anyone but `owner[name]` can reach the memory of this CPU tensor: holds the tensor, a view or another
+    """True if anyone but `owner[name]` can reach the memory of this CPU tensor: holds the tensor, a view or another
     tensor on its memory, an array of NumPy, or, in another process, its shared memory. Where torch does not say, True.
 
     Not seen is a bare address.

@@ -60,7 +60,7 @@ class TensorPart:
 
     @property
     def is_rows(self) -> bool:
-        """Whether its rows are whole."""
+        """True if its rows are whole."""
         return self.sizes[1:] == self.shape[1:]
 
     @property
@@ -70,7 +70,7 @@ class TensorPart:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts it out of the whole tensor."""
+        """The slices that cut it out of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
 
@@ -87,7 +87,7 @@ def rows_of(rows: int, count: int, number: int) -> range:
 
 
 def part_of(tensor: Tensor) -> TensorPart:
-    """What this rank holds of a tensor; of one that is no DTensor, all.
+    """The part of a tensor that this rank holds; of one that is no DTensor, all.
 
     Raises:
         ConfigError: several axes of the mesh cut the same dim, and do not come out even.
@@ -107,7 +107,7 @@ def part_of(tensor: Tensor) -> TensorPart:
 
 
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """What this rank holds of a tensor, in the same memory; a whole tensor as it is.
+    """The part of a tensor that this rank holds, in the same memory; a whole tensor as it is.
 
     Args:
         tensor: whole or sharded.
@@ -126,8 +126,8 @@ def _held(tensor: DTensor, like: Tensor | None) -> Tensor:
 
 
 def computed_part(param: DTensor) -> Tensor:
-    """What this rank holds of a parameter, as a plain tensor for a layer that computes with it. `parameter_of` finds
-    the parameter, as long as nothing has been made of the part.
+    """The part of a parameter that this rank holds, as a plain tensor for a layer that computes with it. `parameter_of`
+    finds the parameter, as long as nothing has been made of the part.
 
     Where a parameter's gradient is wider than itself the part is a leaf, whose gradient is added to the parameter's:
     autograd would round that of a tensor that was made of another to its dtype.
@@ -179,7 +179,7 @@ def place_of(name: str, tensor: Tensor) -> Place:
 
 
 def holds_rows(tensor: Tensor) -> bool:
-    """Whether each rank holds one range of whole rows, or all of them."""
+    """True if each rank holds one range of whole rows, or all of them."""
     if not isinstance(tensor, DTensor):
         return True
     cuts = _cuts(tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Whether a `torch.func` transform is at work, in which operations have another form.
+"""Finds out if a `torch.func` transform is at work, in which operations have another form.
 
 Inside of `torch.func.grad`, `vmap` and the like tensors may have no memory to read, and an autograd.Function must be
 written for it. So operations with a form made of torch's own differentiable ones (`Op.in_transforms`) run that there:
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def in_func_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, ...) is at work.
+    """True if a `torch.func` transform (grad, vmap, ...) is at work.
 
     Never so for torch.compile, which reads no memory either and would take the question itself for such a transform.
 
@@ -24,7 +24,7 @@ def in_func_transform() -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What holds the values of a tensor of a transform: with the dims over which `vmap` goes.
+    """The tensor that holds the values of one of a transform: with the dims over which `vmap` goes.
 
     Example:
         >>> shapes = []

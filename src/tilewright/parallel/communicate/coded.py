@@ -35,7 +35,7 @@ EXACT = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class GatheredPart:
-    """What each rank sends of one parameter.
+    """The part of one parameter that each rank sends.
 
     Args:
         numel: values of a rank, filled up to those of the first one.
@@ -75,7 +75,7 @@ class GatheredPart:
 
     @property
     def is_even(self) -> bool:
-        """Whether no tile lies on two ranks."""
+        """True if no tile lies on two ranks."""
         return self.shape is None or self.shape[0] % TILE == 0
 
     def amax(self, part_RK: Tensor, rank: int, ranks: int) -> Tensor:

@@ -82,7 +82,7 @@ class Handle:
         return self._result
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` returns at once."""
         if self._waited or self._end is not None:
             return True
         if not self._done():
@@ -141,7 +141,7 @@ class AsyncCommunicator:
             self._transport = GroupTransport(own_group(group, timeout))
 
     def packs(self, tensor: Tensor) -> bool:
-        """Whether this tensor would be sent in the wire format, and not as it is."""
+        """True if this tensor would be sent in the wire format, and not as it is."""
         return self._packs and tensor.dtype == torch.float32
 
     def widen(self, wire: WireName) -> None:
@@ -357,7 +357,7 @@ class AsyncCommunicator:
 
     @property
     def codes(self) -> Kernels:
-        """What makes FP8 codes."""
+        """The function that makes FP8 codes."""
         if self.kernels is None:  # BF16 takes none
             self.kernels = Kernels.default()
         return self.kernels

@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class ErrorFeedback:
-    """What this rank's exchanges have lost, by name."""
+    """The values that this rank's exchanges have lost, by name."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -31,7 +31,7 @@ class ErrorFeedback:
         self._new: dict[str, Tensor] = {}
 
     def owed(self, name: str, like: Tensor) -> Tensor:
-        """What is to be added to a tensor before it is encoded: FP32 of its shape, zeros at first.
+        """The values to be added to a tensor before it is encoded: FP32 of its shape, zeros at first.
 
         Args:
             name: of what is sent, the same in each step.
@@ -66,7 +66,7 @@ class ErrorFeedback:
         return sum(tensor.nbytes for part in (self._kept, self._new) for tensor in part.values())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is kept between steps, by name: part of a checkpoint."""
+        """The tensors that are kept between steps, by name: part of a checkpoint."""
         return dict(self._kept)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

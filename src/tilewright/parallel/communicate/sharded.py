@@ -1,4 +1,4 @@
-"""What FSDP2's groups send, in a wire format and counted: by its public `set_custom_reduce_scatter` and
+"""Exchanges of FSDP2's groups, in a wire format and counted: by its public `set_custom_reduce_scatter` and
 `set_custom_all_gather`, and `set_all_reduce_hook` for copies of the shards.
 
     exchange_shards(model, AsyncCommunicator(group, axis="dp_shard", wire="fp8", traffic=traffic))
@@ -45,7 +45,7 @@ class _Counted:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _timed(self, operation: Operation, wire: str, tensor: Tensor, work: Any) -> Any:
-        """What `work` returns; it is through then, but on a GPU, or where it is asynchronous."""
+        """The result of `work`; it is through then, but on a GPU, or where it is asynchronous."""
         began = time.perf_counter()
         found = work()
         if found is None and not tensor.is_cuda:
@@ -159,7 +159,7 @@ class CodedAllGather(CountedAllGather):
 
 
 def _piece(held: Any) -> GatheredPart:
-    """What a rank sends of a parameter of FSDP2."""
+    """The part of a parameter of FSDP2 that a rank sends."""
     size, where = held.padded_sharded_param_size, held._module_info
     dtype = held.param_dtype or held.orig_dtype
     alone = where.param_name == "weight" and not where.shared_modules

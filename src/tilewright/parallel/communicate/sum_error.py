@@ -21,7 +21,7 @@ from tilewright.parallel.agree import sum_over
 
 
 class SumError:
-    """What a wire format loses of sums, by axis of the mesh. Threads may share it.
+    """The error of sums in a wire format, by axis of the mesh. Threads may share it.
 
     Args:
         axes: along which there are sums, the same on all ranks.

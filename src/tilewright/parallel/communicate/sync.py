@@ -57,7 +57,7 @@ class GradientSync:
 
     @property
     def wire(self) -> WireName:
-        """What gradients are sent as now."""
+        """The wire format of gradients now."""
         return self.replicas.wire
 
     def widen(self, wire: WireName) -> None:

@@ -1,4 +1,5 @@
-"""What a rank has sent to others, counted: bytes by axis of the mesh, operation and wire format, and the seconds of it.
+"""Counts of what a rank has sent to others: bytes by axis of the mesh, operation and wire format, and the seconds of
+it.
 
     traffic = TrafficCounter()
     traffic.sent("data", "all_reduce", "fp8", 1_000_000)

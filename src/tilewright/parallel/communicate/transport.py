@@ -94,7 +94,7 @@ class ExchangeThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        """What it returns or raises, later."""
+        """Its result or its error, later."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         return future

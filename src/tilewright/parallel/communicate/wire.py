@@ -1,4 +1,4 @@
-"""What ranks send each other, as bytes: FP32 values in a wire format, and their sum where they arrive.
+"""Messages between ranks, as bytes: FP32 values in a wire format, and their sum where they arrive.
 
 | wire | bytes per value | what is lost |
 |---|---|---|

@@ -16,7 +16,7 @@ PATIENCE_S = 4.0
 
 
 def prints(text: str) -> bool:
-    """Whether this rank prints an error that it met; called by each rank that met one, before it ends.
+    """True if this rank prints an error that it met; called by each rank that met one, before it ends.
 
     Args:
         text: of the error. The first rank prints its own; another one does where the first one met none, or another.
@@ -41,7 +41,7 @@ def others_failed() -> list[int]:
 
 
 def _there(store: dist.Store, keys: list[str]) -> bool:
-    """Whether all of them are there, within the patience. Asked again and again: `wait` warns on the screen."""
+    """True if all of them are there, within the patience. Asked again and again: `wait` warns on the screen."""
     until = time.monotonic() + PATIENCE_S
     while not store.check(keys):
         if time.monotonic() > until:

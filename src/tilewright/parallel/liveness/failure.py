@@ -57,7 +57,7 @@ class RankEnd:
     """It has not ended, and does not go on."""
 
     def error(self, world: int, *, resumes: bool = True) -> RankFailedError:
-        """What the other ranks end with.
+        """The error with which the other ranks end.
 
         Args:
             world: number of ranks.
@@ -240,7 +240,7 @@ def ending_with_others(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective has waited for as long as its group's timeout.
+    """True if a collective has waited for as long as its group's timeout.
 
     Args:
         error: of gloo or NCCL, which have no class for it.
@@ -249,7 +249,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def is_running(record: RankRecord) -> bool:
-    """Whether a rank has neither ended nor was killed; of other machines the latter is not known."""
+    """True if a rank has neither ended nor was killed; of other machines the latter is not known."""
     if record.end or record.host != platform.node():
         return not record.end
     try:
@@ -259,7 +259,7 @@ def is_running(record: RankRecord) -> bool:
 
 
 def speaks_for_others(rank: int, failed: int) -> bool:
-    """Whether this rank tells the user, once for all, that they end since another one failed.
+    """True if this rank tells the user, once for all, that they end since another one failed.
 
     Args:
         rank: of this process.

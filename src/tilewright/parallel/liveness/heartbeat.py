@@ -38,7 +38,7 @@ LAG_S = 20.0
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank says of itself."""
+    """The record that a rank writes of itself."""
 
     rank: int
     host: str
@@ -84,12 +84,12 @@ class RankRecord:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """What stands still where it does nothing more."""
+        """The numbers that stand still where it does nothing more."""
         return (*self.place, self.passes, self.aside_moves, self.worked)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it said that it ends on an error."""
+        """True if it said that it ends on an error."""
         return self.end not in ("", ENDED)
 
     @property
@@ -261,7 +261,7 @@ class _Seen:
 
 
 class Watch:
-    """What one rank sees of the others.
+    """The view that one rank has of the others.
 
     Args:
         folder: of the run.
@@ -277,7 +277,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float) -> list[str]:
-        """What is new: a rank that is silent, holds the others up, or goes on again.
+        """The news: a rank that is silent, holds the others up, or goes on again.
 
         Args:
             now: seconds of a clock that never goes back.

@@ -25,7 +25,7 @@ LOOK_S = 0.05
 
 
 class Meeting:
-    """What ranks tell each other in a store.
+    """Messages that ranks leave each other in a store.
 
     Args:
         store: of all of them.

@@ -50,7 +50,7 @@ LEAST_BYTES_PER_S = 64 << 10
 
 
 class WorkMeter:
-    """Whether this process does anything: processor time and bytes of files since the last look, of its threads and of
+    """Tells if this process does anything: processor time and bytes of files since the last look, of its threads and of
     its child processes.
 
     A rank that prepares data or loads a model for an hour is told from one that hangs by it. Threads that only watch
@@ -62,7 +62,7 @@ class WorkMeter:
         self._before: tuple[float, float, int] | None = None
 
     def has_worked(self) -> bool:
-        """Whether the process has worked since this was called last; at the first call, True."""
+        """True if the process has worked since this was called last; at the first call, True."""
         now, (cpu_s, size) = time.monotonic(), self._used()
         before, self._before = self._before, (now, cpu_s, size)
         if before is None:

@@ -16,13 +16,13 @@ which they stand behind each other. As many micro-batches on each rank; an empty
 
 
 def any_count(microbatches: int) -> bool:
-    """Whether a step without a schedule can have so many micro-batches."""
+    """True if a step without a schedule can have so many micro-batches."""
     return microbatches > 0
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the micro-batches of a step may be; the same on all ranks."""
+    """The limits of a step's micro-batches; the same on all ranks."""
 
     ranks: int
     """That read different documents."""

@@ -43,7 +43,7 @@ class Pipeline:
 
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
-        """What a recipe asks for."""
+        """The one that a recipe asks for."""
         return Pipeline(section.pp, section.schedule, section.stages_per_process, section.split)
 
     @property
@@ -141,7 +141,7 @@ class Pipeline:
         return ways if self.virtual == 1 else f"{ways} --parallel.schedule 1f1b"
 
     def takes(self, microbatches: int) -> bool:
-        """Whether the schedule can run so many micro-batches in a step.
+        """True if the schedule can run so many micro-batches in a step.
 
         Example:
             >>> [count for count in range(1, 9) if Pipeline(pp=3, schedule="interleaved", virtual=2).takes(count)]

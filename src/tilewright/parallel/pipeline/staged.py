@@ -1,4 +1,4 @@
-"""What the stages of any model have in common: layers in a row, and what a rank with some of them does.
+"""The common ground of the stages of any model: layers in a row, and the work of a rank with some of them.
 
 Prologue on the first stage, epilogue with its tiled loss on the last one. Each stage makes the context from the batch,
 which every rank has; only the residual stream travels: where ranks that cut matrices have slices of it (`tp`), each
@@ -144,12 +144,12 @@ class Staged:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank has the first stage."""
+        """True if this rank has the first stage."""
         return self.row.rank == self.pipeline.rank_of(0)
 
     @property
     def has_last(self) -> bool:
-        """Whether it has the last one."""
+        """True if it has the last one."""
         return self.row.rank == self.pipeline.rank_of(self.pipeline.num_stages - 1)
 
     @property
@@ -162,7 +162,7 @@ class Staged:
 
     @property
     def shared(self) -> list[nn.Parameter]:
-        """What `other_end` holds too."""
+        """Parameters that `other_end` holds too."""
         return [] if self.other_end is None else [getattr(tie.last, tie.last_name) for tie in self.ties]
 
     @property
@@ -200,13 +200,13 @@ class Staged:
         """None: rows pass all ranks whole for each token."""
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """What the head reads [B, S, D], without gradients, on the rank with the last stage; None on the others. All
+        """The head's input [B, S, D], without gradients, on the rank with the last stage; None on the others. All
         ranks in a row call it."""
         raise NotImplementedError
 
     @torch.no_grad()
     def pass_row(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...]) -> Tensor:
-        """What the last stage makes of a batch, in FP32 and of this shape, on all ranks in a row."""
+        """The output of the last stage for a batch, in FP32 and of this shape, on all ranks in a row."""
         made = self.pass_to_last(batch, finish)
         found = torch.empty(shape, dtype=torch.float32, device=batch["input_ids"].device)
         if made is not None:
@@ -216,7 +216,7 @@ class Staged:
 
     @torch.no_grad()
     def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish, watch: StageWatch = unwatched) -> Tensor | None:
-        """What the last stage makes of a batch, on its rank; None on the others."""
+        """The output of the last stage for a batch, on its rank; None on the others."""
         ids_BS, rank_of, made = batch["input_ids"], self.pipeline.rank_of, None
         micro_batch = MicroBatch(batch, finish)
         stream_BsD = torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)

@@ -24,7 +24,7 @@ from tilewright.precision.mixed.deferred import attach
 
 @dataclass
 class MicroBatchResult:
-    """What this rank knows of a micro-batch after its passes."""
+    """The results of a micro-batch that this rank knows after its passes."""
 
     loss_sum: Tensor | None = None
     """Without a factor; on the rank of the last stage."""

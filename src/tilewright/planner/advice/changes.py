@@ -40,7 +40,7 @@ class Change:
 
     @property
     def fits(self) -> bool:
-        """Whether the run is accepted in its budget then."""
+        """True if the run is accepted in its budget then."""
         return self.plan.least_device <= self.plan.budget.device
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[Candidate]:
 
 
 def _could_compile(recipe: Recipe, found: Plan) -> bool:
-    """Whether layers run eagerly that a compiler which is there could take: those of Hugging Face models."""
+    """True if layers run eagerly that a compiler which is there could take: those of Hugging Face models."""
     there = compiles_layers("auto", found.machine, by_default=True)
     return recipe.model.kind == "hf" and recipe.train.compile == "auto" and there
 

@@ -153,7 +153,7 @@ def update_bytes(weights: Weights, setting: GlobalConfig, shape: ModelShape) -> 
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:
-    """Whether nothing can be selected in a layer: experts are compiled pieces, which are opaque."""
+    """True if nothing can be selected in a layer: experts are compiled pieces, which are opaque."""
     return shape.compiled and found.called_experts > 0
 
 

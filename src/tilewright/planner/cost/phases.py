@@ -93,7 +93,7 @@ class FixedBytes:
 
 
 def written_beside(recipe: Recipe) -> bool:
-    """Whether checkpoints are written from a copy while training continues. The last one never is: nothing follows
+    """True if checkpoints are written from a copy while training continues. The last one never is: nothing follows
     it."""
     section, steps = recipe.checkpoint, recipe.train.steps or math.inf  # 0: as many as fit
     return section.async_save and (section.interval_minutes > 0 or 0 < section.interval < steps)

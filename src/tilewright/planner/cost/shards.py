@@ -98,7 +98,7 @@ class Shards:
 
     @property
     def cut(self) -> bool:
-        """Whether a rank holds parts that are put together."""
+        """True if a rank holds parts that are put together."""
         return self.count > 1 or self.experts_apart
 
     def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class Gathered:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are whole from one micro-batch to the next."""
+        """True if gradients are whole from one micro-batch to the next."""
         several = self.num_micro > 1 and not self.shards.reduce_each
         return self.shards.cut and (several or self.shards.staged)
 

@@ -183,7 +183,7 @@ def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) ->
 
 
 def _plainly_too_large(problem: PlanProblem) -> bool:
-    """Whether what must be somewhere is more than all places together, or the least that a phase has is more than the
+    """True if what must be somewhere is more than all places together, or the least that a phase has is more than the
     device, told without the solver."""
     least = sum(
         group.count * min(cost.held + cost.host + cost.disk for cost in group.costs) for group in problem.groups

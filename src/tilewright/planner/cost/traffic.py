@@ -234,7 +234,7 @@ def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int)
 
 
 def _in_slices(recipe: Recipe) -> bool:
-    """Whether each rank has some positions of the stream."""
+    """True if each rank has some positions of the stream."""
     return recipe.parallel.sequence_parallel and recipe.model.kind != "hf"
 
 

@@ -74,7 +74,7 @@ class Ceilings:
 
     @property
     def quiet(self) -> bool:
-        """Whether these are rates of the machine rather than of what others left of it."""
+        """True if these are rates of the machine rather than of what others left of it."""
         return self.busy <= _BUSY and self.others <= _OTHERS
 
     @property

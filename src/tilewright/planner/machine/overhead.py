@@ -72,7 +72,7 @@ class Pages:
 
 
 def _widened(machine: Machine, operand_bytes: int) -> bool:
-    """Whether 16-bit operands are multiplied in FP32."""
+    """True if 16-bit operands are multiplied in FP32."""
     return machine.device == "cpu" and operand_bytes == 2 and not machine.cpu_multiplies(torch.bfloat16)
 
 

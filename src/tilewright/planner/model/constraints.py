@@ -78,7 +78,7 @@ KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
-    """Whether compiled layers may round in other places than eager ones. On a CPU they do not where torch can be told
+    """True if compiled layers may round in other places than eager ones. On a CPU they do not where torch can be told
     so (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU it is not known yet."""
     return compiled and (machine.device != "cpu" or not rounds_as_eager())
 

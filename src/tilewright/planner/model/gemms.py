@@ -82,7 +82,7 @@ def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | f
 
 
 def fp8_unit(machine: Machine, form: GemmFormat) -> bool:
-    """Whether matrix units multiply operands of this format as they are: with scales that kernels know."""
+    """True if matrix units multiply operands of this format as they are: with scales that kernels know."""
     known = form.operands is not None and form.operands.input.is_fp8
     return known and machine.capability is not None and machine.capability >= (8, 9)
 
@@ -99,7 +99,7 @@ def multiplied_in(form: GemmFormat, units: Collection[str]) -> str:
 
 
 def keeps_qdata(machine: Machine, recipe: Recipe) -> bool:
-    """Whether codes of weights are kept from step to step: on a CPU, and not of sharded ones, which each pass gathers
+    """True if codes of weights are kept from step to step: on a CPU, and not of sharded ones, which each pass gathers
     and quantises."""
     return machine.device == "cpu" and recipe.parallel.dp_shard <= 1 and recipe.parallel.tp == 1
 

@@ -223,7 +223,7 @@ class ModelShape:
 
     @property
     def foreign(self) -> bool:
-        """Whether its layers are not ours, and run operation by operation."""
+        """True if its layers are not ours, and run operation by operation."""
         return any(found.operations for found in (*self.classes, self.rest))
 
     def known(self) -> "ModelShape":

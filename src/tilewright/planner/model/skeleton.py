@@ -44,7 +44,7 @@ class Skeleton:
 
     @property
     def serves_all(self) -> bool:
-        """Whether it is the same for all executors."""
+        """True if it is the same for all executors."""
         return bool(self.model.layers)
 
     @property

@@ -86,14 +86,14 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operation gives its arguments' storage alone."""
+    """True if an operation gives its arguments' storage alone."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def _moves(func: Any) -> bool:
-    """Whether an operation walks over its tensors: not a view, and no matmul, whose operations are what it costs."""
+    """True if an operation walks over its tensors: not a view, and no matmul, whose operations are what it costs."""
     packet = func.overloadpacket
     return not (packet in _formulas() or packet in _WALKS_NOWHERE or is_view(func))
 
@@ -358,6 +358,6 @@ def _kind(module: str, packet: Any, args: Any) -> GemmKind:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies rows by one weight."""
+    """True if a module multiplies rows by one weight."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)

@@ -73,21 +73,21 @@ def document_styles(model: HFModel) -> tuple[Documents, ...]:
 
 
 def _mixes_tokens(net: Any) -> bool:
-    """Whether something besides attention mixes the tokens of a row (convolutions, recurrences): no mask stops it."""
+    """True if something besides attention mixes the tokens of a row (convolutions, recurrences): no mask stops it."""
     kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
     convolves = any(isinstance(module, nn.Conv1d) for module in net.modules())
     return convolves or any(not kind.endswith("attention") or kind.startswith("linear") for kind in kinds)
 
 
 def _counts_from_pad(net: Any) -> bool:
-    """Whether positions count from behind a padding index, so that they differ from those of our rows (RoBERTa)."""
+    """True if positions count from behind a padding index, so that they differ from those of our rows (RoBERTa)."""
     words = net.get_input_embeddings()
     tables = [module for module in net.modules() if isinstance(module, nn.Embedding) and module is not words]
     return any(table.padding_idx is not None for table in tables)
 
 
 def masks_from_positions(model: HFModel) -> bool:
-    """Whether the model makes an attention mask from `position_ids`: where not, restarting positions separate nothing.
+    """True if the model makes an attention mask from `position_ids`: where not, restarting positions separate nothing.
 
     The run compares outputs (`probe`), which fake tensors do not have.
     """

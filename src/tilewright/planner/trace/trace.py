@@ -222,7 +222,7 @@ class Tracer:
         return self._count(loss, measures, plain_head=False)
 
     def _plain_head(self, documents: Documents) -> bool:
-        """Whether logits are one matmul, asked once."""
+        """True if logits are one matmul, asked once."""
         known = self.calls.plain_heads
         if documents not in known:
             inputs = text_inputs(self.model, 1, _SHORT, torch.device("cpu"), documents)
@@ -271,7 +271,7 @@ def _culprit(model: HFModel, error: Exception) -> str:
 
 @torch.no_grad()
 def has_plain_head(net: Any, ids: Tensor, arguments: Mapping[str, Any]) -> bool:
-    """Whether the logits are the base model's hidden states times the output embedding's weight, and nothing else is
+    """True if the logits are the base model's hidden states times the output embedding's weight, and nothing else is
     computed behind the base model. The run compares bits (`probe`)."""
     head = net.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or net.base_model is net:

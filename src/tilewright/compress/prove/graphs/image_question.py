@@ -1,4 +1,4 @@
-"""What a consumer of an image classifier is asked: the logits of held-out images.
+"""The question to a consumer of an image classifier: the logits of held-out images.
 
 In the question's folder they are `pixels.npy` [N, 3, H, W] FP32, as batches have them.
 

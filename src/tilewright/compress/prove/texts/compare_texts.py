@@ -1,4 +1,4 @@
-"""What the tokenizer in an artefact makes of texts, beside the run's own: ids, begin and end, template, positions."""
+"""The tokenizer in an artefact beside the run's own: ids, begin and end, template, positions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class ReferenceTexts:
-    """What an artefact's tokenizer should answer.
+    """The answers that an artefact's tokenizer should give.
 
     Args:
         texts: held-out documents, then odd texts.

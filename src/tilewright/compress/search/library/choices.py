@@ -25,7 +25,7 @@ those of the run that there are, others drawn."""
 
 @dataclass(frozen=True)
 class PartChoice:
-    """What may be at one place.
+    """A replacement that may be at one place.
 
     Args:
         name: unique at its place; equal names of two places are equal shapes where the run's are.
@@ -41,7 +41,7 @@ class PartChoice:
 
     @property
     def trained(self) -> bool:
-        """Whether it has weights other than the run's."""
+        """True if it has weights other than the run's."""
         return self.how in ("cut", "merge", "copy")
 
 

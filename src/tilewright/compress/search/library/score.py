@@ -1,4 +1,4 @@
-"""What each replacement costs alone: held-out loss with it in place, everything else the run's own.
+"""The cost of each replacement alone: held-out loss with it in place, everything else the run's own.
 
 The run's stream over the held-out rows is held at one part at a time, so only what is behind a replacement runs again.
 """

@@ -29,7 +29,7 @@ _DRAWN = 0.02
 
 @dataclass(frozen=True)
 class PartData:
-    """What the run's part reads and gives, by micro-batch.
+    """Inputs and outputs of the run's part, by micro-batch.
 
     Args:
         inputs, outputs: streams [B, S, D] before and behind it.
@@ -135,7 +135,7 @@ def fit_last(made: Block, data: PartData) -> None:
 
 
 def last_layer(part: Block) -> nn.Linear:
-    """What adds to the stream."""
+    """The layer that adds to the stream."""
     return part.self_attn.o_proj if part.has_attention else part.mlp.down_proj  # type: ignore[return-value]
 
 

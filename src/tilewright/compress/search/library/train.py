@@ -38,7 +38,7 @@ _HELD = 8
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """What became of one replacement.
+    """The outcome of one replacement.
 
     Args:
         begun, fitted, error: mean square of the difference to the run's part, as a share of the mean square of what

@@ -1,4 +1,4 @@
-"""What each choice costs to run: seconds here, FLOPs, parameters, cache; and what is left of the run beside parts."""
+"""The running cost of each choice: seconds here, FLOPs, parameters, cache; and what is left of the run beside parts."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,7 +19,7 @@ _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
 
 def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str:
-    """What parts that are timed together have in common; a key of the latency table.
+    """The common shape of parts that are timed together; a key of the latency table.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, num_layers=2)
@@ -77,5 +77,5 @@ def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Co
 
 
 def rest_of(whole: Costs, own: Mapping[PartPlace, Costs]) -> Costs:
-    """What embedding, last norm, head and calls between parts cost: the run less its parts, at least zero."""
+    """The cost of embedding, last norm, head and calls between parts: the run less its parts, at least zero."""
     return {name: max(0.0, whole[name] - sum(costs[name] for costs in own.values())) for name in MEASURES}

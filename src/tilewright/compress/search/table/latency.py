@@ -43,7 +43,7 @@ class Latency:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Latency":
-        """What `to_json` gave."""
+        """The object from the result of `to_json`."""
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
     def beside(self, later: "Latency") -> "Latency":
@@ -52,7 +52,7 @@ class Latency:
 
     @property
     def steady(self) -> bool:
-        """Whether both are."""
+        """True if both are."""
         return self.prefill.steady and self.token.steady
 
 

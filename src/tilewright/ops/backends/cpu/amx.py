@@ -1,4 +1,4 @@
-"""Whether this process may use AMX tiles, and a library built for them."""
+"""AMX tiles: the right of this process to use them, and a library built for them."""
 
 import ctypes
 import functools

@@ -70,7 +70,7 @@ def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
 
 
 def is_exact(tiled: TiledTensor) -> bool:
-    """Whether all scales are powers of two under which every code is a normal BF16 number."""
+    """True if all scales are powers of two under which every code is a normal BF16 number."""
     scale = tiled.scale_inv
     sizes = (scale.shape[0], scale.shape[1], scale.stride(0), scale.stride(1))
     return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))

@@ -25,7 +25,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 
 
 def runs(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether `weight_gradient` takes these operands on this machine."""
+    """True if `weight_gradient` takes these operands on this machine."""
     return device_type == "cpu" and dtype == torch.bfloat16 and _runs_here()
 
 

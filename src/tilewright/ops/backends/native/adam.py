@@ -109,7 +109,7 @@ def _alike(row: Row) -> Row:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements that do not overlap fill a stretch of memory."""
+    """True if elements that do not overlap fill a stretch of memory."""
     return 1 + sum(d * (size - 1) for d, size in zip(tensor.stride(), tensor.shape, strict=True)) == tensor.numel()
 
 
@@ -124,7 +124,7 @@ def _beginning(row: Row) -> Row:
 
 
 def _end(row: Row) -> tuple[Row, Row]:
-    """What comes after those, and copies of it that are filled up to one vector."""
+    """The elements behind those, and copies of them that are filled up to one vector."""
     end = tuple(_in_memory(tensor)[tensor.numel() - _rest(tensor) :] for tensor in row)
     return end, tuple(F.pad(part, (0, _VECTOR - len(part))) for part in end)
 

@@ -70,7 +70,7 @@ def _(a_MK, b_NK, bias_N, out_dtype):
 
 
 def fits_bf16(x: Tensor) -> bool:
-    """Whether all of these FP32 numbers are zero, infinite, NaN or normal numbers of BF16; waits for the device.
+    """True if all of these FP32 numbers are zero, infinite, NaN or normal numbers of BF16; waits for the device.
 
     Example:
         >>> fits_bf16(torch.tensor([0.0, 1.75, -(2.0**-126)])), fits_bf16(torch.tensor([2.0**-127]))
@@ -82,7 +82,7 @@ def fits_bf16(x: Tensor) -> bool:
 
 
 def is_fast_bf16(device: torch.device) -> bool:
-    """Whether BF16 matmuls on this device run on a unit for them."""
+    """True if BF16 matmuls on this device run on a unit for them."""
     return device.type != "cpu" or _cpu_multiplies_bf16()
 
 
@@ -98,7 +98,7 @@ def _has_tiles() -> bool:
 
 
 def is_power_of_two(scale: Tensor) -> bool:
-    """Whether all of these positive FP32 numbers are; waits for the device."""
+    """True if all of these positive FP32 numbers are; waits for the device."""
     return not bool((scale.view(torch.int32) & _FP32_MANTISSA).any())
 
 

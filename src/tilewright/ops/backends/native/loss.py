@@ -195,7 +195,7 @@ class _Head:
 
 
 def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D]).
+    """A function that adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D]).
 
     On a GPU the GEMM itself adds in FP32: no chunk is rounded to 16 bits, and no product is written beside the sum.
     """

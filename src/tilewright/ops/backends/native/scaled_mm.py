@@ -29,7 +29,7 @@ _OUT = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `scaled_mm` is called with, and what to keep of its result."""
+    """The arguments of `scaled_mm`, and the part of its result to keep."""
 
     mat_a: Tensor
     mat_b: Tensor

@@ -26,7 +26,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 
 
 def widens(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether matmuls of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
+    """True if matmuls of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
     if torch.compiler.is_compiling():
         from tilewright.ops.base.opaque import constant  # its decorators take seconds to import
 

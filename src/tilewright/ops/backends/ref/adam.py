@@ -23,7 +23,7 @@ class AdamHyper:
     seed: int
 
     def coefficients(self) -> Tensor:
-        """What the update needs, as one FP32 tensor, so that a compiled update serves every step: decay factor,
+        """The numbers of the update as one FP32 tensor, so that a compiled update serves every step: decay factor,
         1 - beta1, beta2, step size, root of the second bias correction, eps."""
         correction1 = 1 - self.beta1**self.step
         correction2 = (1 - self.beta2**self.step) ** 0.5

@@ -55,7 +55,7 @@ class Follower:
 
 
 def followed(master: Tensor, weight: Tensor) -> Tensor:
-    """What the master becomes; nothing is written."""
+    """The new master; nothing is written."""
     bits = _BITS[weight.itemsize]
     as_stored = master.to(weight.dtype).view(bits) == weight.view(bits)
     return torch.where(as_stored, master, weight.to(master.dtype))
@@ -66,7 +66,7 @@ def _take_over(master: Tensor, weight: Tensor) -> None:
 
 
 def _differ(rounded: Tensor, weight: Tensor) -> bool:
-    """Whether a bit differs. Four numbers are compared as one where they lie side by side."""
+    """True if a bit differs. Four numbers are compared as one where they lie side by side."""
     together = weight.is_contiguous() and not any((x.numel() | x.storage_offset()) % 4 for x in (rounded, weight))
     if not together:
         bits = _BITS[weight.itemsize]

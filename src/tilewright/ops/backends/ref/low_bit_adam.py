@@ -17,7 +17,8 @@ from tilewright.ops.backends.ref.follow_writes import followed
 
 @dataclass(frozen=True)
 class LowBitTensors:
-    """What one call reads and writes: contiguous tensors of one shape, read as the rows that the scales have.
+    """The tensors that one call reads and writes: contiguous tensors of one shape, read as the rows that the scales
+    have.
 
     Args:
         target: what is updated: an FP32 parameter or master, or a BF16 parameter.
@@ -60,7 +61,7 @@ class LowBitTensors:
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def factors(hyper: AdamHyper) -> tuple[float, ...]:
-    """What the formulas need, each an FP32 number: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the root of
+    """The numbers of the formulas, each FP32: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the root of
     the second bias correction, eps."""
     decay, rate1, beta2, size, root_correction2, eps = hyper.coefficients().tolist()
     return tuple(torch.tensor([decay, rate1, beta2, 1 - hyper.beta2, size, 1 / root_correction2, eps]).tolist())
@@ -100,7 +101,7 @@ def _value(tensors: LowBitTensors) -> Tensor:
 
 
 def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What is written into the parameter, and where."""
+    """The values to be written into the parameter, and where."""
     target_N = tensors.target.view(-1)
     if tensors.low is not None:
         weight, low = split24(p_N, bits_N & 0xFF)

@@ -37,7 +37,7 @@ def to_nearest(x, BF16: tl.constexpr):
 
 @triton.jit
 def followed(master, stored, BF16: tl.constexpr):
-    """What a master becomes where its weight has these patterns."""
+    """The new master where its weight has these patterns."""
     if BF16:
         value = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

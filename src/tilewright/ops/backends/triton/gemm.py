@@ -94,7 +94,7 @@ def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """What is multiplied: the 8-bit floats themselves, or their values with 16 or 32 bits."""
+    """The operands of the product: the 8-bit floats themselves, or their values with 16 or 32 bits."""
     if DECODED == 0:
         return qdata
     elif DECODED == 16:
@@ -104,8 +104,8 @@ def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.const
 
 
 def rows_bucket(num_rows: int) -> int:
-    """What the choice of a configuration depends on instead of the rows: each expert and each batch has other ones, and
-    a choice takes tenths of a second. Of integers that torch.compile traces as symbols too.
+    """The number on which the choice of a configuration depends instead of the rows: each expert and each batch has
+    other ones, and a choice takes tenths of a second. Of integers that torch.compile traces as symbols too.
 
     Example:
         >>> [rows_bucket(rows) for rows in (1, 256, 257, 2048, 100_000)]

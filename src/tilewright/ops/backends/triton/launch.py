@@ -44,7 +44,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device converts to 8-bit floats and multiplies them (compute capability 8.9 and later)."""
+    """True if the device converts to 8-bit floats and multiplies them (compute capability 8.9 and later)."""
     return capability(device) >= (8, 9)
 
 

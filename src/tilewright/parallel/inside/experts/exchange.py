@@ -87,7 +87,7 @@ class ExpertExchange:
         return places if self._order is None else self._order[places.start : places.stop]
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts) -> Tensor:
-        """What the experts make of the rows, row by row.
+        """The output of the experts for the rows, row by row.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.

@@ -121,7 +121,7 @@ def places_of_mixtures(model: Decoder) -> list[int]:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has experts that can be spread, its own or stacked ones."""
+    """True if a model has experts that can be spread, its own or stacked ones."""
     return any(mixtures(model)) or any(stacked_experts(model))
 
 
@@ -161,7 +161,7 @@ def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int) ->
 
 
 def check_experts(num_experts: int, ep: int) -> None:
-    """What a number of experts takes.
+    """Check what a number of experts needs.
 
     Raises:
         ConfigError: there are none, or they do not come out even.

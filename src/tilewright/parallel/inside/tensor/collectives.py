@@ -1,4 +1,4 @@
-"""What ranks that hold other parts of a matrix tell each other, forward and backward.
+"""Exchanges between ranks that hold other parts of a matrix, forward and backward.
 
 | | forward | backward |
 |---|---|---|

@@ -54,7 +54,7 @@ def held_ends(model: Decoder) -> list[nn.Embedding | nn.Linear]:
 
 
 def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
-    """Whether embedding and head are cut: their rows come out even over both axes.
+    """True if embedding and head are cut: their rows come out even over both axes.
 
     Example:
         >>> cuts_vocabulary(512, 2, 2), cuts_vocabulary(50257, 2, 1)
@@ -77,7 +77,7 @@ def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConf
 
 
 def _on_rank(config: DecoderConfig, tp: int) -> LayerShape:
-    """What one of the ranks has of a layer."""
+    """The part of a layer that one of the ranks has."""
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     shared = config.shared_width // tp if config.num_experts else 0
     return replace(

@@ -45,7 +45,7 @@ QUERIES, KEYS = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class _Cut:
-    """What the styles are put into practice with."""
+    """The settings with which the styles are put into practice."""
 
     model: HFModel
     ranks: TensorRanks
@@ -73,7 +73,7 @@ class _Cut:
         run_on_parts(module, hidden)
 
     def spread(self, module: nn.Module) -> Callable[[Tensor], Any]:
-        """What spreads a module's input: with the modules beside it that read the same one."""
+        """The function that spreads a module's input: with the modules beside it that read the same one."""
         parent = next(one for one in self.model.net.modules() if any(child is module for child in one.children()))
         if parent not in self.inputs:
             self.inputs[parent] = _OneSpread(self.ranks)
@@ -127,7 +127,7 @@ def _cut(model: HFModel, ranks: TensorRanks, part: Cut, shards: int) -> None:
 
 
 def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Module, str]]:
-    """What the plan names, see `planned`.
+    """Check the names of the plan, see `planned`.
 
     Args:
         model: whole, or some of its layers.
@@ -280,7 +280,7 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
 
 
 def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
-    """Whether an embedding or head is cut: it comes out even, no row is a padding token's, whose gradient torch leaves
+    """True if an embedding or head is cut: it comes out even, no row is a padding token's, whose gradient torch leaves
     out by its number, the head has no bias, and both ends are in the plan where they are tied."""
     head, table = cut.model.net.get_output_embeddings(), cut.model.net.get_input_embeddings()
     weight: Any = module.weight

@@ -35,7 +35,7 @@ TILE = ROW_TILE.cols
 
 
 def check_tensors(model: Any, sizes: MeshSizes) -> None:
-    """What can be known before a model is in stages, on all ranks alike: each stage sees its own layers alone.
+    """Checks before a model is in stages, on all ranks alike: each stage sees its own layers alone.
 
     Raises:
         ConfigError: see `cut_tensors`.
@@ -135,7 +135,7 @@ def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices
 
 
 def reads_codes(module: GroupedQueryAttention | LatentAttention | MLP, x: Tensor | WithCopies) -> bool:
-    """Whether the layers that read a module's input read its codes, forward and backward, in their present formats. An
+    """True if the layers that read a module's input read its codes, forward and backward, in their present formats. An
     MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
     if not isinstance(x, WithCopies) or getattr(module, "chunking", None) is not None:
         return False

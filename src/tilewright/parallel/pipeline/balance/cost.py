@@ -1,4 +1,5 @@
-"""What the passes of a stage cost: a * T + b * (sum of L^2) per kind of layer, and terms for embedding, loss and pass.
+"""The cost of the passes of a stage: a * T + b * (sum of L^2) per kind of layer, and terms for embedding, loss and
+pass.
 
 T is the tokens of a micro-batch, L the length of each of its documents: attention over documents costs L^2 for each.
 Seconds are those of the forward and backward passes of one micro-batch through one stage, on a rank of speed 1.
@@ -11,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage does for one micro-batch.
+    """The work of a stage for one micro-batch.
 
     Example:
         >>> StageWork({"dense": 3}, tokens=10, pairs=52, first=True).features(["dense"])
@@ -30,7 +31,7 @@ class StageWork:
     """It has the head and the loss."""
 
     def features(self, kinds: Sequence[str]) -> list[float]:
-        """What each coefficient of a `CostModel` of these kinds is multiplied with."""
+        """The factor of each coefficient of a `CostModel` of these kinds."""
         of_layers = [float(self.layers.get(kind, 0) * times) for kind in kinds for times in (self.tokens, self.pairs)]
         return [*of_layers, float(self.first * self.tokens), float(self.last * self.tokens), 1.0]
 
@@ -71,12 +72,12 @@ class CostModel:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> "CostModel":
-        """What `to_json` gave."""
+        """The object from the result of `to_json`."""
         return CostModel(tuple(found["kinds"]), tuple(found["coefficients"]))
 
 
 def names_of(kinds: Sequence[str]) -> list[str]:
-    """What the coefficients are of, for a reader.
+    """Names of the coefficients, for a reader.
 
     Example:
         >>> names_of(["dense"])

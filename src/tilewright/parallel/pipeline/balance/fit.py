@@ -24,7 +24,7 @@ _SPEED_STEP = 0.5
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What was measured of one micro-batch in one stage."""
+    """Measured seconds of one micro-batch in one stage."""
 
     work: StageWork
     rank: int

@@ -14,7 +14,7 @@ FILE = "pipeline.json"
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """What a micro-batch costs by."""
+    """The numbers on which the cost of a micro-batch depends."""
 
     tokens: int
     """T, with padding."""
@@ -24,7 +24,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class StageKind:
-    """What is in a stage."""
+    """The content of a stage."""
 
     layers: Mapping[str, int]
     """By kind."""
@@ -38,7 +38,7 @@ class StageKind:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     data_rank: int
     row_rank: int
@@ -102,7 +102,7 @@ class MeasuredStep:
 
     @staticmethod
     def from_json(found: Sequence[Mapping[str, Any]]) -> "MeasuredStep":
-        """What `to_json` gave.
+        """The object from the result of `to_json`.
 
         Raises:
             KeyError, TypeError: it is something else.

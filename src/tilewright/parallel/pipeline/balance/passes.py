@@ -67,7 +67,7 @@ class PassClock:
         return sum(mark.begin - end for mark, end in zip(self._marks, ends, strict=False))
 
     def until_now(self, part: str) -> None:
-        """What was done since the last pass is this part of the step."""
+        """Count all time since the last pass as this part of the step."""
         began = self._marks[-1].end if self._marks else self._began
         self._marks.append(_Mark(part, None, 0, began, self._read()))
 

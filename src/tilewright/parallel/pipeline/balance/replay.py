@@ -37,7 +37,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a rank does in a step beside passes, as measured."""
+    """A part of a step of a rank beside passes, as measured."""
 
     name: str
     begin_s: float
@@ -151,7 +151,8 @@ def idle_time(rows: Sequence[Row]) -> IdleTime:
 
 
 def beside_s(rows: Sequence[Row]) -> float:
-    """What a micro-batch costs beside its passes, over the ranks in a row: messages, the interpreter between them."""
+    """The seconds of a micro-batch beside its passes, over the ranks in a row: messages, the interpreter between
+    them."""
     microbatches = len({one.microbatch for one in _all(rows[0])})
     between = [span_s(row) - span_s(replayed(row)) for row in rows]
     return max(0.0, math.fsum(between) / len(between)) * len(rows[0]) / microbatches

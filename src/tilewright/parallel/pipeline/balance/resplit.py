@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What a split is made for."""
+    """The costs that a split is made for."""
 
     layers: Sequence[float]
     """Seconds of each layer for a usual micro-batch, on a rank of speed 1."""

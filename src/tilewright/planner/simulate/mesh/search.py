@@ -62,7 +62,7 @@ class MeshStep:
 
     @property
     def fits(self) -> bool:
-        """Whether each rank has enough memory."""
+        """True if each rank has enough memory."""
         return self.worst.peak <= self.budget_bytes
 
     @property
