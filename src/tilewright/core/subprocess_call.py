@@ -115,7 +115,7 @@ def _end(child: "subprocess.Popen[str]") -> None:
 
 
 def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) -> Any:
-    """What a child answered.
+    """The answer of a child.
 
     Raises:
         TilewrightError, HardwareError: see `call_module`.

@@ -1,4 +1,4 @@
-"""What a run executes: `decide(loaded, site, how)`, for `plan` and for `train` alike.
+"""The decision on what a run executes: `decide(loaded, site, how)`, for `plan` and for `train` alike.
 
 `least_change`, which is what `train` does: the recipe as it stands where that fits, else the plan that changes it
 least. What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more
@@ -40,8 +40,8 @@ PLAN_FILE = "plan.toml"
 
 @dataclass(frozen=True)
 class Stage:
-    """What may be decided. `disk`: bytes may be there; `formats`: the optimizer's may be narrowed; `beside`: settings
-    that no step reads, changed."""
+    """The room of a decision. `disk`: bytes may be there; `formats`: the optimizer's may be narrowed; `beside`:
+    settings that no step reads, changed."""
 
     fixed: Constraints
     disk: bool = False
@@ -59,7 +59,7 @@ class ConfigChange:
 
 
 def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
-    """What the user set of what is decided layer by layer. An executor says nothing of what layers keep.
+    """The user's settings among those that are decided layer by layer. An executor says nothing of what layers keep.
 
     Args:
         recipe: the run's settings.
@@ -81,7 +81,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
 
 
 def typed(recipe: Recipe, names: frozenset[str]) -> Constraints:
-    """What the user set of everything that is decided.
+    """The user's settings among all that are decided.
 
     Args:
         recipe: the run's settings.
@@ -105,7 +105,7 @@ def decide(
     same_numbers: bool = False,
     num_layers: int | None = None,
 ) -> Plan:
-    """What a run executes; where nothing fits, the recipe as it stands, which does not.
+    """The decision for a run; where nothing fits, the recipe as it stands, which does not.
 
     Args:
         loaded: the recipe, and who set what.
@@ -154,8 +154,8 @@ def free_planner(loaded: Loaded, site: Site) -> Planner:
 
 
 def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """What a table of ways may choose where a recipe does not fit as it stands, of what is written nowhere: fewer bits
-    of the optimizer, and the layer-major executor with delayed clipping, which passes backward once."""
+    """The choices of a table of ways where a recipe does not fit as it stands, among settings that are written nowhere:
+    fewer bits of the optimizer, and the layer-major executor with delayed clipping, which passes backward once."""
     free = frozenset(loaded.sources) - user_settings(loaded)
     formats = [{}, *(found for found in narrower(loaded.recipe) if set(found) <= free)]
     clips: list[dict[str, Any]] = [{}]

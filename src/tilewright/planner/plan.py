@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided, and what it is expected to take."""
+    """A decision, and the memory and time that it is expected to take."""
 
     recipe: Recipe
     shape: ModelShape
@@ -208,7 +208,7 @@ class Plan:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What executors apply."""
+        """The memory plan that executors apply."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {
             row.name: LayerMemory(parameters=row.choice.parameters, states=row.choice.states)
@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def ranks(self) -> list[RankRow]:
-        """What each rank holds."""
+        """The rows of each rank's memory."""
         return rank_rows(self.shape, self.setting)
 
     def scaled(self, memory: float, time: float) -> "Plan":
@@ -325,7 +325,7 @@ class Plan:
 
     @property
     def reserve_bytes(self) -> int:
-        """What the device holds of the process outside of its allocator."""
+        """The bytes of the process on the device outside of its allocator."""
         return reserve_of(self.phases) if self.machine.device == "cuda" else 0
 
     @property

@@ -63,7 +63,7 @@ class PlanFile:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the executors get."""
+        """The memory plan of the executors."""
         return MemoryPlan(layers=self.layers, **self.ends)
 
     def check_machine(self, machine: Machine) -> None:
@@ -116,7 +116,7 @@ class PlanFile:
 
 
 def fingerprint(shape: ModelShape) -> str:
-    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
+    """The fingerprint of what a plan was made for: the layers' structure and number, the ends, the length of rows."""
     facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
     ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
     return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
@@ -225,7 +225,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _memory_plan(row: Mapping[str, Any]) -> LayerMemory:
-    """What a row says of its layers.
+    """The memory plan of a row for its layers.
 
     Raises:
         ValueError: a word or number that means nothing.

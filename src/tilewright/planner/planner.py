@@ -241,13 +241,13 @@ class Planner:
         return best[1] if best else None
 
     def as_it_stands(self, budget: Budget) -> Plan:
-        """What the recipe takes with every choice as it says, whether it fits or not. Of a model that cannot be traced
-        the bytes that are known (`ModelShape.unknown`)."""
+        """The memory and time of the recipe with every choice as it says, whether it fits or not. Of a model that
+        cannot be traced the bytes that are known (`ModelShape.unknown`)."""
         memory_plan = memory_plan_of(self.recipe, self.shape(self.recipe).num_layers)
         return self.priced(GlobalConfig.of(self.recipe), memory_plan, budget)
 
     def priced(self, setting: GlobalConfig, memory_plan: MemoryPlan, budget: Budget) -> Plan:
-        """What a given memory plan is expected to take, whether it fits or not.
+        """The expected memory and time of a given memory plan, whether it fits or not.
 
         Raises:
             ValueError: it is for another number of layers.
@@ -327,7 +327,7 @@ class Planner:
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
     def _around(self, table: _Table, rows: Sequence[PlanRow] = ()) -> tuple[Operation, ...]:
-        """What a step does around the layers; a layer-major one that clips by the exact norm runs it twice."""
+        """The operations of a step around the layers; a layer-major one that clips by the exact norm runs it twice."""
         recipe, shape, setting, links = table.recipe, table.shape, table.setting, table.budget.links
         head = head_parts_s(shape, setting, self.rates) if shape.plain_head else {}
         cut = cut_traffic(shape, recipe, setting.micro_batch_size, setting.num_micro, recomputed(rows))
@@ -376,14 +376,14 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
 
 
 def _stopped(gap: float, better: str) -> tuple[str, ...]:
-    """What a plan says where the solver had no time to prove that it is the best."""
+    """A note where the solver had no time to prove that a plan is the best."""
     if gap <= 2 * GAP:
         return ()
     return (f"the solver was stopped after {PATIENCE_S:g} s: a plan up to {gap:.2%} {better} may exist",)
 
 
 def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
-    """What a plan says where other settings than its own were not brought to an end."""
+    """A note where other settings than the plan's own were not brought to an end."""
     if not late:
         return ()
     return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)

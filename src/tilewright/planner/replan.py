@@ -61,7 +61,7 @@ class Replanner:
         memory_factor: float = 1.0,
         time_factor: float = 1.0,
     ) -> Plan:
-        """What a given memory plan is expected to take."""
+        """The expected memory and time of a given memory plan."""
         found = self._of(seq_len).priced(self.setting, memory_plan, self.budget)
         return found.scaled(memory_factor, time_factor)
 
@@ -76,7 +76,7 @@ class Replanner:
 def same_numbers(
     fixed: Constraints, recipe: Recipe, setting: GlobalConfig, memory_plan: MemoryPlan, *, fused: bool
 ) -> Constraints:
-    """What a run fixes whose losses must stay.
+    """The choices that are fixed in a run whose losses must stay.
 
     Args:
         fixed: before.

@@ -54,7 +54,7 @@ class Site:
     """Of another place with this tokenizer and machine, whose models are known; None: a new one."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """What the run may use; with `disk`, of the tier's disk too, whose speed is measured."""
+        """The memory that the run may use; with `disk`, of the tier's disk too, whose speed is measured."""
         if self.given is not None:
             return self.given if disk else self.given.without_disk()
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
@@ -95,7 +95,7 @@ class Site:
 
     @cached_property
     def shapes(self) -> ShapeFinder:
-        """What all planners of this place learn of models."""
+        """The shapes of models that all planners of this place learn."""
         return self.finder or ShapeFinder(self.vocab_size, self.machine, self.attention_share)
 
 

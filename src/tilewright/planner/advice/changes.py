@@ -59,7 +59,7 @@ def words(settings: Mapping[str, Any]) -> str:
 
 
 def candidates(recipe: Recipe, found: Plan | None) -> Iterator[Candidate]:
-    """What the planner cannot decide by itself. `found`: its plan; None where nothing fits.
+    """Changes that the planner cannot decide by itself. `found`: its plan; None where nothing fits.
 
     What only one executor does is tried together with it where the recipe has the other.
     """
@@ -99,7 +99,7 @@ def _could_compile(recipe: Recipe, found: Plan) -> bool:
 
 
 def _in_slices(recipe: Recipe) -> dict[str, Any]:
-    """What changes a recipe's executor to the layer-major one."""
+    """The settings that change a recipe's executor to the layer-major one."""
     if recipe.memory.can.offload:
         return {}
     kept = {} if recipe.train.activation_checkpoint == "none" else {"train.activation_checkpoint": "none"}
@@ -107,8 +107,8 @@ def _in_slices(recipe: Recipe) -> dict[str, Any]:
 
 
 def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[Candidate]:
-    """What a rank of a sharded run need not hold whole, at the price of communication: layers that stay gathered from
-    forward to backward, and gradients from one micro-batch to the next.
+    """Settings with which a rank of a sharded run holds less, at the price of communication: layers that stay gathered
+    from forward to backward, and gradients from one micro-batch to the next.
 
     Args:
         recipe: with the number of shards.

@@ -95,7 +95,7 @@ def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
 
 
 def kept_in_words(choice: LayerMemory) -> str:
-    """What backward finds of a layer."""
+    """The tensors of a layer that backward finds, in words."""
     waits = "" if choice.inputs == "device" else f", inputs on {choice.inputs}"
     return choice.activations + waits
 

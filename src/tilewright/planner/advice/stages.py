@@ -1,4 +1,5 @@
-"""What a rank of a pipeline takes: a bound, from the plan of one process with the layers of the rank that holds most.
+"""The memory of a rank of a pipeline: a bound, from the plan of one process with the layers of the rank that holds
+most.
 
 It has both ends, embedding and head, though no rank of two has them; and the activations of as many micro-batches as
 the schedule has under way on the first rank, as if they were one. Its seconds are those of a rank that never waits.
@@ -30,7 +31,7 @@ def as_it_stands(recipe: Recipe) -> str:
 
 
 def note_of(recipe: Recipe) -> str:
-    """What a plan of stages does not count."""
+    """A note on what a plan of stages does not count."""
     waits = "; what weight gradients wait with is not in the bytes" if Pipeline.of(recipe.parallel).defers else ""
     return NOTE + waits
 

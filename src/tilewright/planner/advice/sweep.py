@@ -9,7 +9,7 @@ from tilewright.planner.site import Site
 
 
 def largest(loaded: Loaded, site: Site, how: How) -> Plan | None:
-    """What is decided of the deepest model of this shape that fits; None where not even one layer a class does.
+    """The decision for the deepest model of this shape that fits; None where not even one layer a class does.
 
     Raises:
         UnknownFitError: the model cannot be traced.

@@ -1,4 +1,4 @@
-"""What may be done with a model and its layers: one `GlobalConfig` for all of it, a `LayerMemory` for each layer.
+"""Choices for a model and its layers: one `GlobalConfig` for all of it, a `LayerMemory` for each layer.
 
 What a choice costs is in `layer_cost`.
 
@@ -48,7 +48,7 @@ class Links:
 
 @dataclass(frozen=True)
 class GlobalConfig:
-    """What is the same for all layers."""
+    """Choices that are the same for all layers."""
 
     executor: ExecutorName
     micro_batch_size: int
@@ -67,12 +67,12 @@ class GlobalConfig:
 
     @property
     def can(self) -> Capabilities:
-        """What the executor can do."""
+        """The abilities of the executor."""
         return capabilities_of(self.executor)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
-        """What a recipe says."""
+        """The one that a recipe asks for."""
         optim, shards = recipe.optim, Shards.of(recipe)
         rows = shards.rows(recipe)
         micro = min(recipe.train.micro_batch_size, rows)

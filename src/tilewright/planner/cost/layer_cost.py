@@ -1,4 +1,4 @@
-"""What a layer costs under a choice: bytes at every phase, operations of a step (`cost.operations`).
+"""The cost of a layer under a choice: bytes at every phase, operations of a step (`cost.operations`).
 
 With the next layer fetched ahead, the link works while the layer before computes. Rates come from `ceilings` (measured)
 or `gpu_specs` (guessed shares).
@@ -97,7 +97,7 @@ def layer_operations(
     rates: Ceilings,
     links: Links,
 ) -> tuple[Operation, ...]:
-    """What a step does with one layer under a choice; the seconds of `layer_cost` are those of its visits."""
+    """The operations of a step on one layer under a choice; the seconds of `layer_cost` are those of its visits."""
     matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
     return tuple(LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).operations())
 
@@ -138,7 +138,7 @@ class LayerParts:
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
-        """What a step does with it."""
+        """The operations of a step on it."""
         if self.setting.can.one_micro_batch:
             return self._at_once()
         return self._in_visits()
@@ -171,7 +171,7 @@ class LayerParts:
 
     @cached_property
     def part(self) -> Weights:
-        """What this rank holds of the layer's weights."""
+        """The part of the layer's weights that this rank holds."""
         return self.found.weights.part(self.setting.shards.count)
 
     @property

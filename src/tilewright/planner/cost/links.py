@@ -124,7 +124,7 @@ def rank_speed(
 
 
 def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = None) -> dict[str, LinkSpeed]:
-    """What was measured before: "host" and "disk", as far as they are known. Measures nothing."""
+    """Earlier measurements: "host" and "disk", as far as they are known. Measures nothing."""
     keys = {"host": _key("host", machine.device_name)} if machine.device != "cpu" else {}
     keys["disk"] = _key("disk", os.stat(existing(folder)).st_dev, machine.device)
     found = {name: _read(_path(key, cache_dir), LinkSpeed) for name, key in keys.items()}

@@ -48,7 +48,7 @@ def slow_modes(rates: Ceilings, machine: Machine) -> dict[str, float]:
 
 
 def slow_mode_notes(recipe: Recipe, rates: Ceilings, machine: Machine) -> tuple[str, ...]:
-    """What is said of a run whose mode is slower than fp32; nothing where it is not.
+    """Notes on a run whose mode is slower than fp32; none where it is not.
 
     Args:
         recipe: of the run; of two modes that it passes through the last one counts.

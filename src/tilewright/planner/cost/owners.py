@@ -51,7 +51,7 @@ def on_host(rows: Sequence[PlanRow]) -> dict[str, float]:
 
 
 def reserve_of(phases: Mapping[str, Mapping[str, float]]) -> int:
-    """What a GPU holds of the process outside of its allocator."""
+    """The bytes that the process takes on a GPU outside of its allocator."""
     return int(max(owners["process"] for owners in phases.values()))
 
 

@@ -31,7 +31,7 @@ FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class OffloadFlags:
-    """What follows from where parameters and states are stored, before it is decided for each layer.
+    """Consequences of where parameters and states are stored, before it is decided for each layer.
 
     `is_offloaded`: some are off the device, so a checkpoint is written layer group by layer group and without a copy of
     all. `on_disk`: some are on disk, and so the rollback buffer is."""
@@ -190,7 +190,8 @@ def _layer_major(
 
 
 def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phase]:
-    """What a checkpoint adds: where it is written from a copy, all phases of training beside that; else one more."""
+    """The bytes that a checkpoint adds: where it is written from a copy, all phases of training beside that; else one
+    more."""
     return _beside(CHECKPOINT, found[1:], {"copy": copy}) if copy else [alone]
 
 

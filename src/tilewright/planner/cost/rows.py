@@ -1,4 +1,4 @@
-"""What is done with layers that are treated alike, and what ranks hold."""
+"""Rows of a plan: layers that are treated alike, and ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ class RankRow:
 
 
 def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
-    """What each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not come out
-    even; the last ranks have fewer gradients and states."""
+    """Rows of what each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not
+    come out even; the last ranks have fewer gradients and states."""
     shards = setting.shards
     found: dict[tuple[float, float], list[int]] = {}
     for rank in range(shards.ranks):
@@ -71,7 +71,7 @@ def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
 
 
 def documents_notes(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
-    """What a plan of whole documents is the plan of."""
+    """Notes on the documents that a plan of whole documents is made for."""
     if recipe.data.rows != "documents":
         return ()
     seconds = "and so are the seconds of attention"

@@ -1,4 +1,4 @@
-"""What one rank of a run has of it: rows of a step, parts of a sharded model, and what is put together from them.
+"""The share of one rank in a run: rows of a step, parts of a sharded model, and what is put together from them.
 
 Bytes are of the rank that holds most, the first one. What FSDP2 has whole, and for how long (torch 2.13):
 
@@ -64,7 +64,8 @@ class Shards:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
-        """What a recipe says. `dp_shard = -1` is one part here: who knows the number of processes sets it before."""
+        """The shares of a recipe. `dp_shard = -1` is one part here: who knows the number of processes sets it
+        before."""
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
         apart = parallel.tp > 1 and (recipe.model.num_experts > 0 or parallel.dp_replicate > 1)
@@ -102,7 +103,7 @@ class Shards:
         return self.count > 1 or self.experts_apart
 
     def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
-        """What a plan leaves out of its seconds, and takes for granted in them.
+        """Notes on what a plan leaves out of its seconds, and takes for granted in them.
 
         Args:
             cpu: parts on the host are where they are anyway.
@@ -137,7 +138,7 @@ class Shards:
 
 
 def check_shared(recipe: Recipe, ranks: int) -> None:
-    """What several processes cannot share, known before there are any.
+    """Check what several processes cannot share, before there are any.
 
     Args:
         recipe: of the run.
@@ -193,7 +194,7 @@ class Gathered:
 
     @property
     def gradients(self) -> float:
-        """What they take then beyond their parts."""
+        """The bytes that they take then beyond their parts."""
         return self._beyond_part(self.shape.weights) if self.accumulates else 0.0
 
     @property

@@ -21,7 +21,7 @@ _SLACK = 1e-7
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer costs under an option.
+    """The cost of one layer under an option.
 
     `seconds`: of a step. `held`: bytes on the device all the time. `kept`: bytes on the device from forward to
     backward. `gradient`: bytes of gradients that stay until the update. `host`, `disk`: bytes there. `forward`,

@@ -1,4 +1,4 @@
-"""What the teacher of `[distill]` adds to a step: bytes beside the student's, and seconds.
+"""The cost of the teacher of `[distill]` in a step: bytes beside the student's, and seconds.
 
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
@@ -50,7 +50,7 @@ def forward_bytes(shape: ModelShape, rows: int) -> float:
 
 
 def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int) -> float:
-    """What a loss on logits of both takes at its busiest chunk of a micro-batch: logits and distributions in FP32, a
+    """The bytes of a loss on logits of both at its busiest chunk of a micro-batch: logits and distributions in FP32, a
     gradient of the student's head, and a 16-bit copy of that where matmuls are in 16 bits."""
     row = FP32 * shape.vocab_size
     chunk = min(tokens, max(1, chunk_bytes // row)) * row

@@ -1,4 +1,4 @@
-"""What ranks of a run send each other in a step: bytes by collective, and the seconds of that.
+"""Traffic between the ranks of a run in a step: bytes by collective, and the seconds of that.
 
     gather    all-gather of a sharded model's parameters, in each micro-batch: before forward, and of layers that are
               resharded once more before backward
@@ -107,7 +107,7 @@ class RankTraffic:
         return sum(getattr(self, one.name) for one in fields(self))
 
     def sent(self, shards: Shards) -> dict[str, float]:
-        """What one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
+        """The bytes that one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
 
         Args:
             shards: of the run.
@@ -126,7 +126,7 @@ class RankTraffic:
         return {name: size for name, size in found.items() if size}
 
     def operations(self, speed: RankSpeed) -> Iterator[Operation]:
-        """What a step waits for, by collective."""
+        """The exchanges that a step waits for, by collective."""
         for group in (one.name for one in fields(self)):
             size = getattr(self, group)
             yield Operation("communication", "communication", "ranks", size / getattr(speed, group), size, group)

@@ -1,4 +1,4 @@
-"""What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
+"""The rates of this machine: measured once in a few seconds, cached, the ceilings of every plan's roofline.
 
 Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
 the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
@@ -79,7 +79,7 @@ class Ceilings:
 
     @property
     def load_note(self) -> str:
-        """What is said of seconds that rest on rates of a busy machine; "" on a quiet one."""
+        """A note on seconds that rest on rates of a busy machine; "" on a quiet one."""
         if self.quiet:
             return ""
         return (
@@ -142,7 +142,7 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "Ceilings":
-        """What `to_json` gave.
+        """The object from the result of `to_json`.
 
         Raises:
             ValueError: written by another version of this file.
@@ -196,7 +196,7 @@ def measure(
 
 
 def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
-    """What was measured before; None where nothing was. Measures nothing."""
+    """The earlier measurement; None where there is none. Measures nothing."""
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     found = _read(folder / "ceilings" / f"{_key(machine)}.json")
     return None if found is None else found.slowed(machine.core_share)
@@ -315,7 +315,7 @@ def _rest(probe: RateProbe, in_runs: RateProbe, matmul: Mapping[str, Mapping[int
 
 
 def _measure_here(device: str, key: str, threads: int) -> dict[str, object]:
-    """What `measure` asks of a process of its own."""
+    """The measurement, in a process of its own."""
     return _measure_all(detect_machine(device), key, threads, functools.partial(print, flush=True)).to_json()
 
 

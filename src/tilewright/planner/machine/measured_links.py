@@ -1,4 +1,4 @@
-"""What ranks have measured of exchanges between them, as a file that plans read. No torch.
+"""Measured speeds of exchanges between ranks, as a file that plans read. No torch.
 
     found = MeasuredLinks.read("links.json")  # of `tilewright bench comm --out links.json`
     found.fit("all_gather").bytes_per_s, found.fit("all_reduce", "fp8").latency_s

@@ -91,7 +91,7 @@ class Clock:
 
 
 class Load:
-    """What others take of the processors from now on."""
+    """The share of the processors that other programs take from now on."""
 
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), self._others()
@@ -162,7 +162,7 @@ class RateProbe:
         return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
 
     def _by_width(self, prepared: Callable[[int, int], Callable[[], object]], few: int) -> dict[int, Timed]:
-        """What `prepared` gives for a width and a number of rows, timed with `few` rows and with many."""
+        """The seconds of `prepared` for a width and a number of rows, timed with `few` rows and with many."""
         found = {}
         for width in WIDTHS:
             rows = (few, self._scale * min(1024, 2**20 // width))

@@ -43,7 +43,7 @@ of a logit: the logits and their FP32 log-softmax, and of 16-bit logits an FP32 
 
 @dataclass(frozen=True)
 class Pages:
-    """What backward needs beside what is kept, and what it leaves, as shares.
+    """Memory of backward beside the kept tensors, and memory that it leaves, as shares.
 
     `work`: of what a layer keeps where all is kept: its gradients, in FP32 in part, and the allocator's gaps.
     `rebuilt`: of what a layer makes again that did not keep it, too. `gaps`: free pages between what all layers
@@ -77,7 +77,7 @@ def _widened(machine: Machine, operand_bytes: int) -> bool:
 
 
 def free_pages(machine: Machine, operand_bytes: int) -> float:
-    """What glibc holds free at the peak of an eager step, as a share of what is alive then.
+    """Memory that glibc holds free at the peak of an eager step, as a share of what is alive then.
 
     Measured over a first and a second step. 0.3: 17 models on a CPU with AVX-512 BF16 (0.0 to 0.4). AMX, and CPUs that
     multiply 16-bit operands in FP32 and free the FP32 results beside the rounded ones: a Llama with all kept and with
@@ -91,21 +91,21 @@ def free_pages(machine: Machine, operand_bytes: int) -> float:
 
 
 def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
-    """What the process holds in addition to the model: of a run that compiles something or not, of a model of
+    """Memory of the process in addition to the model: of a run that compiles something or not, of a model of
     transformers or our own."""
     triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 
 def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, loss_chunk_bytes: int) -> float:
-    """What the head's loss holds at its busiest chunk of an evaluation, with logits of `size` bytes; a weight that is
+    """Bytes of the head's loss at its busiest chunk of an evaluation, with logits of `size` bytes; a weight that is
     cast is copied."""
     chunk = chunk_rows(num_tokens, vocab_size * size, loss_chunk_bytes) * vocab_size * size
     return EVALUATED_CHUNKS[size] * chunk + (size * vocab_size * dim if size < 4 else 0)
 
 
 def chunk_bytes(machine: Machine, compiled: bool, logit_bytes: int, chunk: float) -> float:
-    """What lives at once in the head's loss, of logits of `chunk` bytes."""
+    """Bytes that live at once in the head's loss, for logits of `chunk` bytes."""
     if machine.device != "cpu":
         return 2.0 * chunk
     wide = min(WIDE_CHUNKS * chunk, WIDE_PIECES * 4.0 * WIDE_PIECE) if _widened(machine, logit_bytes) else 0.0

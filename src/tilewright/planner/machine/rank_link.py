@@ -67,7 +67,7 @@ def links(ranks: int, sizes: Sequence[int]) -> MeasuredLinks:
 
 
 def _started(ranks: int, sizes: Sequence[int], operations: Operations) -> list[LinkPoint]:
-    """What ranks measure that end with this call."""
+    """The measurement by ranks that end with this call."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ class ShapeFinder:
         self._teachers: dict[object, TeacherShape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was traced goes to other processes; models, with their hooks, are made there."""
+        """Traces go to other processes; models, with their hooks, are made there."""
         return vars(self) | {"_skeletons": {}}
 
     def find(self, recipe: Recipe) -> ModelShape:
@@ -151,6 +151,6 @@ class ShapeFinder:
 
 
 def _cuts(recipe: Recipe) -> tuple[int, int]:
-    """What decides the shapes of the parts of matrices that a rank has."""
+    """The numbers that decide the shapes of the parts of matrices that a rank has."""
     parallel = recipe.parallel
     return parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1

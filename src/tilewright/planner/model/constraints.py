@@ -1,4 +1,4 @@
-"""What a planner may not choose, because the recipe, the user or the run that is running has chosen it already.
+"""Choices that a planner may not make, because the recipe, the user or the run that is running has chosen it already.
 
 `None` leaves a thing open. A run that continues fixes all that would change its numbers; what is left then (what layers
 keep, and where bytes lie) changes no loss.
@@ -48,7 +48,7 @@ class Constraints:
     """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
 
     def of(self, indices: Sequence[int]) -> "Constraints":
-        """What holds for these layers, which do not differ; (-1,) is embedding or head."""
+        """The constraints of these layers, which do not differ; (-1,) is embedding or head."""
         return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 
     def tiers(self, which: Literal["parameters", "states"], there: Iterable[Tier]) -> list[Tier]:
@@ -84,8 +84,8 @@ def fuses(compiled: bool, machine: Machine) -> bool:
 
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
-    """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and where
-    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit matmuls, and none of
+    """Other things that a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and
+    where the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit matmuls, and none of
     `SELECTED`.
 
     Example:

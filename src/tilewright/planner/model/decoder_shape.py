@@ -237,7 +237,7 @@ class _Decoder:
         return of_each * tokens + self.formulas.tile_bytes(config, layer, mode, storage, tokens)
 
     def _dropped(self, prefix: str, share_of_tokens: float) -> Line:
-        """What dropout of adapters' inputs keeps: their numbers that are left, and which these are."""
+        """The bytes that dropout of adapters' inputs keeps: their numbers that are left, and which these are."""
         if not self.recipe.lora.dropout:
             return Line(0, 0)
         layers = adapted_layers(self.skeleton.model).items()
@@ -264,7 +264,7 @@ class _Decoder:
 def storage_in(
     policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs, spread: bool
 ) -> Storage:
-    """What a layer's activations are kept in.
+    """The dtypes in which a layer's activations are kept.
 
     Args:
         policy: in one mode.

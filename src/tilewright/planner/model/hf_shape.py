@@ -192,7 +192,7 @@ class _Found:
         )
 
     def rest(self) -> LayerClass:
-        """What the whole skeleton has and its layers have not."""
+        """The parts of the skeleton outside of its layers."""
         one = self.traced[0]
         inside = tuple(f"{name}." for name in self.skeleton.names)
         matmuls = tuple(p for p in self.matmuls if not p.fqn.startswith(inside))
@@ -228,7 +228,7 @@ class _Found:
         return Line.through(*(operand_work(matmuls, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
     def _walked(self, one: TracedTraffic, two: TracedTraffic) -> Line:
-        """What loops of a layer move; compiled ones make fewer passes, into memory that is there."""
+        """The bytes that loops of a layer move; compiled ones make fewer passes, into memory that is there."""
         if self.compiled:
             return Line.through(one.moved, two.moved).times(element_passes(True) / element_passes(False))
         return Line.through(*(walked(self.machine, layer.moved, layer.fresh) for layer in (one, two)))

@@ -325,7 +325,7 @@ def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
 
 
 def rule_notes(recipe: Recipe) -> tuple[str, ...]:
-    """What a plan by classes does not see of the recipe's precision rules."""
+    """Notes on the recipe's precision rules that a plan by classes does not see."""
     single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
     if not single:
         return ()

@@ -53,7 +53,7 @@ class Skeleton:
         return [self.model.get_submodule(name) for name in self.names]
 
     def class_name(self, *, experts: bool = False) -> str:
-        """What the class of a layer is called."""
+        """The name of the class of a layer."""
         return "layer" if len(self.names) == 1 else "experts" if experts else "dense"
 
     def outside(self) -> Iterator[nn.Module]:

@@ -47,7 +47,7 @@ def find_stack(model: nn.Module) -> Stack | None:
 
 
 def _structure(layer: nn.Module) -> object:
-    """What makes two layers alike: modules, shapes and settings, the layer's own number left out."""
+    """The structure in which alike layers are equal: modules, shapes and settings, the layer's own number left out."""
     modules = []
     for name, module in layer.named_modules():
         tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_parameters(recurse=False))

@@ -97,7 +97,7 @@ def part_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int,
 
 
 class TensorKind(NamedTuple):
-    """What of a tensor matters for its bytes, its gradient's and its states'."""
+    """The facts of a tensor that decide its bytes, its gradient's and its states'."""
 
     shape: tuple[int, ...]
     size: int
@@ -209,7 +209,7 @@ class Weights:
         return Weights(*(number * getattr(self, f.name) for f in fields(self)))
 
     def part(self, shards: int, rank: int = 0) -> "Weights":
-        """What a rank holds of them; the first one holds most."""
+        """The part of them that a rank holds; the first one holds most."""
         if shards == 1 and all(kind.times == 1 for kind in self.tensors.kinds):
             return self
         total = Weights()

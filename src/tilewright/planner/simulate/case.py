@@ -28,7 +28,7 @@ FINE = 64
 
 @dataclass(frozen=True)
 class DocumentCosts:
-    """What a document costs, in tokens.
+    """The cost of a document, in tokens.
 
     Example:
         >>> DocumentCosts(attention=4000).of(np.array([1000, 4000])).tolist()
@@ -45,7 +45,7 @@ class DocumentCosts:
 
 @dataclass(frozen=True)
 class SimulatedCase:
-    """What is simulated.
+    """The case that is simulated.
 
     Example:
         >>> SimulatedCase(Pipeline(2), rows=2, count=4, speeds=(1.0, 1.0, 1.0, 0.5)).row_speeds()

@@ -1,4 +1,4 @@
-"""What passes cost, and what messages between ranks cost: the given numbers of a simulated step. No torch.
+"""Costs of passes and of messages between ranks: the given numbers of a simulated step. No torch.
 
 Rows are copies of the pipeline that read other documents. Rank r of a row is rank `r * rows + row` of the world, as in
 the mesh of a run: `pp` is its outermost axis.
@@ -88,7 +88,7 @@ class PassCosts:
         return found
 
     def held(self, row: int, one: StagePass) -> float:
-        """What a pass keeps for the backward pass, in micro-batches of work 1 through a stage of share 1."""
+        """The memory that a pass keeps for the backward pass, in micro-batches of work 1 through a stage of share 1."""
         return self.work[row][one.microbatch] * self.shares[row][one.stage]
 
     def even_rows(self) -> "PassCosts":

@@ -68,7 +68,7 @@ class Rung:
 
 
 def ladder_cases(case: SimulatedCase) -> list[tuple[str, SimulatedCase]]:
-    """What is turned on, and the case with it and all before it. Schedules replace each other.
+    """The levers, each with the case that has it and all before it. Schedules replace each other.
 
     Args:
         case: with all that is not turned on: ranks, links, costs. Its schedule does not matter.

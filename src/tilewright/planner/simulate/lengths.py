@@ -92,8 +92,8 @@ _NUMBERS = {"lognormal": "MEAN,SIGMA of the logarithm", "uniform": "LEAST,MOST",
 
 
 def lengths_from(text: str, most: int) -> Lengths:
-    """What `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, a file, or the folder of a
-    prepared dataset.
+    """The lengths that `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, a file, or the folder
+    of a prepared dataset.
 
     Args:
         text: of the option.

@@ -42,7 +42,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def failures_of(every: str, checkpoint: str, stall: str, recover: str) -> Failures | None:
-    """What `--fail-every` and its companions say; None where nothing fails.
+    """The failures of `--fail-every` and its companions; None where nothing fails.
 
     Raises:
         ConfigError: no durations, or no time between failures or checkpoints.

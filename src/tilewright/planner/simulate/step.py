@@ -1,5 +1,5 @@
-"""What a simulated step says: its seconds, why ranks are idle, what communication is waited for, what activations ranks
-hold, and which passes decide how long it takes.
+"""The results of a simulated step: its seconds, why ranks are idle, what communication is waited for, what activations
+ranks hold, and which passes decide how long it takes.
 """
 
 import itertools

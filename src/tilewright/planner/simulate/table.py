@@ -105,7 +105,7 @@ class ScheduleTable:
 
     @cached_property
     def needs(self) -> "SlotNeeds":
-        """What slots need from each other."""
+        """The dependencies between slots."""
         return SlotNeeds(self)
 
     def _check(self, where: str) -> None:
@@ -139,7 +139,7 @@ class ScheduleTable:
 
 
 class SlotNeeds:
-    """What slots of a row need from each other, in the order of the passes that read it. A slot has its number in the
+    """The dependencies between slots of a row, in the order of the passes that read it. A slot has its number in the
     whole table, those of the first rank first.
 
     Args:

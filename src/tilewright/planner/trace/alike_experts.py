@@ -61,7 +61,7 @@ class AlikeExperts(ExpertLoop):
         return _Join.apply(self, *(outs_PM[group.first] for group in self.groups if group.rows))
 
     def _for_all(self, firsts: Sequence[T]) -> list[T]:
-        """What the first of each group has, for every expert."""
+        """The numbers of the first of each group, for every expert."""
         return [one for one, group in zip(firsts, self.groups, strict=True) for _ in range(group.number)]
 
 

@@ -1,4 +1,4 @@
-"""What operations keep, move and compute, counted as they run: on real tensors or on fake ones.
+"""Bytes that operations keep and move, and their FLOPs, counted as they run: on real tensors or on fake ones.
 
 `LiveBytes` counts bytes, and FLOPs by the format and the module that they run in; `MatmulCounter` counts FLOPs alone.
 Both know operations that torch's own counter does not.
@@ -349,7 +349,7 @@ def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:
 
 
 def _kind(module: str, packet: Any, args: Any) -> GemmKind:
-    """What a matmul of these arguments is; its weight is the last of them."""
+    """The kind of a matmul of these arguments; its weight is the last of them."""
     operands = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
     weight = operands[-1]
     if packet is _aten._grouped_mm and weight.dim() == 3:

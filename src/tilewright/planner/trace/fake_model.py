@@ -26,7 +26,7 @@ KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What fake tensors cannot do is an exception; torch would print a traceback too."""
+    """Silences torch: where fake tensors cannot do something it prints a traceback beside the exception."""
     logger = logging.getLogger(fake_tensor.__name__)
     before = logger.disabled
     logger.disabled = True
@@ -107,7 +107,8 @@ _SIDE = 24
 
 
 class _MasksFrom(TorchDispatchMode):
-    """Whether a boolean [..., S, S] is made from `positions` [B, S], by operations on integers and booleans alone."""
+    """Finds out if a boolean [..., S, S] is made from `positions` [B, S], by operations on integers and booleans
+    alone."""
 
     def __init__(self, positions: Tensor):
         super().__init__()

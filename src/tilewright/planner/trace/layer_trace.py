@@ -1,4 +1,4 @@
-"""What one layer keeps, needs and computes, found by running it alone, forward and backward, on fake tensors.
+"""Memory and FLOPs of one layer, found by running it alone, forward and backward, on fake tensors.
 
 The model is run once as a whole, so that each layer gets the arguments that it would get; a hook measures the layer
 where it stands, inside whatever its model wraps around it. A run of a layer takes some tenths of a second: what is not
@@ -28,7 +28,7 @@ MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 
 
 class Measures(Flag):
-    """What of layers is measured: the three parts of `TracedLayers`."""
+    """The measures of layers: the three parts of `TracedLayers`."""
 
     MEMORY = auto()
     TRAFFIC = auto()
@@ -89,7 +89,7 @@ class TracedFlops:
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """What was measured of each layer; a part that was not is empty."""
+    """The measurements of each layer; a part that was not measured is empty."""
 
     memory: tuple[TracedMemory, ...] = ()
     traffic: tuple[TracedTraffic, ...] = ()

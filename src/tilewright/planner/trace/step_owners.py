@@ -42,7 +42,7 @@ _ITSELF: Mapping[str, re.Pattern[str]] = {
 
 
 class ProfiledEvent(Protocol):
-    """What is read of `torch.autograd.profiler_util.FunctionEvent`. Times in microseconds."""
+    """The fields read of `torch.autograd.profiler_util.FunctionEvent`. Times in microseconds."""
 
     name: str
     cpu_children: Sequence[Any]
@@ -53,7 +53,7 @@ class ProfiledEvent(Protocol):
 
 @dataclass(frozen=True)
 class Owner:
-    """What one owner took of a step."""
+    """The share of one owner in a step."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""What a Hugging Face model keeps, needs and computes in a micro-batch, found by running it on fake tensors.
+"""Memory and FLOPs of a Hugging Face model in a micro-batch, found by running it on fake tensors.
 
 The model is a skeleton: one layer of each class stands for all of them. Its forward and backward pass run as they
 would, operation by operation, and every tensor alive that was not alive before counts; then each layer is measured

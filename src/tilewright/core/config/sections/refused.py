@@ -1,4 +1,4 @@
-"""What a way of spreading a model over processes is refused with: one table for each, from which the errors come, and
+"""Conflicts of each way of spreading a model over processes: one table for each, from which the errors come, and
 the lists in the how-tos (`tools/write_layers.py`).
 """
 

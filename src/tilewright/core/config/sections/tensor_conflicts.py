@@ -1,4 +1,4 @@
-"""What matrices that are cut over processes (`parallel.tp`) cannot be together with, each by name."""
+"""Features that matrices that are cut over processes (`parallel.tp`) exclude, each by name."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -47,7 +47,8 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
 
 
 def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """What a recipe with `parallel.tp` above 1 asks for and cannot have yet; numbers that do not come out even."""
+    """The conflicts of a recipe with `parallel.tp` above 1: features that it cannot have yet; numbers that do not come
+    out even."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.tp == 1:
         return

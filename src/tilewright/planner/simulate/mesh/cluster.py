@@ -74,7 +74,7 @@ class Cluster:
 
 
 def cluster_of(gpu: str, world: int, nodes: str, links: Sequence[str]) -> Cluster:
-    """What `--on`, `--world`, `--nodes` and `--link` say.
+    """The cluster of `--on`, `--world`, `--nodes` and `--link`.
 
     Args:
         gpu: name of a published one.

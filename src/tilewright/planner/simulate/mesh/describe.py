@@ -30,14 +30,14 @@ def row_of(place: int, step: MeshStep) -> list[str]:
 
 
 def binds(step: MeshStep) -> str:
-    """What most of a step's time goes to, beside computation that any setting has."""
+    """The cause that takes most of a step's time, beside computation that any setting has."""
     parts = {name: share for name, share in step.parts.items() if name != "computation"}
     most = max(parts, key=lambda name: parts[name])
     return f"{most} ({format_share(parts[most])})" if parts[most] >= 0.01 else "computation"
 
 
 def why_lost(first: MeshStep, other: MeshStep) -> str:
-    """What another setting spends more time on than the first one."""
+    """The cause on which another setting spends more time than the first one."""
     more = {name: other.seconds * share - first.seconds * first.parts[name] for name, share in other.parts.items()}
     most = max(more, key=lambda name: more[name])
     slower = other.seconds / first.seconds - 1
@@ -111,7 +111,7 @@ def compared(step: MeshStep, other: Mapping[str, str]) -> list[list[str]]:
 
 
 def change_row(change: MeshChange) -> list[str]:
-    """What is typed, and the best mesh with it."""
+    """The option to type, and the best mesh with it."""
     step = change.step
     return [change.words, format_count(step.tokens_per_s), format_share(change.gain - 1), str(step.setting)]
 

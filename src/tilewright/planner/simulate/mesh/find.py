@@ -70,12 +70,12 @@ class MeshFinder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the model's shape does not know."""
+        """Notes on what the model's shape does not know."""
         assert self.rates is not None
         return self.rates.model.whole.notes
 
     def space(self) -> Space:
-        """What may be chosen."""
+        """The settings that may be chosen."""
         assert self.rates is not None
         space = Space.of(self.rates.model, self.cluster.world, self.cluster.gpus)
         return replace(space, batch=self.recipe.train.global_batch_size, wire=self.recipe.parallel.grad_sync)
@@ -101,8 +101,8 @@ class MeshFinder:
         return other if settings.keys() <= _SAME_COSTS else other.with_rates()
 
     def changes(self, found: MeshStep) -> tuple[MeshChange, ...]:
-        """What would make the best mesh faster, the one that gains most first. All of it changes what is learned: what
-        does not was searched.
+        """Changes that would make the best mesh faster, the one that gains most first. All of it changes what is
+        learned: what does not was searched.
 
         Args:
             found: the best mesh of the recipe as it is.

@@ -31,7 +31,7 @@ from tilewright.planner.site import Site
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step is expected to take on the ranks of a run."""
+    """The expected seconds and bytes of a step on the ranks of a run."""
 
     step_s: float
     exchange_s: float

@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ShapeKey(NamedTuple):
-    """What decides the shape of a rank's part of a model."""
+    """The numbers that decide the shape of a rank's part of a model."""
 
     master: str
     """Storage of weights."""
@@ -78,7 +78,7 @@ class PassSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What is in a stage, or in all stages of a rank: layers by class, and the ends of the model."""
+    """The content of a stage, or of all stages of a rank: layers by class, and the ends of the model."""
 
     counts: tuple[int, ...]
     """Of each class of the model."""
@@ -192,7 +192,7 @@ class MeshModel:
         return Shards(sizes.data, sizes.dp_shard, tp=sizes.tp, ep=sizes.ep, experts_apart=apart)
 
     def layers_of(self, ranges: Sequence[range], stages: Sequence[int]) -> StageLayers:
-        """What some stages hold.
+        """The layers that some stages hold.
 
         Args:
             ranges: layers of each stage.

@@ -27,7 +27,7 @@ _DEVICE = OffloadFlags(is_offloaded=False, on_disk=False)
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a schedule has under way on a rank, at most."""
+    """The micro-batches that a schedule has under way on a rank, at most."""
 
     micro_batches: float
     """Whose activations the rank keeps, each through all of its layers."""
@@ -71,7 +71,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Extra:
-    """What a schedule adds to a rank's phases, in bytes of one micro-batch."""
+    """The bytes of one micro-batch that a schedule adds to a rank's phases."""
 
     kept: float
     """From forward to backward."""
@@ -86,7 +86,7 @@ class Extra:
 def rank_memory(
     model: MeshModel, setting: MeshSetting, held: StageLayers, device_bytes: float
 ) -> tuple[RankMemory, Extra]:
-    """What a rank needs for one micro-batch in flight, and what more of them add.
+    """The memory of a rank for one micro-batch in flight, and for each further one.
 
     Args:
         model: of the run.

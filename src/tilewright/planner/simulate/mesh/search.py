@@ -111,7 +111,7 @@ class MeshStep:
 
 @dataclass(frozen=True)
 class BestMeshes:
-    """What a search found."""
+    """The result of a search."""
 
     best: tuple[MeshStep, ...]
     nearest: MeshStep | None

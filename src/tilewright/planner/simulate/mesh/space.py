@@ -25,7 +25,7 @@ VIRTUAL = (2, 4)
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen.
+    """The settings that may be chosen.
 
     Example:
         >>> space = Space(world=4, gpus=4, layers=8, heads=2, widths=512, experts=0, batch=8)
@@ -114,7 +114,7 @@ class Space:
 
 
 def _cut(config: DecoderConfig | None) -> tuple[int, int]:
-    """What has to come out even where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
+    """Numbers that have to divide where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
     if config is None:
         return 1, 1
     if config.layers:

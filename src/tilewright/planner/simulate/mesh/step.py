@@ -68,7 +68,7 @@ class MeshRates:
         in copies and shards alone have the same ones, and so have searches that differ in what is sent or stored."""
 
     def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
-        """What stages hold, and what ranks do."""
+        """The layers that stages hold, and the work of ranks."""
         ranges = pipeline.split(self.model.whole.num_layers)
         stages = tuple(self.model.layers_of(ranges, [stage]) for stage in range(len(ranges)))
         return stages, tuple(self.model.layers_of(ranges, pipeline.stages_of(rank)) for rank in range(pipeline.pp))
@@ -170,7 +170,7 @@ class MeshRates:
 
 
 class PassKey(NamedTuple):
-    """What decides how long passes of a layer take."""
+    """The numbers that decide how long passes of a layer take."""
 
     rows: int
     activations: Activations
@@ -178,14 +178,14 @@ class PassKey(NamedTuple):
 
 
 class SumKey(NamedTuple):
-    """What decides how long sums of gradients take."""
+    """The numbers that decide how long sums of gradients take."""
 
     reduce_each: bool
     wire: WireName
 
 
 class UpdateKey(NamedTuple):
-    """What decides how long an update takes."""
+    """The numbers that decide how long an update takes."""
 
     moments: str
     dp_shard: int
@@ -194,7 +194,7 @@ class UpdateKey(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshCosts:
-    """What a step of a setting costs."""
+    """The costs of a step of a setting."""
 
     rates: MeshRates
     setting: MeshSetting
