@@ -203,7 +203,7 @@ def _tokenizer_digest(path: str) -> str:
 
 
 def _in_own_process(domains: list[str], **rest: Any) -> dict[str, float]:
-    """What the phases took, in the process that `prepare` starts."""
+    """The seconds of the phases in the process that `prepare` starts."""
     prepared = prepare(domains=tuple(domains), processes=len(os.sched_getaffinity(0)), **rest)
     return prepared.summary.get("seconds", {})
 

@@ -124,7 +124,7 @@ class PreparedData:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a plan says of the lengths of documents; nothing where rows are packed."""
+        """Notes of a plan on the lengths of documents; none where rows are packed."""
         if self.rows != "documents":
             return ()
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)

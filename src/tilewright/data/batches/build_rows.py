@@ -93,7 +93,7 @@ def build_rows(
 
 
 def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
-    """What is said of documents with more than `seq_len` positions."""
+    """A note on documents with more than `seq_len` positions."""
     longer = lengths[lengths > seq_len]
     if not len(longer):
         return []

@@ -156,7 +156,7 @@ def add_weighed(sums: dict[str, Tensor], values: Mapping[str, Tensor], targets: 
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """What losses are added up in."""
+    """The dtype in which losses are added up."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 

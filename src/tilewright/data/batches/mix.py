@@ -270,7 +270,7 @@ class Mixture:
         return self.stages[self._stage_of(sample) :]
 
     def knows(self, sample: int) -> bool:
-        """Whether the stage of this sample is among those that are known."""
+        """True if the stage of this sample is among those that are known."""
         return bool(self._starts) and self._starts[0] <= sample
 
     def _stage_of(self, sample: int) -> int:

@@ -77,7 +77,7 @@ class SumsOfRanks:
             self.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is open."""
+        """The sums that are open."""
         return {"all": self._all.state_dict(), "mine": self._mine.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

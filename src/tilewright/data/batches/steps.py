@@ -1,4 +1,4 @@
-"""What a step takes of the stream, and how it is cut into a rank's micro-batches: rows of one length, or documents.
+"""The samples of a step, and their cut into a rank's micro-batches: rows of one length, or documents.
 
 Both are functions of the first sample alone, whatever the number of ranks, so a stream's state is where it stands.
 
@@ -25,7 +25,7 @@ _WALK = 4096  # documents that are looked at together
 
 
 class Rows(Protocol):
-    """What a stream needs of prepared data, of any kind."""
+    """The methods of prepared data, of any kind, that a stream calls."""
 
     fingerprint: str
     num_rows: Mapping[str, int]
@@ -45,7 +45,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class FarRows(Protocol):
-    """What it needs, in addition, of rows that are read from far away during a run."""
+    """Further methods of rows that are read from far away during a run."""
 
     row_order: RowOrder
     """In which few places are read at a time."""
@@ -62,7 +62,7 @@ class FarRows(Protocol):
 
 @runtime_checkable
 class GatheredRows(Protocol):
-    """What it makes use of where rows lie in memory: a call for them costs as much as some dozens of them do."""
+    """A further method of rows that lie in memory: a call for them costs as much as some dozens of them do."""
 
     @property
     def rows_per_call(self) -> int:
@@ -71,7 +71,7 @@ class GatheredRows(Protocol):
 
 
 class RowsOfDocuments(Rows, Protocol):
-    """What it needs where each row is one document."""
+    """Further methods where each row is one document."""
 
     num_tokens: Mapping[str, int]
 
@@ -121,7 +121,7 @@ class BuiltStep:
 
 
 class StepCut(Protocol):
-    """What is a step of a stream."""
+    """The cut of a stream into steps."""
 
     size: int
     """Of a step over all ranks, in rows or tokens."""

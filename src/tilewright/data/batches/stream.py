@@ -137,7 +137,7 @@ class Stream:
 
     @property
     def takes_documents(self) -> bool:
-        """Whether steps are of documents, whose places can be assigned."""
+        """True if steps are of documents, whose places can be assigned."""
         return isinstance(self._cut, DocumentSteps)
 
     def assign_with(self, assign: Assign) -> None:
@@ -302,7 +302,7 @@ class Stream:
         return self._history[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs; plain JSON values, of one size however often the weights moved."""
+        """The state that a resume needs; plain JSON values, of one size however often the weights moved."""
         skips = [list(one) for one in self._mixture.skips if one[1] > self._next]
         return {
             "seed": self._mixture.seed,

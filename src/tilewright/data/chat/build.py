@@ -177,7 +177,7 @@ def _messages(row: Row) -> list[Row]:
 
 
 def _said(spool: Spool, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What people and models said in each conversation: UTF-8 bytes, and where each begins and how long it is."""
+    """The words of people and models in each conversation: UTF-8 bytes, and where each begins and how long it is."""
     texts = []
     for i in range(len(spool)):
         messages = _messages(json.loads(spool.text(data, i)))
@@ -374,7 +374,7 @@ def _summary(
 
 
 def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dict[str, Any]:
-    """What is shown of chat data before training begins: shapes by file, the template, a rendered example."""
+    """The summary of chat data before training begins: shapes by file, the template, a rendered example."""
     lengths = np.array([len(sample.ids_T) for sample in encoded.samples if sample.text])
     example = encoded.samples[int(np.argsort(lengths, kind="stable")[len(lengths) // 2])]
     return {

@@ -44,7 +44,7 @@ class RenderedText:
         return "".join(self.text.split())
 
     def has(self, bare: str, times: int) -> bool:
-        """Whether a text stands in it so many times."""
+        """True if a text stands in it so many times."""
         forms = {bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1]}
         if sum(self.text.count(form) for form in forms) >= times:
             return True

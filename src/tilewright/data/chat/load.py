@@ -109,7 +109,7 @@ def _in_json(file: Path) -> dict[str, str]:
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """What a template may call `bos_token`, `eos_token` and so on, from the files of a tokenizer."""
+    """The tokens that a template may call `bos_token`, `eos_token` and so on, from the files of a tokenizer."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (folder / name).is_file():

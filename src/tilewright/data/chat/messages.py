@@ -104,7 +104,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether a message in the one form is an answer that is trained."""
+    """True if a message in the one form is an answer that is trained."""
     return message.get("role") == "assistant" and message.get("weight") != 0
 
 

@@ -34,7 +34,7 @@ _WHOLE = ("1", "1.0", "True", "true")
 
 @dataclass(frozen=True)
 class ReadRow:
-    """What a row is.
+    """The shape of a row.
 
     Args:
         shape: its shape.
@@ -98,7 +98,7 @@ def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
 
 
 def is_pair(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one of preferences."""
+    """True if a row is one of preferences."""
     return any(name in row for name in ("chosen", "rejected", "preferred_output", "non_preferred_output"))
 
 
@@ -219,7 +219,7 @@ def _pair(row: Mapping[str, Any]) -> Row:
 
 
 def _prompt(row: Mapping[str, Any]) -> list[Row]:
-    """What both answers of a pair follow, in the shapes that have it as a field of its own."""
+    """The prompt that both answers of a pair follow, in the shapes that have it as a field of its own."""
     if row.get("prompt"):
         return _messages(row["prompt"], "user")
     listed = parsed(next((row[name] for name in _LISTS if row.get(name)), None))

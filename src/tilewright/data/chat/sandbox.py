@@ -229,7 +229,7 @@ def without_marks(value: Any) -> Any:
 
 
 def _answers() -> Any:
-    """What the process does with a request; it keeps the templates that it has compiled."""
+    """The answer of the process to a request; it keeps the templates that it has compiled."""
     kept = Kept(lambda given: [compile_template(given["source"], mark) for mark in (False, True)], _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

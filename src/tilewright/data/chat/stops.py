@@ -1,4 +1,4 @@
-"""What ends an answer: one set, which training teaches, generation stops at, and every folder and file says.
+"""The tokens that end an answer: one set, which training teaches, generation stops at, and every folder and file says.
 
 It is the union of what the template writes behind an answer, the tokenizer's end of a text, and the ids that the
 model's folder declares (`eos_token_id` of generation_config.json). Layouts end an answer in three ways:
@@ -19,7 +19,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends an answer.
+    """The tokens that end an answer.
 
     Args:
         ids: tokens; the first is the one that the template teaches.

@@ -210,12 +210,12 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template says by `{% generation %}` blocks what the assistant wrote."""
+        """True if the template says by `{% generation %}` blocks what the assistant wrote."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
 
     @cached_property
     def argument_text(self) -> bool:
-        """Whether the template writes the arguments of a tool call from their JSON text, and not from an object.
+        """True if the template writes the arguments of a tool call from their JSON text, and not from an object.
 
         Found by rendering one: with an object such templates raise, or write it as Python would.
         """
@@ -237,7 +237,7 @@ class ChatTemplate:
             return None
 
     def renders_with(self, tokens: Mapping[str, str]) -> bool:
-        """Whether a conversation is rendered the same where the template may call tokens by these names."""
+        """True if a conversation is rendered the same where the template may call tokens by these names."""
         talk = [_said("user"), _said("assistant")]
         other = ChatTemplate(self.source, self.tokenizer, {**self.tokens, **tokens}, self.where)
         try:
@@ -250,7 +250,7 @@ class ChatTemplate:
 
     @property
     def stops(self) -> Stops:
-        """What ends an answer."""
+        """The tokens that end an answer."""
         return self.ending.with_stops(self.tokenizer.stop_ids)
 
     @cached_property
@@ -270,7 +270,7 @@ class ChatTemplate:
         return ending(self.tokenizer, self.control_pattern, tail, follows[0], follows[1])
 
     def _behind(self, messages: list[Any]) -> str | None:
-        """What is rendered behind the probe's answer; None where the template does not take it."""
+        """The text that is rendered behind the probe's answer; None where the template does not take it."""
         try:
             return self._render(messages, False).rpartition(_WORD * 2)[2]
         except ChatError:
@@ -323,7 +323,7 @@ class ChatTemplate:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What the process of templates raises, as errors of a conversation or of the template."""
+        """Errors of the process of templates, as errors of a conversation or of the template."""
         try:
             yield
         except TemplateLimitError as error:
@@ -345,7 +345,7 @@ def _too_much(error: TemplateLimitError, where: str) -> TemplateTooMuchError:
 
 
 def stops_of(tokenizer: Tokenizer, chat: ChatTemplate | None) -> Stops:
-    """What ends an answer of a model, or a text where it has no template."""
+    """The tokens that end an answer of a model, or a text where it has no template."""
     return Ending().with_stops(tokenizer.stop_ids) if chat is None else chat.stops
 
 

@@ -10,7 +10,7 @@ from tilewright.data.chat.errors import ChatError
 
 @dataclass(frozen=True)
 class TemplateArguments:
-    """What a template gets beside the messages.
+    """The arguments of a template beside the messages.
 
     Args:
         tools: descriptions of functions that the model may call, as OpenAI writes them.

@@ -50,7 +50,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a conversation becomes.
+    """The rendering of a conversation.
 
     Args:
         samples: the renderings that together train each answer once; usually one.
@@ -117,7 +117,7 @@ def render_answers(
 
 
 def _prompts(chat: ChatTemplate, answers: Sequence[int]) -> list[tuple[int, bool]]:
-    """What is rendered to see where answers begin, as `ChatTemplate.ahead` takes it."""
+    """The conversations that are rendered to see where answers begin, as `ChatTemplate.ahead` takes it."""
     return [(i, not chat.marks_answers) for i in answers if i]
 
 
@@ -160,7 +160,7 @@ class _Rendering:
         return [*before, (begin, _with_end(chat, self.text, end))]
 
     def has(self, answer: _Answer) -> bool:
-        """Whether it begins with what an answer's own rendering begins with, token by token, up to the answer's end."""
+        """True if it begins with what an answer's own rendering begins with, token by token, up to the answer's end."""
         end = answer.spans[-1][1]
         if not self.text.startswith(answer.text[:end]):
             return False
@@ -282,7 +282,7 @@ def _check_complete(
 
 
 def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: TemplateArguments) -> bool:
-    """Whether a text of an answer is rendered where the conversation ends with it."""
+    """True if a text of an answer is rendered where the conversation ends with it."""
     try:
         text = chat.render(messages[: leaf.message + 1], given=given)
     except ChatError:

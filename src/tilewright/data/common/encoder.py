@@ -83,7 +83,7 @@ class Spared:
     def encoded(
         self, encode: Callable[[Sequence[str]], list[_Found]], texts: Sequence[str]
     ) -> list[_Found | TokenizerError]:
-        """What `encode` makes of each text, or its error.
+        """The result of `encode` for each text, or its error.
 
         Raises:
             TokenizerError: too many fail.

@@ -87,7 +87,7 @@ class LimitedProcess:
         return found
 
     def ask(self, cpu_s: float, memory_bytes: int, **request: Any) -> Iterator[dict[str, Any]]:
-        """What the process says, item by item, with {"killed": signal} last where it was ended.
+        """The answers of the process, item by item, with {"killed": signal} last where it was ended.
 
         Args:
             cpu_s: processor seconds that it may take.
@@ -173,7 +173,7 @@ class Kept:
         self._make, self._number, self._found = make, number, dict[str, Any]()
 
     def of(self, request: dict[str, Any]) -> Any:
-        """What a request is about; None where it has to be told again."""
+        """The subject of a request; None where it has to be sent again."""
         if "given" in request:
             while len(self._found) >= self._number:
                 self._found.pop(next(iter(self._found)))

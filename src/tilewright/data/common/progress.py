@@ -49,7 +49,7 @@ class ProgressBar:
         log.info("%s: %s", self._title, name)
 
     def _words(self) -> str:
-        """What is done now, and how much of it is."""
+        """The present work, and how much of it is done."""
         share = f", {self._done / self._total:.0%}" if self._total else ""
         return f"{self._title}: {self._name}{share}" if self._name else ""
 

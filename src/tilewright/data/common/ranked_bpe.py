@@ -73,7 +73,7 @@ _KEEPS_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 
 @dataclass(frozen=True)
 class MergeRanks:
-    """What tiktoken is given.
+    """The input of tiktoken.
 
     Args:
         pattern: of the pieces.
@@ -245,7 +245,7 @@ def _last_pair(text: str, place: Mapping[tuple[str, str], int]) -> tuple[str, st
 
 @lru_cache(maxsize=len(_PATTERNS))
 def classes_agree(pattern: str) -> bool:
-    """Whether tiktoken's engine and that of `tokenizers` count the same characters into each class of a pattern."""
+    """True if tiktoken's engine and that of `tokenizers` count the same characters into each class of a pattern."""
     import tiktoken
 
     letters = sorted(set("".join(re.findall(r"\(\?i:([^)]*)\)", pattern))) - set("'|"))
@@ -266,7 +266,7 @@ def classes_agree(pattern: str) -> bool:
 
 
 def has_tiktoken() -> bool:
-    """Whether the package is installed."""
+    """True if the package is installed."""
     return find_spec("tiktoken") is not None
 
 

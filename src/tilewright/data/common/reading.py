@@ -101,7 +101,7 @@ class Reader(Protocol):
 
 
 def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) -> Reader:
-    """What reads with a tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
+    """The reader of a tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
 
     Args:
         backend: not to be changed from now on.
@@ -145,7 +145,7 @@ def _replacements(state: Any) -> Iterator[tuple[str | None, float]]:
 
 @contextmanager
 def failures_told(what: str) -> Iterator[None]:
-    """What the library raises, its panics too, as an error of the tokenizer.
+    """Errors of the library, its panics too, as errors of the tokenizer.
 
     Args:
         what: could not be done.
@@ -314,7 +314,7 @@ def _loaded(given: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _answers() -> Any:
-    """What the process does: encodes `texts`, or decodes `ids`."""
+    """The work of the process: encodes `texts`, or decodes `ids`."""
     kept = Kept(_loaded, _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

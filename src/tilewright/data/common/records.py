@@ -1,4 +1,4 @@
-"""What a reader hands to the data build: records to keep, and rejects with the reason.
+"""The output of a reader for the data build: records to keep, and rejects with the reason.
 
 A record is one text, image or sound together with the place that it came from, so that any training sample can be
 traced to its file. Everything but `arrays` goes into Parquet.

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say: which tokens begin and end a document, and which file is missing.
+"""Facts from the files beside a tokenizer.json: which tokens begin and end a document, and which file is missing.
 
 A folder of Hugging Face's layout names its special tokens in up to four files. They are read in the order of `_FILES`,
 the one in which transformers' own tokenizers are the most specific; the first that names a token decides.

@@ -1,4 +1,4 @@
-"""What was found, used and refused, in files, documents and bytes: found = used + refused, in each of them.
+"""The account of files, documents and bytes: found = used + refused, in each of them.
 
 Two ledgers. Files are counted once, with their bytes on disk: a file is used where a document of it is. A file that is
 read in parts shares its bytes out over them, so that a limit that leaves half of a file unread shows in the bytes.
@@ -199,7 +199,7 @@ def file_type(reason: str) -> str:
 
 
 def account_of_files(sizes: Mapping[str, int], used: Collection[str], rejects: Sequence[Reject]) -> dict[str, Any]:
-    """What `Account.summary` gives, of files alone that are used or refused as a whole.
+    """The result of `Account.summary`, of files alone that are used or refused as a whole.
 
     Args:
         sizes: bytes of each file that was found.

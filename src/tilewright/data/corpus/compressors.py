@@ -1,4 +1,4 @@
-"""What general compressors make of the held-out text: the marks that a model's bits per byte are compared with.
+"""The size of the held-out text under general compressors: the marks that a model's bits per byte are compared with.
 
 A language model is a compressor (Shannon 1951): its loss in bits per byte is the size that an arithmetic coder would
 reach with it. A model above `gzip -9` has learned little but which words there are.

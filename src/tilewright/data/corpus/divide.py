@@ -35,7 +35,7 @@ class Divided:
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
     def notes(self, domains: tuple[str, ...]) -> list[str]:
-        """What is to be said of it, by domain."""
+        """Notes on it, by domain."""
         found = []
         for domain, sizes in sorted(self.sizes.items()):
             groups = "a group" if len(sizes) == 1 else f"{len(sizes)} groups"

@@ -21,7 +21,8 @@ _MIN_TAIL_BYTES = 64
 
 
 class HoldoutDocuments(Protocol):
-    """What is divided: `domain_of` (index into `domains`) and `lengths` (bytes) have one entry a document."""
+    """The documents that are divided: `domain_of` (index into `domains`) and `lengths` (bytes) have one entry a
+    document."""
 
     @property
     def domains(self) -> Sequence[str]: ...

@@ -272,7 +272,7 @@ def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> Da
 
 
 def _hint(rejects: list[Reject], want: Wanted) -> str:
-    """What else can be done with what was found, "" where nothing is known."""
+    """Another use of what was found, "" where none is known."""
     for reject in rejects:
         _, named, fields = reject.example.partition("fields")
         listed = fields.lstrip(": ").split(", ") if named else []

@@ -1,4 +1,4 @@
-"""What a policy of mixing sees and answers: losses and epochs by domain -> weights, with a reason, or none.
+"""The interface of a policy of mixing: losses and epochs by domain -> weights, with a reason, or none.
 
 A policy is a function of what it was shown, in order, and of its state, which is plain JSON and of one size. It draws
 no random numbers, so ranks that are shown the same answer the same, and a resumed run goes on as if it had not stopped.
@@ -13,7 +13,7 @@ Weights = dict[str, float]
 
 @dataclass(frozen=True)
 class DomainSeen:
-    """What is known of one domain at an evaluation."""
+    """The facts on one domain at an evaluation."""
 
     held_out: float | None = None
     """Mean loss of held-out text, in nats per target; None: it has none."""
@@ -67,7 +67,7 @@ class MixPolicy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next answers depend on."""
+        """The state on which the next answers depend."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What no policy may leave: bounds of weights, a smaller step, and an end to repetition.
+"""Limits that no policy may leave: bounds of weights, a smaller step, and an end to repetition.
 
 All of it is applied to what a policy asks for, in this order: domains that were seen often enough get nothing, the rest
 moves by a part of the way, and each weight is brought between the bounds while they sum to 1.
@@ -53,7 +53,7 @@ class MixLimits:
         return found if len(found) < len(epochs) else []
 
     def applied(self, wanted: Mapping[str, float], now: Mapping[str, float], full: Collection[str]) -> Weights:
-        """What a move to `wanted` becomes.
+        """The weights that a move to `wanted` becomes.
 
         Args:
             wanted: weights of all domains.

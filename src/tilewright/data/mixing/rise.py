@@ -1,4 +1,4 @@
-"""Whether a loss has risen above its own noise, evaluation by evaluation.
+"""Finds out if a loss has risen above its own noise, evaluation by evaluation.
 
 The mean of the last `patience` evaluations is compared with the mean of the `_LEVEL` ones before them, the level. The
 noise is the standard deviation of just these differences over the past, so it also counts noise that is like that of

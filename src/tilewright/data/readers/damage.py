@@ -1,4 +1,4 @@
-"""What parsers of other projects raise on damaged files, and what they raise of this machine all the same.
+"""Errors of other projects' parsers: those of damaged files, and those of this machine.
 
 Without numpy, whose threads take address space from one.
 """
@@ -20,7 +20,7 @@ PARSER_ERRORS = (
 
 
 def damage_of(error: BaseException) -> str:
-    """What an error of a parser says of the file that it read, in one line.
+    """The message of a parser's error on the file that it read, in one line.
 
     Raises:
         OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.
@@ -36,5 +36,5 @@ def only_damage(error: BaseException) -> None:
 
 
 def failure(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")

@@ -68,7 +68,7 @@ class Entry:
         return Rejected(self.name, self.join(part), STAGE, rule, value, threshold, said, self.domain, **sums)
 
     def _said(self, text: str) -> str:
-        """What a parser says, as UTF-8 can hold it and without the place of the file on this machine."""
+        """The message of a parser, as UTF-8 can hold it and without the place of the file on this machine."""
         return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
 
     def need(self, package: str, *, of_format: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a file is: by its first bytes where they say it, else by its suffix.
+"""The kind of a file: by its first bytes where they tell, else by its suffix.
 
 A text file has no magic bytes, so the suffix decides how text is read. A suffix that nothing here knows is refused even
 if the bytes are text: keys, caches and drawings are text, too. `read.suffixes` of a build says what others are. A file
@@ -63,7 +63,7 @@ _ROW = re.compile(rb'\s*+\{[^\n]*\}[ \t\r]*(?:\n\s*\{|\n?\Z)|\s*+\{\s*"[^\n]*\Z'
 
 
 def kind_of(name: str, head: bytes, suffixes: Mapping[str, str] | None = None) -> str:
-    """What a file called `name` that begins with `head` is.
+    """The kind of a file called `name` that begins with `head`.
 
     Args:
         name: of the file.

@@ -32,7 +32,7 @@ Group = list[Entry]
 
 @dataclass
 class UnpackBudget:
-    """What an archive may still unpack to."""
+    """The bytes that an archive may still unpack to."""
 
     entry: Entry
     size: int

@@ -25,7 +25,7 @@ _SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class FileContent:
-    """What is in a file: XXH3-128 of its bytes, and whether all of them are UTF-8."""
+    """The content of a file: XXH3-128 of its bytes, and whether all of them are UTF-8."""
 
     digest: str
     is_utf8: bool
@@ -99,7 +99,7 @@ class Contents:
 
 
 def _load(path: Path | None) -> dict[str, tuple[str, FileContent, bool]]:
-    """What the file says; nothing where it is missing or damaged, which costs time and no result."""
+    """The content of the file; nothing where it is missing or damaged, which costs time and no result."""
     try:
         rows = json.loads(path.read_bytes()) if path is not None else {}
         return {name: (str(key), FileContent(**content), True) for name, (key, content) in rows.items()}

@@ -1,4 +1,4 @@
-"""What a data source hands over: parts that can be read, and the documents or rejects that come out of them.
+"""The output of a data source: parts that can be read, and the documents or rejects that come out of them.
 
 Also the two steps every text goes through: bytes to text (`decode`) and long text to pieces (`cut`).
 Nothing here guesses an encoding: text is UTF-8, or says otherwise with a byte-order mark.

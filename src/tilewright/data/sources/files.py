@@ -128,7 +128,7 @@ def existing(root: Path, source: str, want: Wanted) -> Path:
 
 
 def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Reject]:
-    """What a saved dataset holds; its files without rows are refused one by one."""
+    """The items of a saved dataset; its files without rows are refused one by one."""
     items = saved_dataset_parts(root, field, domains)
     named = {item.file if isinstance(item, Part) else item.where for item in items}
     for name, path, status in found.files:
@@ -203,7 +203,7 @@ def _is_wide(path: Path) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file without a suffix begins as text in UTF-8, UTF-16 or UTF-32."""
+    """True if a file without a suffix begins as text in UTF-8, UTF-16 or UTF-32."""
     with path.open("rb") as file:
         head = file.read(1 << 13)
     if wide_encoding(head):

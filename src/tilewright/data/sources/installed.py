@@ -273,7 +273,7 @@ def split_docstrings(source: str) -> tuple[str, list[tuple[int, str]]]:
 
 
 def _opens_block(source: str, line_start: int) -> bool:
-    """Whether the last line of code before `line_start` ends in a colon, or there is none."""
+    """True if the last line of code before `line_start` ends in a colon, or there is none."""
     while line_start > 0:
         before = source.rfind("\n", 0, line_start - 1) + 1
         line = source[before : line_start - 1].split("#")[0].rstrip()
@@ -284,7 +284,7 @@ def _opens_block(source: str, line_start: int) -> bool:
 
 
 def _body_goes_on(source: str, at: int, indent: int) -> bool:
-    """Whether the next line of code from `at` on is indented by `indent` or more."""
+    """True if the next line of code from `at` on is indented by `indent` or more."""
     for line in _lines_from(source, at):
         text = line.lstrip()
         if text and not text.startswith("#"):

@@ -83,7 +83,7 @@ def streamed_rows(name: str, path: Path, field: str | None, longest: int = LONGE
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether the .json file at `path` has a whole object in its first line and something after it."""
+    """True if the .json file at `path` has a whole object in its first line and something after it."""
     with path.open("rb") as file:
         head = file.readline(1 << 20).removeprefix(codecs.BOM_UTF8)
         if not head.endswith(b"\n") or not head.strip().startswith(b"{") or not file.read(1):

@@ -69,7 +69,7 @@ def _read_row_group(name: str, path: Path, group: int, field: str | None, longes
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `folder` was written by `save_to_disk` of Hugging Face datasets."""
+    """True if `folder` was written by `save_to_disk` of Hugging Face datasets."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
@@ -179,7 +179,7 @@ def _field_problem(schema: pa.Schema, field: str | None) -> tuple[str, str] | No
 
 
 def damage_in(error: Exception) -> str:
-    """What an error of Arrow says of a file, in one line.
+    """The message of an Arrow error on a file, in one line.
 
     Raises:
         OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.

@@ -14,7 +14,7 @@ OUTSIDE = "link out of the source"
 
 @dataclass
 class Found:
-    """What is below a path: files to read as (name, path, status), rejects, and the size of each of both by name.
+    """The content below a path: files to read as (name, path, status), rejects, and the size of each of both by name.
 
     A name is relative to the root, printable, and different for each entry.
     """
@@ -29,7 +29,7 @@ class Found:
 
 
 def stat_key(status: os.stat_result) -> str:
-    """What changes with each write to a file, and with each other file that takes its place."""
+    """A key that changes with each write to a file, and with each other file that takes its place."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_dev}:{status.st_ino}"
 
 

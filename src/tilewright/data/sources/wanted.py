@@ -1,4 +1,4 @@
-"""What a command reads a path of the user's for, and the errors where the path has none of it.
+"""The purpose for which a command reads a path of the user's, and the errors where the path has none of it.
 
 What helps depends on the use: the installed text is no advice for a user who names a file of conversations.
 """

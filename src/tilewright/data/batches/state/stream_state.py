@@ -1,4 +1,4 @@
-"""What a stream's state and the rows of its log say, checked: from plain JSON to stages, sizes of steps and back."""
+"""The state of a stream and the rows of its log, checked: from plain JSON to stages, sizes of steps and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
 
 class KeptLog(NamedTuple):
-    """What was found in a log behind a checkpoint."""
+    """The rows of a log behind a checkpoint."""
 
     lost: str | None
     """What was lost of it; None: nothing."""
@@ -30,7 +30,8 @@ class KeptLog(NamedTuple):
 
 
 def asked_skips(rows: Sequence[Row]) -> list[tuple[int, int, str]]:
-    """What rows behind a checkpoint ask to leave out. Rows of another shape, which we do not write, are passed over."""
+    """The samples that rows behind a checkpoint ask to leave out. Rows of another shape, which we do not write, are
+    passed over."""
     found = []
     for row in rows:
         samples = row.get("samples")

@@ -38,7 +38,8 @@ class Caption:
 
 
 def caption_of(path: Path, longest: int, folders: int) -> Caption:
-    """What the files beside an image or sound say about it, or tables in as many folders upwards as `folders`.
+    """The captions of an image or sound from the files beside it, or from tables in as many folders upwards as
+    `folders`.
 
     Files of more than `longest` bytes are not read.
     """

@@ -137,7 +137,7 @@ def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
 
 
 def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
-    """What the parser's process says, with a reject where a signal ended it.
+    """The answers of the parser's process, with a reject where a signal ended it.
 
     Raises:
         OSError: the process cannot be started, or cannot open a file for what this machine lacks.

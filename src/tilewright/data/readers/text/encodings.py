@@ -55,7 +55,7 @@ def wide_encoding_of(head: bytes) -> str:
 
 
 def begins_as_utf8(head: bytes) -> bool:
-    """Whether the beginning of a file is UTF-8; a character at its end may be cut.
+    """True if the beginning of a file is UTF-8; a character at its end may be cut.
 
     Example:
         >>> begins_as_utf8("né".encode()[:2]), begins_as_utf8("né ".encode("latin-1"))
@@ -79,7 +79,7 @@ class Decoded(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a record says of it."""
+        """The facts of a record on it."""
         return {"encoding": self.encoding} | ({"encoding_doubt": self.doubt} if self.doubt else {})
 
 
@@ -136,7 +136,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def is_suspect(text: str) -> bool:
-    """Whether `text` may hold mojibake: a cheap test, which ftfy then decides.
+    """True if `text` may hold mojibake: a cheap test, which ftfy then decides.
 
     Example:
         >>> is_suspect("café"), is_suspect("cafÃ©"), is_suspect("donâ€™t")
