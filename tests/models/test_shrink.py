@@ -62,6 +62,20 @@ def test_both_kinds_of_layers_are_kept():
     }
 
 
+@pytest.mark.parametrize("num_layers", [3, 4, 8])
+def test_as_many_layers_as_stages_have(num_layers):
+    """The first ones, and one of another kind among them."""
+    for name in ("gemma3_text", "qwen3_next", "deepseek_v3", "gpt2"):
+        words, values = next(smaller(published(name), num_layers))
+        assert words == f"{num_layers} narrow layers"
+        assert {values.get("num_hidden_layers"), values.get("n_layer")} == {num_layers, None}
+        kinds = values.get("layer_types") or [0] * num_layers
+        assert len(kinds) == num_layers
+        assert len(set(kinds)) == (2 if name in ("gemma3_text", "qwen3_next") else 1)
+    few = {"num_hidden_layers": 2, "hidden_size": 8}
+    assert [values for _, values in smaller(few, num_layers)][-1] == few
+
+
 def test_a_dense_layer_and_one_with_experts():
     _, values = next(smaller(published("deepseek_v3")))
     assert (values["num_hidden_layers"], values["first_k_dense_replace"], values["n_routed_experts"]) == (2, 1, 8)

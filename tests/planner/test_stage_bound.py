@@ -3,14 +3,21 @@
 import pytest
 
 from tests.contracts.observe import fixed_ceilings
+from tests.models.shapes import KERNELS
 from tests.training.tiny import settings
 from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
+from tilewright.models.build import decoder_config
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.world import Group
 from tilewright.planner.cost.choices import executors
 from tilewright.planner.decide import decide
+from tilewright.planner.simulate.mesh.model import MeshModel
 from tilewright.planner.site import Site
 
 
@@ -91,6 +98,56 @@ def test_layers_of_several_kinds_are_those_of_some_rank(split, tmp_path):
     indices = sorted(index for kind in found.classes for index in kind.indices)
     assert indices == list(range(found.num_layers))
     assert found.num_layers in (split or [2, 2])
+
+
+WIDE_FIRST = "[{ ffn_dim = 512, repeat = 2 }, { ffn_dim = 32, repeat = 6 }]"
+WINDOWS_LAST = "[{ ffn_dim = 32, repeat = 4 }, { ffn_dim = 32, sliding_window = 8, repeat = 4 }]"
+LINEAR_LAST = (
+    "[{ num_heads = 8, num_kv_heads = 8, ffn_dim = 64, repeat = 2 }, "
+    '{ ffn_dim = 32, attention = "linear", repeat = 6 }]'
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tp", "layers", "split"),
+    [
+        ("1f1b", 1, WIDE_FIRST, (2, 6)),
+        ("1f1b", 2, WIDE_FIRST, (2, 6)),
+        ("interleaved", 1, WIDE_FIRST, (1, 1, 3, 3)),
+        ("1f1b", 1, WINDOWS_LAST, (3, 5)),
+        ("zbv", 1, LINEAR_LAST, (1, 1, 3, 3)),
+    ],
+)
+def test_plan_simulation_and_run_have_the_same_layers_in_each_stage(schedule, tp, layers, split, tmp_path):
+    """By what they cost, where they differ."""
+    values = settings(tmp_path, tmp_path, model__num_layers=8, model__dim=64, model__num_heads=4,
+                      model__num_kv_heads=4, parallel__pp=2, parallel__tp=tp, parallel__schedule=schedule)  # fmt: skip
+    values |= {"model.layers": layers, "ops.cross_entropy": "native", "data.seq_len": "256"}
+    loaded = load_recipe(None, values, environ={})
+    recipe, site = (
+        loaded.recipe,
+        Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2, tp=tp)),
+    )
+    plan = decide(loaded, site, "as_it_stands")
+    assert plan.split == split
+    assert any(", ".join(map(str, split)) in note for note in plan.notes)
+    model = MeshModel(recipe, 300, site.machine, site.rates, site.shapes)
+    assert tuple(map(len, Pipeline.of(recipe.parallel).split(8, model.whole.layer_costs))) == split
+    pipeline, config, held = Pipeline.of(plan.held(recipe.parallel)), decoder_config(recipe.model, 300), {}
+    for rank in range(2):
+        part = hold_stages(Decoder(config, KERNELS), pipeline, Group(rank, 2))
+        held |= {stage.index: len(stage.layers) for stage in part.stages}
+    assert tuple(count for _, count in sorted(held.items())) == split
+
+
+@pytest.mark.parametrize("layers", [WIDE_FIRST, "[]"])
+def test_a_split_that_is_said_stays(layers, tmp_path):
+    values = settings(tmp_path, tmp_path, model__num_layers=8, model__dim=64, model__num_heads=4,
+                      parallel__pp=2, parallel__split="[7,1]")  # fmt: skip
+    site = Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2))
+    plan = decide(load_recipe(None, values | {"model.layers": layers}, environ={}), site, "as_it_stands")
+    assert plan.split == (7, 1)
+    assert not any("parallel.split" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

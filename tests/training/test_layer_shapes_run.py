@@ -1,9 +1,15 @@
-"""A run whose layers have shapes of their own: both executors, stopped and resumed."""
+"""A run whose layers have shapes of their own: both executors, stopped and resumed, in stages."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
 from tests.training.tiny import last_state, rows, tiny
+from tilewright.planner.machine import ceilings
+from tilewright.training.hooks.base import AfterStep
 from tilewright.training.session import train
 
 LAYERS = (
@@ -25,6 +31,34 @@ def losses(run):
 def test_the_layer_major_executor_has_its_losses(whole, data, tmp_path):
     run = train(tiny(data, tmp_path, memory__executor="layer_major", **OWN)).run_dir
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def staged(rank, data, folder):
+    """A run in stages: what the plan gave each stage, and what stages of this rank hold."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    found = {}
+
+    def look(setup, parts):
+        found["plan"] = setup.plan.split
+        found["held"] = {stage.index: len(stage.layers) for stage in parts.model.stages}
+        return AfterStep(lambda step, result: None)
+
+    loaded = tiny(Path(data), Path(folder), **OWN | {"parallel__pp": 2, "model__num_layers": 6, "data__seq_len": 128})
+    found["step"] = train(loaded, hooks=[look]).step
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_stages_hold_what_the_plan_gave_them(data, tmp_path):
+    """Twice the same three layers; the first one of each costs more than the others together."""
+    ranks = on_ranks(2, staged, str(data), str(tmp_path))
+    held = ranks[0]["held"] | ranks[1]["held"]
+    assert {found["step"] for found in ranks} == {4}
+    assert {found["plan"] for found in ranks} == {tuple(count for _, count in sorted(held.items()))}
+    alone = OWN | {"model__num_layers": 6, "data__seq_len": 128}
+    whole = train(tiny(data, tmp_path / "alone", **alone)).run_dir
+    assert losses(tmp_path / "tiny") == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_a_run_that_was_stopped_has_its_bits(whole, data, tmp_path):

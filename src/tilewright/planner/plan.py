@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import ParallelSection, Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, STEP_PHASES, LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, format_count, format_seconds
@@ -67,6 +67,8 @@ class Plan:
     """Whether the planner chose it, layer by layer; else it is the recipe as it stands."""
     stands_because: str = ""
     """Why the planner decides nothing of this recipe, and cannot plan it again; empty where it may."""
+    split: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline, which the run then holds; empty without stages."""
     least_bytes: float | None = None
     """The least that a step takes with what the recipe says, where that did not fit and something else was decided."""
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
@@ -238,6 +240,10 @@ class Plan:
         }
         rows = (replace(row, operations=tuple(one.scaled(time) for one in row.operations)) for row in self.rows)
         return replace(self, phases=phases, rows=tuple(rows), around=tuple(one.scaled(time) for one in self.around))
+
+    def held(self, section: ParallelSection) -> ParallelSection:
+        """A run's `[parallel]`, with the layers of each stage that the plan counts on."""
+        return section.model_copy(update={"split": self.split}) if self.split else section
 
     def settings(self) -> dict[str, object]:
         """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""

@@ -339,7 +339,7 @@ def build(
         in_stages = world.row.size > 1
         numbers = rounding_numbers(recipe.optim, model) if recipe.parallel.numbers_by_name else None
         sites = sites_of(model) if in_stages and recipe.precision.moves_matmuls else None
-        model = parallelize(model, world, recipe.parallel, device=device, values=values, fresh=fresh)
+        model = parallelize(model, world, setup.plan.held(recipe.parallel), device=device, values=values, fresh=fresh)
         sync = GradientSync.attached(world, recipe.parallel, setup.kernels, model)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.

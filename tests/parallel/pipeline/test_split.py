@@ -1,11 +1,14 @@
 """Which layers are where, and how many micro-batches a schedule takes: as torch's own schedules say."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.parallel.launch import PIPELINES
+from tilewright.parallel.pipeline.bottleneck import cut_evenly
 from tilewright.parallel.pipeline.split import Pipeline
 
 SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
@@ -36,13 +39,63 @@ def test_a_split_by_hand_is_taken_as_it_is_or_refused_with_one_that_is_not(sched
         ranges = pipeline.split(num_layers)
         assert [layer for of_stage in ranges for layer in of_stage] == list(range(num_layers))
         assert not counts or [len(of_stage) for of_stage in ranges] == counts
-        held = [sum(len(ranges[stage]) for stage in pipeline.stages_of(rank)) for rank in range(pp)]
-        assert pipeline.most_layers(num_layers) == max(held)
         return
     with pytest.raises(ConfigError, match="not one of this model") as caught:
         pipeline.split(num_layers)
     given = caught.value.problems[0].try_.split("[")[1].split("]")[0]
     Pipeline(pp, *schedule, layers=tuple(map(int, given.split(",")))).split(num_layers)
+
+
+def most_work(pipeline, costs, counts):
+    """Of a rank, with so many layers per stage."""
+    ends = list(itertools.accumulate(counts, initial=0))
+    work = [0] * pipeline.pp
+    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
+        work[pipeline.rank_of(stage)] += sum(costs[begin:end])
+    return max(work)
+
+
+@given(SCHEDULES, st.integers(2, 4), st.lists(st.integers(0, 30), min_size=12, max_size=12), st.integers(2, 11))
+def test_of_layers_that_differ_the_rank_with_most_work_has_little(schedule, pp, costs, layers):
+    """With one stage per rank as little as by any split; with several at most a layer more."""
+    pipeline = Pipeline(pp, *schedule)
+    layers = max(layers, pipeline.num_stages)
+    costs = costs[:layers]
+    ranges = pipeline.split(layers, costs)
+    assert [layer for of_stage in ranges for layer in of_stage] == list(range(layers))
+    assert min(map(len, ranges)) >= 1
+    found = most_work(pipeline, costs, map(len, ranges))
+    every = itertools.combinations(range(1, layers), pipeline.num_stages - 1)
+    best = min(
+        most_work(pipeline, costs, [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))])
+        for cuts in every
+    )
+    assert found <= best + (0 if pipeline.virtual == 1 else max(costs))
+    assert found <= most_work(pipeline, costs, map(len, pipeline.split(layers)))
+    assert pipeline.split(layers, [7 * cost for cost in costs]) == ranges, "costs have no unit"
+
+
+@given(SCHEDULES, st.integers(2, 9), st.integers(1, 70), st.integers(0, 10**15))
+def test_layers_that_cost_alike_are_dealt_out_by_their_number(schedule, pp, layers, cost):
+    pipeline = Pipeline(pp, *schedule)
+    layers = max(layers, pipeline.num_stages)
+    assert pipeline.split(layers, (cost,) * layers) == pipeline.split(layers)
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=14), st.integers(0, 13))
+def test_a_cut_has_as_many_parts_as_are_asked_for_and_no_cut_a_cheaper_most_expensive_one(costs, parts):
+    """By dynamic programming over the first entries."""
+    parts = 1 + parts % len(costs)
+    counts = cut_evenly(costs, parts)
+    assert (len(counts), sum(counts), min(counts) >= 1) == (parts, len(costs), True)
+    sums = list(itertools.accumulate(costs, initial=0))
+    best = sums[1:]
+    for _ in range(parts - 1):
+        best = [
+            min((max(best[cut - 1], sums[end] - sums[cut]) for cut in range(1, end)), default=best[0])
+            for end in range(1, len(costs) + 1)
+        ]
+    assert most_work(Pipeline(parts), costs, counts) == best[-1]
 
 
 @given(SCHEDULES, st.integers(2, 4), st.integers(12, 40))

@@ -1,4 +1,4 @@
-"""A model's config.json made small: two layers, of different kinds where there are, and narrow ones. For a trial that
+"""A model's config.json made small: few layers, of different kinds where there are, and narrow ones. For a trial that
 computes what the model computes, in seconds.
 
 Only sizes change, by the names that config.json files have for them; a config has the names of its architecture. What
@@ -31,46 +31,50 @@ _HALF_HEAD = ("short_factor", "long_factor")
 """Lists with a number for each rotated pair of a head's dims."""
 
 
-def smaller(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def smaller(config: Mapping[str, Any], num_layers: int = 2) -> Iterator[tuple[str, dict[str, Any]]]:
     """The change of the config, in words, and the config; the smallest first, the last one with all layers whole.
 
+    Args:
+        config: of a model.
+        num_layers: that are left of it, at least 2; a model of fewer keeps its own.
+
     Example:
-        >>> [words for words, _ in smaller({"num_hidden_layers": 32, "hidden_size": 4096})]
-        ['2 narrow layers', '2 layers', 'all layers']
+        >>> [words for words, _ in smaller({"num_hidden_layers": 32, "hidden_size": 4096}, num_layers=4)]
+        ['4 narrow layers', '4 layers', 'all layers']
     """
     whole = {name: value for name, value in config.items() if name != "quantization_config"}  # weights are drawn
-    few = _shallow(whole)
-    layers = "2 layers" if few != whole else "layers"
+    few = _shallow(whole, num_layers)
+    layers = f"{num_layers} layers" if few != whole else "layers"
     yield layers.replace("layers", "narrow layers"), _narrow(few)
     if few != whole:
         yield layers, few
     yield "all layers", whole
 
 
-def _shallow(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Two layers, of each of the parts that have a config of their own."""
+def _shallow(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """So many layers, of each of the parts that have a config of their own."""
     depth = next((config[name] for name in DEPTHS if isinstance(config.get(name), int)), 0)
-    kept = _kept(config, depth)
+    kept = _kept(config, depth, num_layers)
     changed: dict[str, Any] = {}
     for name, value in config.items():
         changed[name] = value
         if name in DEPTHS and isinstance(value, int):
-            changed[name] = min(value, 2)
+            changed[name] = min(value, num_layers)
         elif _is_part(name, value):
-            changed[name] = _shallow(value)
-        elif depth > 2 and isinstance(value, list) and len(value) == depth:
+            changed[name] = _shallow(value, num_layers)
+        elif depth > num_layers and isinstance(value, list) and len(value) == depth:
             changed[name] = [value[i] for i in kept]
         elif name == "first_k_dense_replace" and isinstance(value, int):
-            changed[name] = min(value, 1)  # the other layer has experts
+            changed[name] = min(value, 1)  # the other layers have experts
     return changed
 
 
-def _kept(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
-    """The first layer, and the first one of another kind."""
+def _kept(config: Mapping[str, Any], depth: int, num_layers: int) -> list[int]:
+    """The first layers, and among them the first one of another kind."""
     kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != depth:
-        return 0, 1
-    return 0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)
+    known = kinds if isinstance(kinds, list) and len(kinds) == depth else []
+    other = next((i for i, kind in enumerate(known) if kind != known[0]), 1)
+    return [*range(num_layers - 1), max(other, num_layers - 1)]
 
 
 def _narrow(config: Mapping[str, Any]) -> dict[str, Any]:

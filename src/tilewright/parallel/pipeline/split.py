@@ -3,9 +3,13 @@
 A stage is a range of layers; the first one has the prologue too, the last one the epilogue. A rank has one stage, or
 `virtual` of them (interleaved): stage i is on rank i % pp, so the first stage is on the first rank, the last on the
 last. Or two of them (V): down the ranks and up again, so the first rank has the first stage and the last one.
+
+Layers that cost alike are dealt out by their number, others by what they cost. What a plan counts on, and a run then
+holds, is the split for the costs that the planner knows (`planner.advice.stages`).
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.core.config.sections.parallel import (
@@ -16,6 +20,8 @@ from tilewright.core.config.sections.parallel import (
     ScheduleName,
 )
 from tilewright.core.errors import ConfigError
+from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split
+from tilewright.parallel.pipeline.bottleneck import cut_evenly
 
 _AS_MANY: tuple[ScheduleName, ...] = ("1f1b", "dualpipe_v")
 """As many micro-batches as stages, at least."""
@@ -36,7 +42,7 @@ class Pipeline:
     virtual: int = 1
     """Stages per rank."""
     layers: tuple[int, ...] = ()
-    """Of each stage; empty: as many in each."""
+    """Of each stage; empty: by what they cost."""
     reverse: bool = False
     """The ranks in the other order: the last stage is on the first rank, where the order of ranks has it on the last.
     """
@@ -85,9 +91,15 @@ class Pipeline:
     def _turned(self, place: int) -> int:
         return self.pp - 1 - place if self.reverse else place
 
-    def split(self, num_layers: int) -> list[range]:
-        """The layers of each stage: as said, or as many in each, and one more in the first ones where that does not
-        come out even.
+    def split(self, num_layers: int, costs: Sequence[int] = ()) -> list[range]:
+        """The layers of each stage: as said. Else, of layers that cost alike, as many in each, and one more in the
+        first ones where that does not come out even; of others such that the rank with most work has little of it.
+
+        With one stage per rank no split leaves it less. Embedding and head are not counted.
+
+        Args:
+            num_layers: of the model.
+            costs: of each of them, in any unit; empty: they cost alike.
 
         Raises:
             ConfigError: fewer layers than stages, or what is said is of other stages or layers.
@@ -95,6 +107,8 @@ class Pipeline:
         Example:
             >>> Pipeline(pp=4).split(6), Pipeline(pp=2, layers=(4, 2)).split(6)
             ([range(0, 2), range(2, 4), range(4, 5), range(5, 6)], [range(0, 4), range(4, 6)])
+            >>> Pipeline(pp=2).split(6, costs=(5, 5, 2, 2, 2, 2))
+            [range(0, 2), range(2, 6)]
         """
         if num_layers < self.num_stages:
             each = f", {self.virtual} per process" if self.virtual > 1 else ""
@@ -106,20 +120,18 @@ class Pipeline:
                 where="parallel.pp",
             )
         self._check_split(num_layers)
-        least, more = divmod(num_layers, self.num_stages)
-        counts = self.layers or tuple(least + (stage < more) for stage in range(self.num_stages))
-        ends = (0, *itertools.accumulate(counts))
+        ends = (0, *itertools.accumulate(self.layers or self._dealt_out(num_layers, costs)))
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
-    def most_layers(self, num_layers: int) -> int:
-        """Of the rank that holds most.
-
-        Example:
-            >>> Pipeline(2, "zbv", 2).most_layers(9), Pipeline(2, "zbv", 2, layers=(1, 3, 3, 2)).most_layers(9)
-            (5, 6)
-        """
-        ranges = self.split(num_layers)
-        return max(sum(len(ranges[stage]) for stage in self.stages_of(rank)) for rank in range(self.pp))
+    def _dealt_out(self, num_layers: int, costs: Sequence[int]) -> tuple[int, ...]:
+        """Layers per stage where nothing is said of them."""
+        least, more = divmod(num_layers, self.num_stages)
+        even = tuple(least + (stage < more) for stage in range(self.num_stages))
+        if len(set(costs)) <= 1:
+            return even
+        found = SplitCosts(costs, [self.rank_of(stage) for stage in range(self.num_stages)], (1.0,) * self.pp)
+        ways = (cut_evenly(costs, self.num_stages), even)  # of those that leave as much the one of more equal stages
+        return min((best_split(found, way) for way in ways), key=found.rated)
 
     def _check_split(self, num_layers: int) -> None:
         found = self.layers
@@ -130,7 +142,7 @@ class Pipeline:
             "Split of layers over stages that is not one of this model",
             got=f"parallel.split = {list(found)}: {len(found)} stages, {sum(found)} layers",
             need=f"{self.num_stages} stages of at least one layer, {num_layers} layers in all",
-            try_=f"--parallel.split [{','.join(str(len(one)) for one in even)}], or [] for as many in each",
+            try_=f"--parallel.split [{','.join(str(len(one)) for one in even)}], or [] for one by what layers cost",
             where="parallel.split",
         )
 

@@ -13,11 +13,13 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import memory_plan_of
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.model.shape import ModelShape
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
 AS_IT_STANDS = "nothing is decided layer by layer for stages of a pipeline yet"
 EAGER = "layers are not compiled, since schedule {} computes weight gradients later"
+UNEQUAL = "layers differ, so stages get them by their FLOPs: {} layers; parallel.split says another number of each"
 NOTE = (
     "bytes are a bound for the rank that holds most: its layers, embedding and head, and the micro-batches under way; "
     "idle time of the pipeline is not in the seconds"
@@ -68,7 +70,8 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     pipeline = Pipeline.of(recipe.parallel)
     eager: dict[str, object] = {"train.compile": "off"} if pipeline.defers else {}
     shape = planner.with_recipe(staged := changed(recipe, eager)).shape(staged)
-    ranges = pipeline.split(shape.num_layers)
+    costs = _layer_costs(shape, staged, planner)
+    ranges = pipeline.split(shape.num_layers, costs)
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
     settings = {"parallel.pp": 1, "train.micro_batch_size": min(rows, recipe.train.global_batch_size)}
@@ -86,4 +89,15 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
         of_stage.with_shape(shape.holding(layers)).priced(config, memory_plan_of(of_stage.recipe, len(layers)), budget)
         for layers in different.values()
     ]
-    return max(plans, key=lambda plan: plan.peak_bytes)
+    largest, split = max(plans, key=lambda plan: plan.peak_bytes), tuple(map(len, ranges))
+    note = UNEQUAL.format(", ".join(map(str, split)))
+    notes = (note,) if len(set(costs)) > 1 and not recipe.parallel.split else ()
+    return replace(largest, split=split, notes=(*largest.notes, *notes))
+
+
+def _layer_costs(shape: ModelShape, recipe: Recipe, planner: Planner) -> tuple[int, ...]:
+    """Of the whole model: parts of matrices say nothing of a layer that is not cut, nor of experts."""
+    if len(set(shape.layer_costs)) <= 1 or recipe.parallel.tp == recipe.parallel.ep == 1:
+        return shape.layer_costs
+    alone = changed(recipe, {"parallel.pp": 1, "parallel.tp": 1, "parallel.ep": 1})
+    return planner.with_recipe(alone).shape(alone).layer_costs

@@ -263,6 +263,18 @@ class ModelShape:
         """All layers."""
         return sum(found.count for found in self.classes)
 
+    @property
+    def layer_costs(self) -> tuple[int, ...]:
+        """FLOPs of a row in each layer, forward: what layers are dealt out to stages by. Linear attention counts with
+        the time that it takes; 0 in all layers where nothing is known."""
+        share = 1.0 if self.attention_share is None else self.attention_share
+        found = {
+            layer: round(one.matmul_flops + share * one.attention_flops)
+            for one in self.classes
+            for layer in one.indices
+        }
+        return tuple(cost for _, cost in sorted(found.items()))
+
     def resized(self, num_layers: int) -> "ModelShape":
         """The same shape with another number of layers, the most frequent class taking the difference."""
         if num_layers == self.num_layers:

@@ -5,6 +5,7 @@ Ranks bring together what they have measured; the first one fits and decides, an
 says is acted on where places would move by more than `LEAST`: each such change is an event with its numbers.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from tilewright.parallel.pipeline.balance.assign import RowShape
 from tilewright.parallel.pipeline.balance.balancer import Balanced
 from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, names_of
 from tilewright.parallel.pipeline.balance.fit import CostFit
+from tilewright.parallel.pipeline.balance.kinds import LayerForm, kinds_of
 from tilewright.parallel.pipeline.balance.measured import (
     FILE,
     MeasuredStep,
@@ -78,10 +80,12 @@ class PipelineHook(StepHook):
     ) -> None:
         self._executor, self._world, self._stream = executor, world, stream
         self._pipeline, self._balance = model.pipeline, balance
-        self._stages, self._kinds = _agreed_stages(model, world), _agreed_kinds(model, world)
+        kinds, last = _agreed_kinds(model, world), model.pipeline.num_stages - 1
+        self._kinds = [kind for of_stage in kinds.values() for kind in of_stage]
+        self._stages = {i: StageKind(Counter(found), i == 0, i == last) for i, found in kinds.items()}
         self._resplit, self._step_s, self._usual = resplit, 0.0, MicroBatchSize(0, 0)
         self._limit_bytes = limit_bytes
-        prior = _prior(model, world)
+        prior = _prior(model, kinds, world)
         self._fit = CostFit(prior, world.size)
         layers = sum((Counter(stage.layers) for stage in self._stages.values()), Counter())
         self._now = Balanced(
@@ -246,43 +250,32 @@ def _usual(measured: MeasuredStep) -> MicroBatchSize:
     return MicroBatchSize(tokens, pairs)
 
 
-def _agreed_kinds(model: Staged, world: World) -> list[str]:
-    """The kind of each layer of the whole model, in their order; all ranks call it."""
-    mine = {stage.index: [_kind(layer) for layer in stage.layers] for stage in model.stages}
-    found: dict[int, list[str]] = {}
+def _agreed_kinds(model: Staged, world: World) -> dict[int, list[str]]:
+    """The kind of each layer of each stage of the whole model; all ranks call it."""
+    mine = {stage.index: [LayerForm.of(layer) for layer in stage.layers] for stage in model.stages}
+    found: dict[int, list[LayerForm]] = {}
     for of_rank in gather(world.everyone.handle, mine):
         found |= of_rank
-    return [kind for _, kinds in sorted(found.items()) for kind in kinds]
+    kinds = iter(kinds_of(form for _, forms in sorted(found.items()) for form in forms))
+    return {stage: list(itertools.islice(kinds, len(forms))) for stage, forms in sorted(found.items())}
 
 
-def _kind(layer: nn.Module) -> str:
-    return "moe" if any(".experts." in f".{name}" for name, _ in layer.named_parameters()) else "dense"
-
-
-def _agreed_stages(model: Staged, world: World) -> dict[int, StageKind]:
-    """Contents of each stage of the whole model; all ranks call it."""
-    mine = {
-        stage.index: StageKind(Counter(_kind(layer) for layer in stage.layers), stage.is_first, stage.is_last)
-        for stage in model.stages
-    }
-    found: dict[int, StageKind] = {}
-    for of_rank in gather(world.everyone.handle, mine):
-        found |= of_rank
-    return found
-
-
-def _prior(model: Staged, world: World) -> CostModel:
+def _prior(model: Staged, kinds: Mapping[int, list[str]], world: World) -> CostModel:
     """In proportion to the operations of matmuls, all experts counted, and of attention; all ranks call it."""
-    mine = {_kind(layer): _matrices(layer) for stage in model.stages for layer in stage.layers}
+    mine = {
+        kind: _matrices(layer)
+        for stage in model.stages
+        for kind, layer in zip(kinds[stage.index], stage.layers, strict=True)
+    }
     ends = sum(_matrices(stage.ends) for stage in model.stages if stage.is_last)
     found: dict[str, int] = {}
     head = 0
     for of_rank, of_ends in gather(world.everyone.handle, (mine, ends)):
         found |= of_rank
         head = max(head, of_ends)
-    kinds = tuple(sorted(found))
-    of_layers = [float(size) for kind in kinds for size in (found[kind], model.width)]
-    return CostModel(kinds, (*of_layers, 0.0, float(head), 0.0))
+    names = tuple(sorted(found))
+    of_layers = [float(size) for name in names for size in (found[name], model.width)]
+    return CostModel(names, (*of_layers, 0.0, float(head), 0.0))
 
 
 def _matrices(module: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """The function of places is a value: through JSON it gives the same, and small changes are none."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,18 @@ def test_a_small_change_is_none():
     assert made(1e-3).differs(made(1.01e-3), LENGTHS, 0.02) == 0
     assert made(1e-3).differs(made(3e-2), LENGTHS, 0.02) > 0.02
     assert made().differs(made(speeds=(1.0, 0.8)), LENGTHS, 0.02) > 0.1
+
+
+def test_what_passes_cost_beside_their_tokens_is_a_cost_of_each_micro_batch():
+    """Twice as many stages, or messages that take as long."""
+
+    def count(each: float, stages: int = 4, beside: float = 0.0) -> int:
+        row = RowShape(2, stages=stages)
+        balance = replace(made(each=each), row=row, each_s=beside)
+        return len(balance(LENGTHS, Room(2, 10**6))[0])
+
+    assert count(0.0) > count(2000.0) == count(1000.0, stages=8) == count(0.0, beside=8000.0)
+    assert count(2000.0) > count(20_000.0)
 
 
 def test_a_slow_data_rank_gets_less():

@@ -100,7 +100,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
     from tilewright.cli.commands.outputs.parity_model import with_small_model
 
     with tempfile.TemporaryDirectory() as folder:
-        loaded = with_small_model(loaded, Path(folder) / "model")
+        loaded = with_small_model(loaded, Path(folder) / "model", max(2, num_stages(loaded.recipe, sizes)))
         recipe = tiny(loaded.recipe, sizes)
         _check_mesh(recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}{_checked(recipe, sizes)}")
@@ -172,12 +172,17 @@ def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]
     return [(asdict(mesh), env.of_ranks(mesh.world, port)) for mesh in (MeshSizes(), sizes)]
 
 
+def num_stages(recipe: Recipe, sizes: MeshSizes) -> int:
+    """Stages of a recipe's model on such ranks, each of which has a layer at least; 1 without a pipeline."""
+    if sizes.pp == 1:
+        return 1
+    return Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp})).num_stages
+
+
 def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
     """The recipe with a small model, short rows and one row per micro-batch, two for each rank that reads rows of
     its own, and twice as many for each stage of a pipeline, which has a layer at least."""
     rows = 2 if recipe.data.format == "preferences" else 1
-    pipeline = Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp}))
-    layers = pipeline.num_stages if sizes.pp > 1 else 2
     settings: dict[str, Any] = {
         "run.device": "cpu" if recipe.run.device == "cpu" else "auto",
         "run.threads": 1,
@@ -199,7 +204,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         model, heads = recipe.model, 4
         settings |= {
             "model.dim": 64,
-            "model.num_layers": max(min(model.num_layers, 2), layers if sizes.pp > 1 else 1),
+            "model.num_layers": max(min(model.num_layers, 2), num_stages(recipe, sizes)),
             "model.layers": (),
             "model.num_heads": heads,
             "model.num_kv_heads": model.num_kv_heads and max(min(model.num_kv_heads, 2), min(sizes.tp, heads)),

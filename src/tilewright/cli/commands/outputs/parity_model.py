@@ -30,12 +30,13 @@ _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 """Of tokenizer and template."""
 
 
-def with_small_model(loaded: Loaded, folder: Path) -> Loaded:
+def with_small_model(loaded: Loaded, folder: Path, num_layers: int = 2) -> Loaded:
     """The recipe with a small model of the architecture that it names; unchanged where it names none.
 
     Args:
         loaded: the recipe. Of a model of the hub the configuration is downloaded, and no weights.
         folder: where the small model's files are put; made.
+        num_layers: of it, at least 2.
 
     Raises:
         TilewrightError: no such model, or no tokenizer in its folder where its weights would be loaded.
@@ -53,7 +54,7 @@ def with_small_model(loaded: Loaded, folder: Path) -> Loaded:
             shutil.copyfile(file, folder / file.name)
     settings = {"model.path": str(folder), "model.weights": "random", "data.tokenizer": tokenizer}
     small = changed(recipe, settings)
-    *tries, whole = smaller(config)
+    *tries, whole = smaller(config, num_layers)
     words, values = next((found for found in tries if _learns(small.model, found[1])), whole)
     write_json(folder / "config.json", values)
     say(f"{config.get('model_type', 'model')} of {recipe.model.path} with {words}, random weights")

@@ -47,7 +47,8 @@ class ParallelSection(Section):
     """Stages: how many the interleaved schedules give each process."""
     split: tuple[Count, ...] = ()
     """Stages: layers of each one, in the order of the layers, as in `[7, 5]`. Empty: as many in each, one more in the
-    first ones where that does not come out even."""
+    first ones where that does not come out even; where layers differ (`model.layers`, experts in some), such that the
+    process with most work has little of it, by FLOPs of rows of `data.seq_len`."""
     balance: Literal["off", "on"] = "off"
     """Stages, with `data.rows = "documents"`: which documents share a micro-batch, on which process, in what order, and
     in how many micro-batches. `off`: as few as it takes, in the order of the stream. `on`: such that all take as long,

@@ -64,5 +64,5 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             "Split of layers over stages that is not one of this model",
             f"parallel.split = {list(split)}: {len(split)} stages, {sum(split)} layers",
             f"{stages} stages of at least one layer" + (f", {model.num_layers} layers in all" if known else ""),
-            f"--parallel.split [{even}], or [] for as many in each" if known else "--parallel.split []",
+            f"--parallel.split [{even}], or [] for one by what layers cost" if known else "--parallel.split []",
         )

@@ -58,6 +58,8 @@ class RowShape:
     """How much less time the pipeline takes to fill and drain than under 1F1B."""
     most: int = 256
     """Micro-batches per data rank, where they need not be more."""
+    stages: int = 1
+    """That each micro-batch passes."""
 
     @staticmethod
     def of(pipeline: Pipeline) -> "RowShape":
@@ -68,7 +70,8 @@ class RowShape:
             >>> RowShape.of(Pipeline(4, "zbv", 2)).filled_in, RowShape.of(Pipeline(4, "interleaved", 2)).filled_in
             (3.0, 2.0)
         """
-        return RowShape(pipeline.pp, 1.5 * pipeline.virtual if pipeline.defers else float(pipeline.virtual))
+        filled_in = 1.5 * pipeline.virtual if pipeline.defers else float(pipeline.virtual)
+        return RowShape(pipeline.pp, filled_in, stages=pipeline.num_stages)
 
     def seconds(self, documents: WeighedDocuments, speeds: Sequence[float], count: int, each_s: float) -> float:
         """Of a step of balanced micro-batches, in the unit of the costs: its work, what each micro-batch costs beside

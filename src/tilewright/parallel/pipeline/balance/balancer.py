@@ -31,7 +31,7 @@ class Balanced:
     """Of each data rank, relative to each other."""
     row: RowShape
     each_s: float = 0.0
-    """What a micro-batch costs beside its documents, over all ranks in a row."""
+    """What a micro-batch costs beside its passes, over all ranks in a row."""
     count: int = 0
     """Micro-batches of a step that are kept where little is to be had by another number; 0: none."""
 
@@ -44,7 +44,8 @@ class Balanced:
         """
         costs_N = self.costs(lengths_N)
         documents = WeighedDocuments(lengths_N.tolist(), costs_N.tolist())
-        return as_arrays(choose(documents, self.speeds, room, self.row, each_s=self.each_s, now=self.count))
+        each_s = self.each_s + self.row.stages * self.model.each_s
+        return as_arrays(choose(documents, self.speeds, room, self.row, each_s=each_s, now=self.count))
 
     def costs(self, lengths_N: np.ndarray) -> np.ndarray:
         """Seconds of each document in the whole model, FP64 [N]."""

@@ -40,7 +40,8 @@ class SplitCosts:
         seconds[self.rank_of[-1]] += self.last
         return [of_rank / speed for of_rank, speed in zip(seconds, self.speeds, strict=True)]
 
-    def _rated(self, split: Sequence[int]) -> tuple[float, float]:
+    def rated(self, split: Sequence[int]) -> tuple[float, float]:
+        """How good a split is, the smaller the better: seconds of the slowest rank, and how unequal ranks are."""
         seconds = self.rank_seconds(split)
         return max(seconds), sum(one * one for one in seconds)
 
@@ -64,7 +65,7 @@ def best_split(costs: SplitCosts, now: Sequence[int]) -> tuple[int, ...]:
         >>> best_split(SplitCosts((1.0,) * 8, rank_of=(0, 1), speeds=(1.0, 0.6)), now=(4, 4))
         (5, 3)
     """
-    split, rated = tuple(now), costs._rated(now)
+    split, rated = tuple(now), costs.rated(now)
     while True:
         moves = [
             tuple(count + (stage == giver) * -1 + (stage == taker) for stage, count in enumerate(split))
@@ -72,7 +73,7 @@ def best_split(costs: SplitCosts, now: Sequence[int]) -> tuple[int, ...]:
             for taker in range(len(split))
             if giver != taker
         ]
-        found = min(((costs._rated(move), move) for move in moves if costs._fits(move)), default=(rated, split))
+        found = min(((costs.rated(move), move) for move in moves if costs._fits(move)), default=(rated, split))
         if found[0] >= rated:
             return split
         rated, split = found
