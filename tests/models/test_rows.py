@@ -1,5 +1,7 @@
 """Rows that run side by side: each gets the logits that it gets alone, whatever joins and leaves."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,9 @@ from tests.draws import examples
 from tests.models.shapes import KERNELS, SHAPES, make_decoder
 from tests.models.test_cache import hf_model
 from tilewright.models.build import init_weights
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.hf.load import load_hf
-from tilewright.models.rows import RowBatch
+from tilewright.models.rows import RowBatch, RowBytes
 
 CPU = torch.device("cpu")
 HF = ("llama", "qwen3", "gemma2", "gpt2")
@@ -106,10 +109,66 @@ def test_a_mixture_of_experts_is_near():
 def test_bytes_of_a_row_are_those_that_it_takes(make):
     model = make().eval()
     rows = RowBatch(model, CPU)
-    fixed, each = rows.bytes_per_row()
+    sizes = rows.row_bytes()
     row = rows.begin([1] * 20, 0)
     rows.prefill(row)
-    assert row.cache.num_bytes == fixed + each * 20
+    assert row.cache.num_bytes == sizes.of(20)
+
+
+@given(
+    windows=st.lists(st.integers(0, 9), min_size=2, max_size=2),
+    chunk=st.integers(1, 12),
+    prompt=st.integers(1, 30),
+    new=st.integers(1, 12),
+)
+@examples(25)
+def test_a_row_never_takes_more_than_its_bytes(windows, chunk, prompt, new):
+    """Behind each pass; and rows of windows take no more from some length on."""
+    layers = [{"sliding_window": window} for window in windows] + [{"attention": "linear"}]
+    shape = {"vocab_size": 50, "dim": 32, "num_heads": 2, "ffn_dim": 32, "num_layers": 3}
+    model = make_decoder(DecoderConfig.of(**shape, layers=layers)).eval()
+    rows = RowBatch(model, CPU, chunk=chunk)
+    sizes = rows.row_bytes()
+    row = rows.begin(list(range(1, prompt + 1)), new)
+    while row.in_prompt:
+        rows.prefill(row)
+        assert row.cache.num_bytes <= sizes.of(prompt + new)
+    for token in range(new):
+        rows.step([row], [token])
+        assert row.cache.num_bytes <= sizes.of(prompt + new)
+    assert (sizes.most_positions(10**9) is None) == all(windows)
+    assert all(windows) == (sizes.of(1000) == sizes.of(10**6))
+
+
+@given(
+    fixed=st.integers(0, 100),
+    layers=st.lists(st.tuples(st.integers(1, 9), st.one_of(st.just(math.inf), st.integers(1, 40))), max_size=4),
+    budget=st.integers(0, 2000),
+)
+def test_the_most_positions_are_those_whose_bytes_are_enough(fixed, layers, budget):
+    sizes = RowBytes(fixed, tuple(layers))
+    most = sizes.most_positions(budget)
+    if most is None:
+        assert sizes.of(10**6) <= budget
+    else:
+        assert most == 0 or sizes.of(most) <= budget
+        assert sizes.of(most + 1) > budget
+
+
+@pytest.mark.slow
+def test_windows_of_a_foreign_model_take_theirs_and_a_pass():
+    """Every other layer has one. It keeps a view of what a pass had, so the memory behind it counts."""
+    model = hf_model("gemma2", sliding_window=5).eval()
+    rows = RowBatch(model, CPU, chunk=6)
+    sizes = rows.row_bytes()
+    assert sizes.of(1001) - sizes.of(1000) == (sizes.of(3) - sizes.of(2)) / 2
+    row = rows.begin(list(range(1, 21)), 10)
+    while row.in_prompt:
+        rows.prefill(row)
+        assert row.cache.num_bytes <= sizes.of(30)
+    for token in range(10):
+        rows.step([row], [token])
+        assert row.cache.num_bytes <= sizes.of(30)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ Legend: B rows  S positions  V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,42 @@ from tilewright.models.generate import inference
 
 CHUNK = 128
 """Tokens of a prompt in one pass."""
+_LENGTHS = (2, 4)
+"""Of prompts by which the bytes of caches are told: any window holds the first, and two of them the second."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes that a row's cache takes at most, by its positions.
+
+    Args:
+        fixed: whatever the length.
+        layers: of each that grows, bytes per position, and the number of positions from which on it takes no more.
+
+    Example:
+        >>> sizes = RowBytes(100, ((8.0, float("inf")), (8.0, 50)))
+        >>> sizes.of(10), sizes.of(1000)
+        (260.0, 8500.0)
+        >>> sizes.most_positions(8500), sizes.most_positions(10), RowBytes(100, ((8.0, 50),)).most_positions(500)
+        (1000, 0, None)
+    """
+
+    fixed: float
+    layers: tuple[tuple[float, float], ...]
+
+    def of(self, positions: int) -> float:
+        """Bytes of so many positions."""
+        return self.fixed + sum(each * min(positions, most) for each, most in self.layers)
+
+    def most_positions(self, num_bytes: float) -> int | None:
+        """Positions for which so many bytes are enough; None: any number of them."""
+        left, length = num_bytes - self.fixed, 0.0
+        for end in sorted({most for _, most in self.layers}):
+            slope = sum(each for each, most in self.layers if most >= end)
+            if slope * (end - length) > left:
+                return max(0, int(length + left / slope))
+            left, length = left - slope * (end - length), end
+        return None if left >= 0 else 0
 
 
 class Row:
@@ -108,17 +145,23 @@ class RowBatch:
             row.num_run = len(row.ids)
         return logits_BV[: len(rows)].cpu()
 
-    def bytes_per_row(self) -> tuple[float, float]:
-        """Bytes of a row's cache: constant ones, and for each position. (0, 0) for a model that keeps none."""
-        sizes, lengths = [], (8, 16)
-        for length in lengths:
-            row = self.begin([0] * length, 0)
-            if row.cache is None:
-                return 0.0, 0.0
-            self.prefill(row)
-            sizes.append(row.cache.num_bytes)
-        slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
-        return sizes[0] - slope * lengths[0], slope
+    def row_bytes(self) -> RowBytes:
+        """Bytes of a row's cache; none of a model that keeps none. Two short prompts are run."""
+        short, long = _LENGTHS
+        fixed, layers = 0.0, []
+        for (before, most), (after, _) in zip(*(self._growth(length) for length in _LENGTHS), strict=True):
+            each = (after - before) / (long - short)
+            fixed += before - each * short
+            if each:
+                layers.append((each, most))
+        return RowBytes(fixed, tuple(layers))
+
+    def _growth(self, length: int) -> Sequence[tuple[int, float]]:
+        row = self.begin([0] * length, 0)
+        if row.cache is None:
+            return ()
+        self.prefill(row)
+        return row.cache.growth(self.chunk)
 
     def _alone(self, row: Row) -> Tensor:
         logits_V = self.prefill(row)

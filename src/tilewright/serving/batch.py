@@ -1,7 +1,8 @@
 """The answers that are drawn side by side: one pass of the model gives a token of each, and prompts run between them.
 
 Memory of their key/value caches is reserved when an answer begins, for its prompt and the most that it may become, out
-of a budget: what is reserved is never more. Prompts of new answers run at most a chunk between two passes.
+of a budget: what is reserved is never more. A layer with a window takes room for its window, however long the answer
+is. Prompts of new answers run at most a chunk between two passes.
 
 An answer with a seed is the same alone and beside others: passes that it is in are filled up to one width
 (`models.rows`).
@@ -34,16 +35,14 @@ class Batch:
     def __init__(self, model: Model, device: torch.device, *, width: int, chunk: int, budget_bytes: int):
         self._rows = RowBatch(model, device, width=width, chunk=chunk)
         self._chunk, self.budget_bytes = chunk, budget_bytes
-        self._fixed, self._per_position = self._rows.bytes_per_row()
+        self._row_bytes = self._rows.row_bytes()
         self._begun: dict[AnswerStream, Row] = {}
         self._reserved: dict[AnswerStream, float] = {}
 
     @property
     def most_positions(self) -> int | None:
         """Tokens of prompt and answer that a single answer may have at most; None: any number."""
-        if not self._per_position:
-            return None
-        return max(0, int((self.budget_bytes - self._fixed) / self._per_position))
+        return self._row_bytes.most_positions(self.budget_bytes)
 
     @property
     def reserved_bytes(self) -> float:
@@ -52,11 +51,11 @@ class Batch:
 
     def fits(self, positions: int) -> bool:
         """True where an answer of so many positions, prompt included, can ever be drawn."""
-        return self._bytes(positions) <= self.budget_bytes
+        return self._row_bytes.of(positions) <= self.budget_bytes
 
     def begin(self, answer: AnswerStream) -> bool:
         """Reserve an answer's memory; False where there is none now."""
-        size = self._bytes(len(answer.ids) + answer.max_tokens)
+        size = self._row_bytes.of(len(answer.ids) + answer.max_tokens)
         if self._reserved and self.reserved_bytes + size > self.budget_bytes:
             return False
         self._reserved[answer] = size
@@ -110,9 +109,6 @@ class Batch:
         except Exception as error:  # noqa: BLE001  handed to the one who waits for the answer
             return error
         return None if logits_V is None else _taken(answer, logits_V)
-
-    def _bytes(self, positions: int) -> float:
-        return self._fixed + self._per_position * positions
 
 
 def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> AnswerPiece | BaseException:

@@ -72,6 +72,15 @@ class KeyValueCache(Protocol):
         """Bytes that it takes, reserved ones too."""
         ...
 
+    def growth(self, chunk: int) -> Sequence[tuple[int, float]]:
+        """Of each layer: bytes that it takes at most for the positions that it holds, and the number of positions
+        from which on it takes no more (infinity: it always grows).
+
+        Args:
+            chunk: most new positions of a pass, of which a layer with a window may hold all.
+        """
+        ...
+
     def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":
         """This cache and others of the same model, each of one row, as one for passes of one token of each row.
 

@@ -31,6 +31,7 @@ class LayerCache:
         """Position of the first row of what is kept: more than 0 where a window has left earlier ones behind."""
         self._ahead: tuple[int, list[Tensor]] | None = None
         """End and last positions of a pass that had no room here. They count once the owner has counted the pass."""
+        self._window = 0
         self._states: list[tuple[int, Tensor]] = []
         """Of linear attention: the number of positions that a state has seen, and the state; at most two."""
 
@@ -45,6 +46,7 @@ class LayerCache:
         start, end = self.owner.length, self.owner.length + count
         self.owner.check_room(len(new[0]), count)
         if not self._kept:
+            self._window = window
             size = min(self.owner.capacity, 2 * window) if window else self.owner.capacity
             self._kept = [t.new_empty((len(t), size, *t.shape[2:])) for t in new]
         if self._ahead is not None:
@@ -97,7 +99,19 @@ class LayerCache:
         """Bytes that are reserved."""
         ahead = self._ahead[1] if self._ahead is not None else []
         states = [state for _, state in self._states]
-        return sum(math.prod(t.shape) * t.element_size() for t in (*self._kept, *ahead, *states))
+        return _bytes((*self._kept, *ahead, *states))
+
+    def growth(self, chunk: int) -> tuple[int, float]:
+        """See `protocols.KeyValueCache.growth`: two windows, a third while a pass of more than one is counted, and the
+        states before and behind a pass."""
+        most, passed = 2 * self._window or math.inf, 0
+        if self._window and chunk > self._window + 1:
+            passed = -(-_bytes(self._kept) // 2)
+        return _bytes(self._kept) + passed + 2 * _bytes([state for _, state in self._states[-1:]]), most
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(math.prod(t.shape) * t.element_size() for t in tensors)
 
 
 class DecoderCache:
@@ -150,6 +164,10 @@ class DecoderCache:
     def joined(self, rest: Sequence["DecoderCache"], width: int) -> "JoinedCache":
         """This cache and others, each of one row; see `protocols.KeyValueCache`."""
         return JoinedCache((self, *rest), width)
+
+    def growth(self, chunk: int) -> list[tuple[int, float]]:
+        """See `protocols.KeyValueCache.growth`."""
+        return [layer.growth(chunk) for layer in self.layers]
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ Legend: B rows  S positions  V vocabulary.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,12 +39,27 @@ class HFCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
-        layers = getattr(self.past, "layers", ())
-        return sum(t.nbytes for layer in layers for t in vars(layer).values() if isinstance(t, Tensor))
+        return sum(map(_held_bytes, self._layers))
+
+    def growth(self, chunk: int) -> list[tuple[int, float]]:
+        """See `protocols.KeyValueCache.growth`. A layer with a window keeps a view of a pass and of what was before."""
+        return [
+            (_held_bytes(layer), layer.sliding_window - 1 + chunk if getattr(layer, "is_sliding", False) else math.inf)
+            for layer in self._layers
+        ]
+
+    @property
+    def _layers(self) -> Sequence[Any]:
+        return getattr(self.past, "layers", ())
 
     def joined(self, rest: Sequence["HFCache"], width: int) -> JoinedHFCache | None:
         """This cache and others, each of one row; see `protocols.KeyValueCache`."""
         return JoinedHFCache((self, *rest), width) if self._joins() else None
+
+
+def _held_bytes(layer: Any) -> int:
+    """Of the memory behind a layer's tensors, of which some may be views of a part."""
+    return sum(t.untyped_storage().nbytes() for t in vars(layer).values() if isinstance(t, Tensor))
 
 
 def cache_name(net: nn.Module) -> str | None:
