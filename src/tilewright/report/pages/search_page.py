@@ -70,7 +70,7 @@ def render_search(record: Mapping[str, Any]) -> str:
     """
     settings = record["settings"]
     limits = ", ".join(f"{_MEASURES[name]} {100 * share:g} %" for name, share in settings["limits"].items())
-    tables = [_predicted(record), _layers(record), _replacements(record), _latency(record)]
+    tables = [_losses(record), _costs_beside(record), _layers(record), _replacements(record), _latency(record)]
     return fill(
         "search.html",
         setting=f"{record['run']}, {record['checkpoint']}; at most {limits} of its own",
@@ -97,6 +97,7 @@ def _scatter(record: Mapping[str, Any], name: str) -> Figure:
         for (colour, label), of in zip(_POINTS, rows, strict=True)
         if of
     ]
+    series.append(series.pop(0))  # the run is one of those alike: its point lies above theirs
     words = f"ms of a {_MEASURES[name]}"
     svg = line_chart(
         series,
@@ -112,20 +113,32 @@ def _scatter(record: Mapping[str, Any], name: str) -> Figure:
     return Figure(f"Loss over the time of a {_MEASURES[name]}", svg, reading, legend)
 
 
-def _predicted(record: Mapping[str, Any]) -> PageTable:
-    rows = []
+def _trained(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
+    """Name and role of each shape that was trained, and its row."""
     alike = record.get("best_uniform")
     names = [*record.get("tried", ()), *([alike] if alike else [])]
     for name in dict.fromkeys(names):
-        row = record["candidates"][name]
-        before = row["predicted"]
-        cells = [f"{_share(before, one, record)} / {_share(row, one, record)}" for one in _MEASURES]
-        losses = (_percent(before["rise"]), _percent(row["rise_before"]), _percent(row["rise"]))
         marks = [word for word, so in (("chosen", name == record["chosen"]), ("layers alike", name == alike)) if so]
-        rows.append((name, ", ".join(marks), *losses, f"{100 * row['error']:.2f}", *cells))
-    lead = "Costs: shares of the run's, predicted / measured. Loss over the run's: predicted, as put together, trained."
-    columns = ("shape", "which", "loss, predicted", "as put together", "trained", "error", *_MEASURES.values())
-    return PageTable("Predicted beside measured", lead, columns, rows, frozenset(("which",)))
+        yield (name, ", ".join(marks)), record["candidates"][name]
+
+
+def _losses(record: Mapping[str, Any]) -> PageTable:
+    rows = []
+    for which, row in _trained(record):
+        rises = (row["predicted"]["rise"], row["rise_before"], row["rise"])
+        rows.append((*which, *map(_percent, rises), f"{100 * row['error']:.2f}"))
+    columns = ("shape", "which", "predicted", "as put together", "trained", "error")
+    return PageTable("Loss over the run's", "", columns, rows, frozenset(("which",)))
+
+
+def _costs_beside(record: Mapping[str, Any]) -> PageTable:
+    rows = []
+    for which, row in _trained(record):
+        cells = (f"{_share(row['predicted'], one, record)} / {_share(row, one, record)}" for one in _MEASURES)
+        rows.append((*which, *cells))
+    lead = "Shares of the run's: predicted / measured."
+    columns = ("shape", "which", *_MEASURES.values())
+    return PageTable("Costs, predicted beside measured", lead, columns, rows, frozenset(("which",)))
 
 
 def _layers(record: Mapping[str, Any]) -> PageTable:
