@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.models.shapes import make_decoder
 from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run as cli
 from tilewright.cli.load_run import open_to_export
@@ -16,6 +17,7 @@ from tilewright.compress.budget.measure import row_losses_of
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
 from tilewright.models.decoder.hf_config import read_config
 from tilewright.report.pages.compress_page import render_compression, verdict_of
@@ -89,6 +91,14 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path):
         source.model.blocks[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(NumericsError, match="Weights are not finite"):
         Compression(source, settings_of(), tmp_path, open_to_export, print)
+
+
+def test_layers_of_their_own_shapes_are_refused_with_what_makes_them_smaller(tmp_path):
+    source = SimpleNamespace(model=make_decoder("own_gqa"), recipe=Recipe(), run=tmp_path)
+    with pytest.raises(ConfigError, match="Layers of their own shapes are not cut") as error:
+        Compression(source, settings_of(), tmp_path, open_to_export, print)
+    assert error.value.problems[0].got == "3 layers of 3 shapes (model.layers)"
+    assert "tilewright search" in error.value.problems[0].try_
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from tilewright.compress.budget.artefacts import judged, missed
 from tilewright.compress.budget.candidates import CutPlan, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
-from tilewright.compress.budget.record import Record, read_record, recipe_hash, write_record
+from tilewright.compress.budget.record import FILE, Record, asked_of, record_of, write_record
 from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
@@ -31,6 +31,7 @@ from tilewright.compress.exports_file import change_since
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.core.errors import ConfigError, FitError
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
 
@@ -271,27 +272,15 @@ class Compression:
         Raises:
             ConfigError: the folder has stages of something else.
         """
-        asked = {"run": self.source.run.resolve().name, "checkpoint": self.source.checkpoint.name}
-        asked |= {"settings": self.settings.to_json(), "weights": weights_hash(self.model)}
-        asked |= {"data": self.source.data.fingerprint, "recipe": recipe_hash(self.source.recipe)}
-        before = read_record(self.out)
-        if before is None:
-            return asked | {
-                "points": self.whole.points,
-                "loss": self.whole.loss,
-                "domains": self.whole.by_domain(),
-                "parameters": parameters(self.model),
-            }
-        differing = [key for key, value in asked.items() if before.get(key) != value]
-        if differing:
-            raise ConfigError(
-                "Folder holds stages of another compression",
-                got=f"{self.out} with another {' and another '.join(differing)}",
-                need="the same run or model, data, settings and options, or a new folder",
-                try_=f"--out {self.out}-2",
-                where="--out",
-            )
-        return before
+        asked = asked_of(self.source, weights_hash(self.model)) | {"settings": self.settings.to_json()}
+        need = "the same run or model, data, settings and options"
+        before = record_of(self.out, FILE, asked, what="stages of another compression", need=need)
+        return before or asked | {
+            "points": self.whole.points,
+            "loss": self.whole.loss,
+            "domains": self.whole.by_domain(),
+            "parameters": parameters(self.model),
+        }
 
     def _over(self, best: str, plans: list[CutPlan]) -> FitError:
         smallest = plans[-1].name
@@ -306,7 +295,15 @@ class Compression:
 
 
 def _check_source(source: ExportSource) -> None:
-    recipe = source.recipe
+    recipe, config = source.recipe, source.model.config
+    if isinstance(config, DecoderConfig) and config.layers:
+        raise ConfigError(
+            "Layers of their own shapes are not cut",
+            got=f"{len(config.layers)} layers of {len(set(config.layers))} shapes (model.layers)",
+            need="a decoder whose layers are alike, or a Hugging Face model: a cut takes as much of each layer",
+            try_="tilewright search, which finds a smaller shape for each layer",
+            where=str(source.run),
+        )
     if recipe.model.task in DEFAULTS and not recipe.lora.rank and recipe.data.format != "preferences":
         return
     raise ConfigError(

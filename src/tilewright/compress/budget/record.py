@@ -7,9 +7,10 @@ from typing import Any
 
 import xxhash
 
+from tilewright.compress.export.source import ExportSource
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import CheckpointError
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.json_text import to_json
 
 FILE, FORMAT = "compress.json", 4
@@ -25,7 +26,51 @@ def read_record(folder: Path, name: str = FILE) -> Record | None:
     return found if isinstance(found, dict) and found.get("format") == FORMAT else None
 
 
-def recipe_hash(recipe: Recipe) -> str:
+def asked_of(source: ExportSource, weights: str) -> Record:
+    """By what a record is known again: the run, its weights, data and recipe.
+
+    Args:
+        source: the run or model.
+        weights: a hash of the model's.
+    """
+    return {
+        "run": source.run.resolve().name,
+        "checkpoint": source.checkpoint.name,
+        "weights": weights,
+        "data": source.data.fingerprint,
+        "recipe": _recipe_hash(source.recipe),
+    }
+
+
+def record_of(folder: Path, name: str, asked: Record, *, what: str, need: str) -> Record | None:
+    """The record of a folder, made for the same; None where there is none.
+
+    Args:
+        folder: of the stages.
+        name: of the file.
+        asked: entries that have to be the same.
+        what: stages the folder has where they are not, in words.
+        need: what has to be the same, in words.
+
+    Raises:
+        ConfigError: the folder has stages of something else.
+    """
+    before = read_record(folder, name)
+    if before is None:
+        return None
+    differing = [key for key, value in asked.items() if before.get(key) != value]
+    if differing:
+        raise ConfigError(
+            f"Folder holds {what}",
+            got=f"{folder} with another {' and another '.join(differing)}",
+            need=f"{need}, or a new folder",
+            try_=f"--out {folder}-2",
+            where="--out",
+        )
+    return before
+
+
+def _recipe_hash(recipe: Recipe) -> str:
     """Of all settings."""
     return xxhash.xxh3_64_hexdigest(recipe.model_dump_json().encode())
 

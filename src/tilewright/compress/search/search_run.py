@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, row_losses_of
-from tilewright.compress.budget.record import Record, read_record, recipe_hash, write_record
+from tilewright.compress.budget.record import Record, asked_of, record_of, write_record
 from tilewright.compress.budget.stages import OpenRun
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
@@ -339,24 +339,12 @@ class LayerSearch:
         Raises:
             ConfigError: the folder has a search of something else.
         """
-        asked = {"run": self.source.run.resolve().name, "checkpoint": self.source.checkpoint.name}
-        asked |= {"measured": self.settings.measured(), "weights": weights_hash(self.model)}
-        asked |= {"data": self.source.data.fingerprint, "recipe": recipe_hash(self.source.recipe)}
-        before = read_record(self.out, FILE)
-        now = {"settings": self.settings.to_json(), "kept_whole": self.kept_whole()}
-        if before is None:
-            empty: Record = {name: {} for name in ("library", "scores", "latency", "candidates")}
-            return asked | {"loss": self.whole.loss, "domains": self.whole.by_domain()} | empty | now
-        differing = [key for key, value in asked.items() if before.get(key) != value]
-        if differing:
-            raise ConfigError(
-                "Folder holds another search",
-                got=f"{self.out} with another {' and another '.join(differing)}",
-                need="the same run or model, data, settings, --rows, --block-steps and --context, or a new folder",
-                try_=f"--out {self.out}-2",
-                where="--out",
-            )
-        return before | now
+        asked = asked_of(self.source, weights_hash(self.model)) | {"measured": self.settings.measured()}
+        need = "the same run or model, data, settings, --rows, --block-steps and --context"
+        before = record_of(self.out, FILE, asked, what="another search", need=need)
+        empty: Record = {name: {} for name in ("library", "scores", "latency", "candidates")}
+        new = asked | {"loss": self.whole.loss, "domains": self.whole.by_domain()} | empty
+        return (before or new) | {"settings": self.settings.to_json(), "kept_whole": self.kept_whole()}
 
 
 def _check_source(source: ExportSource) -> None:

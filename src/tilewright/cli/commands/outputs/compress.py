@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tilewright.cli.commands.outputs.stages import folder_beside, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
     RecipeCommand,
@@ -17,7 +18,6 @@ from tilewright.cli.common import (
     show_table,
     verbosity,
 )
-from tilewright.core.log import say
 
 if TYPE_CHECKING:
     from tilewright.compress.budget.candidates import CutPlan
@@ -95,8 +95,8 @@ def compress(
 
     limits = ConsumerLimits.of_this_machine(time_limit)
     source = open_to_compress(run, overrides(ctx))
-    out = out or _beside(run)
-    compression = Compression(source, settings, out, open_to_export, _say, limits)
+    out = out or folder_beside(run, "compressed")
+    compression = Compression(source, settings, out, open_to_export, say_aside, limits)
     if dry_run:
         plans = compression.plan()
         if as_json:
@@ -123,18 +123,6 @@ def _task_of(name: str) -> str:
     return load_recipe(find_run(name) / "run.toml", environ={}).recipe.model.task if is_run(name) else "causal_lm"
 
 
-def _beside(run: str) -> Path:
-    """The default folder of the stages."""
-    if is_run(run):
-        folder = find_run(run).resolve()
-        return folder.with_name(f"{folder.name}-compressed")
-    return Path("runs") / f"{Path(run).expanduser().name.partition('@')[0]}-compressed"
-
-
-def _say(text: str) -> None:
-    say(text, error=True)
-
-
 def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
     from tilewright.core.units import format_bytes
 
@@ -155,9 +143,7 @@ def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
 
 
 def _write_page(compression: "Compression", out: Path) -> None:
-    from tilewright.core.atomic_io import write_whole
     from tilewright.report.pages.compress_page import render_compression
 
     if compression.record.get("recovered"):
-        write_whole(out / PAGE, render_compression(compression.record))
-        say(f"wrote {out / PAGE}", error=True)
+        write_page(out / PAGE, render_compression(compression.record))

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tilewright.cli.commands.outputs.stages import folder_beside, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
     RecipeCommand,
     echo,
-    find_run,
-    is_run,
     json_option,
     overrides,
     print_json,
@@ -63,8 +62,8 @@ def search(ctx: click.Context, run: str, out: Path | None, dry_run: bool, as_jso
     from tilewright.compress.search.search_run import RECIPE, LayerSearch
 
     source = open_to_compress(run, overrides(ctx))
-    out = out or _beside(run)
-    found = LayerSearch(source, settings, out, open_to_export, _say)
+    out = out or folder_beside(run, "searched")
+    found = LayerSearch(source, settings, out, open_to_export, say_aside)
     if dry_run:
         _show_choices(found, as_json)
         return
@@ -79,18 +78,6 @@ def search(ctx: click.Context, run: str, out: Path | None, dry_run: bool, as_jso
 
     echo(verdict_of(found.record))
     say(f"next   tilewright train {out / RECIPE}      trains it from scratch")
-
-
-def _beside(run: str) -> Path:
-    """The default folder of the stages."""
-    if is_run(run):
-        folder = find_run(run).resolve()
-        return folder.with_name(f"{folder.name}-searched")
-    return Path("runs") / f"{Path(run).expanduser().name.partition('@')[0]}-searched"
-
-
-def _say(text: str) -> None:
-    say(text, error=True)
 
 
 def _show_choices(found: "LayerSearch", as_json: bool) -> None:
@@ -109,9 +96,7 @@ def _show_choices(found: "LayerSearch", as_json: bool) -> None:
 
 
 def _write_page(found: "LayerSearch", out: Path) -> None:
-    from tilewright.core.atomic_io import write_whole
     from tilewright.report.pages.search_page import render_search
 
     if "run_costs" in found.record:
-        write_whole(out / PAGE, render_search(found.record))
-        say(f"wrote {out / PAGE}", error=True)
+        write_page(out / PAGE, render_search(found.record))
