@@ -3,9 +3,8 @@
 For each seed the recipe `cpu_10m` is trained and searched; the found shape is trained from scratch on as many
 tokens, and so are six designs or more whose layers are alike, of as many FLOPs per token: width, depth and heads for
 keys and values are varied, and the FFN takes what is left. Beside the best of these: held-out loss, and latency of a
-cached token behind 512 others in tilewright's own runtime. Further parts hold the search to what it predicts: the
-latency of 20 random shapes by its table, and the ranks of 12 shapes by predicted and by trained loss, beside those by
-FLOPs alone and by chance.
+cached token behind 512 others in tilewright's own runtime. `benchmarks.search_predictions` holds the search to what it
+predicts.
 
 The file is written after each part; the same command continues in its folder.
 
@@ -15,37 +14,33 @@ python -m benchmarks.search_uniform --work FOLDER [--steps 160] [--seeds 3] [--l
 
 import argparse
 import json
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-
-from scipy.stats import spearmanr
 
 from benchmarks.common import write_result
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import row_losses_of
-from tilewright.compress.search.choose import ChosenShape
-from tilewright.compress.search.library.assemble import config_with
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
 from tilewright.compress.search.settings import KINDS, LayerSearchSettings
 from tilewright.compress.search.table.costs import measured_costs
 from tilewright.compress.search.table.latency import model_latency
 from tilewright.compress.search.table.timing import machine_clock
 from tilewright.core.config.load import load_recipe
-from tilewright.models.build import decoder_shapes, init_weights, materialize
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
 from tilewright.training.session import train
 
 CLAIM = "searched layers answer a cached token at 512 at least 12 % faster than the best uniform decoder of equal FLOPs"
-CONTEXT, RANDOM, RANKED, LEAST = 512, 20, 12, 6
+CONTEXT, LEAST = 512, 6
 DESIGNS = (
     (320, 6, 5, 5), (320, 6, 5, 1), (384, 4, 6, 6), (384, 5, 6, 2), (256, 8, 4, 4), (256, 10, 4, 1), (448, 3, 7, 7),
     (320, 5, 5, 5), (320, 8, 5, 1),
 )  # fmt: skip
 """Width, layers, query and key/value heads."""
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 _WIDTH = 32
 """FFN widths are multiples of this."""
 
@@ -56,12 +51,16 @@ class Study:
     Args:
         args: of the command line.
         seed: of the run and its data.
+        changes: settings of the run beside those of its recipe.
+        context: tokens before the cached one.
     """
 
-    def __init__(self, args: argparse.Namespace, seed: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, seed: int, changes: Mapping[str, Any] = NO_CHANGES, context: int = CONTEXT
+    ) -> None:
         self.args, self.seed, self.folder = args, seed, args.work / f"seed-{seed}"
-        self.source = open_to_export(self.trained("run", args.recipe, {}))
-        settings = LayerSearchSettings.of(args.limits, args.kinds, context=CONTEXT, block_steps=args.block_steps)
+        self.source = open_to_export(self.trained("run", args.recipe, changes))
+        settings = LayerSearchSettings.of(args.limits, args.kinds, context=context, block_steps=args.block_steps)
         self.search = LayerSearch(
             self.source, settings, self.folder / "searched", open_to_export, lambda text: print(text, flush=True)
         )
@@ -108,49 +107,6 @@ class Study:
         name = "-".join(map(str, design))
         return {"ffn_dim": width, **self.of_run(self.trained(name, self.args.recipe, settings))}
 
-    def drawn(self, generator: random.Random, number: int) -> list[ChosenShape]:
-        """Random shapes of the library."""
-        options = self.search.options()
-        found = []
-        while len(found) < number:
-            chosen = tuple(
-                generator.choice([option for option in options if option.place == place])
-                for place in self.search.choices
-            )
-            if any(option.attends for option in chosen):
-                found.append(ChosenShape(chosen))
-        return found
-
-    def table(self) -> dict[str, Any]:
-        """Latency of random shapes, predicted over measured."""
-        ratios: dict[str, list[float]] = {"token": [], "prefill": []}
-        clock, rest = machine_clock()[1], self.search.rest()
-        for shape in self.drawn(random.Random(self.seed), RANDOM):
-            names = {str(option.place): option.name for option in shape.options}
-            model = decoder_shapes(
-                config_with(self.search.config, self.search.choices_named(names)), self.source.model.kernels
-            )
-            materialize(model, "cpu")
-            init_weights(model, 0)
-            latency, _ = model_latency(model, CONTEXT, clock)
-            ratios["token"].append(shape.cost("token", rest) / latency.token.least)
-            ratios["prefill"].append(shape.cost("prefill", rest) / latency.prefill.least)
-        return ratios
-
-    def ranks(self) -> dict[str, Any]:
-        """Spearman's correlation of trained losses with predicted ones, with FLOPs, and with random numbers."""
-        generator = random.Random(self.seed + 100)
-        shapes = self.drawn(generator, RANKED)
-        rows = [self.search.record["candidates"][self.search.train_shape(shape)] for shape in shapes]
-        losses = [row["rise"] for row in rows]
-        by = {
-            "predicted": [shape.rise for shape in shapes],
-            "flops": [-row["costs"]["flops"] for row in rows],
-            "random": [generator.random() for _ in rows],
-        }
-        found = {name: float(spearmanr(values, losses).statistic) for name, values in by.items()}
-        return found | {"losses": losses, "by": by}
-
 
 def ffn_width(config: DecoderConfig, flops: float) -> int:
     """The FFN width with which a decoder computes as many FLOPs per token, to a multiple of 32."""
@@ -176,8 +132,6 @@ def of_seed(study: Study) -> dict[str, Any]:
         "found": found,
         "uniform": alike,
         "beside the best": beside,
-        "table": study.case("table", study.table),
-        "ranks": study.case("ranks", study.ranks),
     }
 
 
