@@ -6,7 +6,11 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings, write_texts
 from tests.contracts.test_settings import BASE
+from tests.training.test_energy_run import Steady
 from tilewright.cli.app import run
+from tilewright.cli.commands.machine import bench_step
+from tilewright.energy.processors import FoundCounters
+from tilewright.training.hooks import energy_hook
 
 SETTINGS = BASE | {"data.source": "texts", "data.cache_dir": "cache", "log.report": "true", "train.eval_batches": "2"}
 
@@ -106,6 +110,26 @@ def test_bench_step(capsys):
     assert {"optimizer", "head and loss", "attention", "matmuls forward", "matmuls backward"} <= owners.keys()
     assert owners["rest (Python, waiting)"] < sum(owners.values())
     assert found["planned_s"].keys() >= {"matmuls", "optimizer"}
+
+
+def test_bench_step_compares_joules_of_two_modes(capsys, monkeypatch):
+    """By a counter of 40 W: joules are 40 times the seconds. Without a counter the reason stands in their place."""
+    monkeypatch.setattr(energy_hook, "processor_counters", lambda: FoundCounters((Steady(),)))
+    assert run(["bench", "step", "--steps", "2", "--against", "hybrid", "--json", *arguments()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    other = found["against"]
+    assert (found["precision"], other["precision"]) == ("fp32", "hybrid")
+    for one in (found, other):
+        mean = 40 * (one["step_s"]["min"] + one["step_s"]["max"]) / 2
+        assert one["joules_per_step"] > 0.9 * mean  # and what a step waits for its data
+        assert one["joules_per_flop"] == pytest.approx(one["joules_per_step"] / one["matmuls"]["flops"])
+    ratio = other["ratios"]["joules_per_token"]
+    assert ratio == pytest.approx(found["joules_per_token"] / other["joules_per_token"])
+    assert bench_step._joules_beside(other["ratios"]).startswith(f"{ratio:.2f}x (")
+    uncounted = {name: None for name in ("joules_per_step", "joules_per_token", "joules_per_flop")}
+    second = other | uncounted | {"not_counted": ["no zone of RAPL"]}
+    assert bench_step._joules_beside(bench_step._beside(found, second)) == "unavailable: no zone of RAPL"
+    assert bench_step._energy_in_words(second) == "unavailable: no zone of RAPL"
 
 
 def test_bench_step_says_where_owners_are_not_known(capsys):

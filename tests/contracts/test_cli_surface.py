@@ -59,8 +59,8 @@ SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
     "doctor": ["--device", "--help", "--json", "--parallel", "--quiet", "--verbose", "recipe"],
     "plan": [
-        *("--compare", "--device-memory", "--disk-memory", "--fastest", "--help", "--host-memory", "--html", "--json"),
-        *("--largest", "--link", "--nodes"),
+        *("--by", "--compare", "--device-memory", "--disk-memory", "--fastest", "--help", "--host-memory", "--html"),
+        *("--json", "--largest", "--link", "--nodes"),
         *("--on", "--out", "--quiet", "--verbose", "--why", "--world", "recipe"),
     ],
     "simulate": [
@@ -117,7 +117,10 @@ SURFACE = {
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
     "watch": ["--help", "--open", "--port", "--quiet", "--verbose", "runs"],
-    "bench": ["--help", "--json", "--out", "--quiet", "--ranks", "--sizes", "--steps", "--verbose", "recipe", "what"],
+    "bench": [
+        *("--against", "--help", "--json", "--out", "--quiet", "--ranks", "--sizes", "--steps", "--verbose"),
+        *("recipe", "what"),
+    ],
 }
 
 

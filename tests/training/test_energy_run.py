@@ -47,6 +47,8 @@ def test_a_run_with_a_counter(data, tmp_path, counted, capsys):
     assert set(table["joules"]) >= {"start", "steps", "evaluation", "checkpoints"}
     assert table["total_j"] == pytest.approx(sum(table["joules"].values()))
     assert table["total_j"] == pytest.approx(40 * sum(table["seconds"].values()), rel=0.02)
+    assert table["flops"] > table["tokens"]
+    assert table["planned"] is None, "the recipe does not say what this machine takes"
     with_lines = [row for row in rows(folder / "metrics.jsonl") if "energy_j" in row]
     assert [row["step"] for row in with_lines] == [1, 2, 4, 6]
     assert all(later["energy_j"] > row["energy_j"] for row, later in pairwise(with_lines))
@@ -58,6 +60,7 @@ def test_a_run_with_a_counter(data, tmp_path, counted, capsys):
     page = write_report(folder).read_text()
     assert "Energy" in page
     assert "per token" in page
+    assert "per FLOP of its matmuls" in page
 
 
 def test_without_a_counter_no_number_is_anywhere(data, tmp_path, monkeypatch, capsys):
@@ -85,8 +88,10 @@ def test_an_estimate_is_called_one(data, tmp_path, monkeypatch, capsys):
     assert table["estimate"]["joules"] == pytest.approx(65 * table["machine_s"])
     assert "energy_j" not in json.dumps(rows(folder / "metrics.jsonl"))
     assert "(estimated)" in capsys.readouterr().out
+    assert table["planned"]["joules"] > 0
     page = write_report(folder).read_text()
     assert "estimated" in page
+    assert "Planned for its steps" in page
     assert "grid operator 2025" in page
 
 

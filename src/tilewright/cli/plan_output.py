@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.cli.common import echo, show_table
-from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
+from tilewright.core.units import J_PER_KWH, format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.describe import kept_in_words
+from tilewright.planner.advice.energy import planned_energy
 from tilewright.planner.cost.rows import places
-from tilewright.planner.machine.gpu_specs import board_watts
 from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
 from tilewright.training.planning.minutes import expected_steps, length_in_words, long_run
@@ -58,7 +58,7 @@ def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
     if plan.setting.shards.ranks > 1:
         echo(f"communication: {communication(plan)}")
     if energy := energy_of(plan):
-        echo(f"energy: at most {energy['kwh']:,.3g} kWh: {energy['assumed']}")
+        echo(f"energy: {'at most ' if 'boards' in energy else ''}{energy['kwh']:,.3g} kWh: {energy['assumed']}")
     if told.faster is not None:
         echo(f"\nFaster than what train does: {told.faster}")
     if told.changes and plan.state == "fits":  # else they are in the error
@@ -115,17 +115,15 @@ def communication(plan: Plan) -> str:
 
 
 def energy_of(plan: Plan) -> dict[str, Any] | None:
-    """Energy that the GPUs take at most for the planned steps, with the assumption; None where it is not known."""
-    watts = board_watts(plan.machine)
-    if watts is None or plan.shape.unknown:
+    """Energy that the GPUs take at most for the planned steps, or machines of `energy.assume_watts`, with the
+    assumption; None where it is not known."""
+    if plan.shape.unknown:
         return None
-    seconds = expected_steps(plan.recipe, plan.step_s) * plan.step_s
-    boards = plan.setting.shards.ranks
-    assumed = (
-        f"{boards} x {watts:g} W, the most that the maker says a board takes, for all of {format_seconds(seconds)}; "
-        "without host and cooling"
-    )
-    return {"kwh": boards * watts * seconds / 3.6e6, "watts": watts, "boards": boards, "assumed": assumed}
+    found = planned_energy(plan, expected_steps(plan.recipe, plan.step_s))
+    if found is None:
+        return None
+    told = {"kwh": found.joules / J_PER_KWH, "watts": found.watts, "assumed": found.assumed}
+    return told | {"boards" if found.boards else "machines": found.units}
 
 
 def numbers(plan: Plan) -> dict[str, str]:

@@ -10,7 +10,7 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _FACTORS = {key.lower(): value for key, value in (_BINARY | _DECIMAL).items()}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*\Z")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|m?J|kJ|kWh|%)(?:[\s,;:.)]|$))")
-_J_PER_KWH = 3.6e6
+J_PER_KWH = 3.6e6
 _NUMBER_IN_NAME = re.compile(r"(?<![^.])\d+(?![^.])")
 HARD_SPACE = "\0"
 """A space at which text is not wrapped, until it is printed."""
@@ -176,13 +176,15 @@ def format_joules(joules: float) -> str:
     Example:
         >>> format_joules(0.0123), format_joules(34.2), format_joules(51_200.0), format_joules(7.2e6)
         ('12.3 mJ', '34.2 J', '51.2 kJ', '2 kWh')
+        >>> format_joules(4.2e-5), format_joules(2.5e-10), format_joules(0.0)
+        ('42 µJ', '250 pJ', '0 J')
     """
-    if joules >= _J_PER_KWH / 10:
-        return f"{joules / _J_PER_KWH:,.3g} kWh"
-    for size, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")):
+    if joules >= J_PER_KWH / 10:
+        return f"{joules / J_PER_KWH:,.3g} kWh"
+    for size, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "\N{MICRO SIGN}J"), (1e-9, "nJ")):
         if joules >= size:
             return f"{joules / size:.3g} {unit}"
-    return f"{joules * 1e6:.3g} \N{MICRO SIGN}J"
+    return f"{joules * 1e12:.3g} pJ" if joules else "0 J"
 
 
 def format_seconds(seconds: float) -> str:

@@ -22,13 +22,14 @@ class MeteredPart:
     """A part of a machine whose energy is counted.
 
     `name`: unique on the machine. `covers`: in words. `how`: what counts. `sampled`: the power is measured now and
-    then, and taken as constant in between.
+    then, and taken as constant in between. `board`: a GPU with its memory.
     """
 
     name: str
     covers: str
     how: str
     sampled: bool = False
+    board: bool = False
 
 
 class Counter(Protocol):

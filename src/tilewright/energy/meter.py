@@ -94,7 +94,8 @@ class EnergyMeter:
         for tally in self._tallies:
             tally.begin(now)
             part = tally.counter.part
-            self._use.parts[part.name] = {"covers": part.covers, "how": part.how, "joules": 0.0, "trouble": tally.gone}
+            told = {"covers": part.covers, "how": part.how, "board": part.board}
+            self._use.parts[part.name] = told | {"joules": 0.0, "trouble": tally.gone}
         self._phase_at = self._read_at = now
         self._stop = threading.Event()
         sampled = any(tally.counter.part.sampled for tally in self._tallies)

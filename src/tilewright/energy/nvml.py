@@ -120,7 +120,7 @@ class _EnergyCounter:
 
     def __init__(self, library: NvmlLibrary, handle: ctypes.c_void_p, name: str) -> None:
         self._library, self._handle = library, handle
-        self.part = MeteredPart(name, f"{name}: the GPU's board with its memory", "NVML's energy counter")
+        self.part = MeteredPart(name, f"{name}: the GPU's board with its memory", "NVML's energy counter", board=True)
 
     def read(self, now: float) -> float:
         """See `Counter.read`."""
@@ -145,7 +145,7 @@ class _PowerCounter:
 
     def __post_init__(self) -> None:
         covers = f"{self.name}: the GPU's board with its memory"
-        self.part = MeteredPart(self.name, covers, "NVML's power, sampled", sampled=True)
+        self.part = MeteredPart(self.name, covers, "NVML's power, sampled", sampled=True, board=True)
 
     def read(self, now: float) -> float:
         """See `Counter.read`."""

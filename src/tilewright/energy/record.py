@@ -4,16 +4,15 @@ A figure is `measured` (by counters, of the parts that are named), `estimated` (
 seconds) or `unavailable`, with the reasons.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from tilewright.core.units import format_joules
+from tilewright.core.units import J_PER_KWH, format_joules
 
 FILE = "energy.json"
 MEASURED, ESTIMATED, UNAVAILABLE = "measured", "estimated", "unavailable"
-J_PER_KWH = 3.6e6
 OWN_SHARE = 0.9
 """Share of the machine's busy processor time that is the run's, below which its energy is said to be shared."""
 _OPEN = ConfigDict(extra="allow")
@@ -29,6 +28,7 @@ class RecordedPart(TypedDict):
     how: str
     joules: _Amount
     trouble: str
+    board: NotRequired[bool]
 
 
 @with_config(_OPEN)
@@ -37,6 +37,15 @@ class RecordedEstimate(TypedDict):
 
     watts: _Amount
     joules: _Amount
+
+
+@with_config(_OPEN)
+class RecordedPlanned(TypedDict):
+    """Energy as planned before the run, of all its steps: watts of each GPU's board, or of each machine."""
+
+    joules: _Amount
+    boards: bool
+    assumed: str
 
 
 @with_config(_OPEN)
@@ -64,6 +73,8 @@ class EnergyRecord(TypedDict):
     intensity: RecordedIntensity | None
     tokens: Annotated[int, Field(ge=0)]
     steps: Annotated[int, Field(ge=0)]
+    flops: NotRequired[_Amount | None]
+    planned: NotRequired[RecordedPlanned | None]
 
 
 ENERGY = TypeAdapter(EnergyRecord)
@@ -95,14 +106,39 @@ def grams_of(record: EnergyRecord | dict[str, Any]) -> float | None:
     return joules / J_PER_KWH * record["intensity"]["g_per_kwh"]
 
 
+def planned_in_words(record: EnergyRecord | dict[str, Any]) -> str:
+    """What was planned of energy before the run beside what it took; empty where nothing was.
+
+    Example:
+        >>> planned = {"joules": 5000.0, "boards": False, "assumed": "1 x 65 W per machine, for all of 1m17s"}
+        >>> record = {"state": "measured", "total_j": 4000.0, "estimate": None, "parts": [], "planned": planned}
+        >>> planned_in_words(record)
+        'Planned for its steps: 5 kJ (1 x 65 W per machine, for all of 1m17s). All of the run took 4 kJ, 0.80 of that'
+    """
+    planned = record.get("planned")
+    if not planned:
+        return ""
+    boards, most = planned["boards"], "at most " if planned["boards"] else ""
+    text = f"Planned for its steps: {most}{format_joules(planned['joules'])} ({planned['assumed']})"
+    parts = [part["joules"] for part in record["parts"] if part.get("board")]
+    took = (sum(parts) if parts else None) if boards else joules_of(record)
+    if took is None:
+        return f"{text}. Not measured: {'; '.join(record['reasons']) or 'no counter of a GPU'}"
+    whose = "In all of the run the boards took" if boards else "All of the run took"
+    share = f", {took / planned['joules']:.2f} of that" if planned["joules"] else ""
+    return f"{text}. {whose} {format_joules(took)}{share}"
+
+
 def in_words(record: EnergyRecord | dict[str, Any]) -> str:
-    """The whole of a run in a sentence: joules and of a token, with what they are of."""
+    """The whole of a run in a sentence: joules, of a token and of a FLOP, with what they are of."""
     joules = joules_of(record)
     if joules is None:
         return f"energy unavailable: {'; '.join(record['reasons'])}"
     text = f"{format_joules(joules)} {record['state']}"
     if record["tokens"]:
         text += f", {format_joules(joules / record['tokens'])} per token"
+    if flops := record.get("flops"):
+        text += f", {format_joules(joules / flops)} per FLOP of its matmuls"
     if (grams := grams_of(record)) is not None and record["intensity"]:
         text += f", {grams:,.3g} g CO2e at {record['intensity']['g_per_kwh']:g} g/kWh ({record['intensity']['source']})"
     if record["own_share"] is not None and record["own_share"] < OWN_SHARE and record["state"] == MEASURED:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.commands.chat_models.plan_model import named_model, plan_model
+from tilewright.cli.commands.machine.plan_cards import names_of, plan_cards
 from tilewright.cli.commands.machine.plan_mesh import check_options, plan_mesh
 from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity
 from tilewright.core.config.load import load_recipe
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
     "--on",
     default="",
     metavar="NAME",
-    help="Plan for another machine, from published numbers: h100, h200, a100, 4090 or b200.",
+    help="Plan for another machine, from published numbers: h100, h200, a100, 4090 or b200. Several, as h100,h200, "
+    "are ranked.",
 )
+@click.option("--by", type=click.Choice(["time", "energy"]), help="What several machines of --on are ranked by: time.")
 @click.option("--fastest", is_flag=True, help="Find the fastest plan instead of the one that train executes.")
 @click.option("--largest", is_flag=True, help="Find the deepest model of this shape that fits.")
 @click.option(
@@ -77,12 +80,16 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     The plan is that of `tilewright train` on this machine, or on another one with --on: the recipe unchanged where it
     fits, else what changes it least. With --fastest it is the fastest plan that fits: for each kind of layer where its
     tensors are stored and which activations are kept, and all that the command line leaves open. With --world it is the
-    best of all meshes over many GPUs of --on, their steps simulated. Exit code 3: the run does not fit; 6: its memory
+    best of all meshes over many GPUs of --on, their steps simulated. With several names in --on the machines are ranked
+    by the time or the energy of all steps. Exit code 3: the run does not fit; 6: its memory
     cannot be predicted.
     """
-    world = options.pop("world")
+    world, by = options.pop("world"), options.pop("by")
     check_options(world, options)
+    cards = names_of(options["on"], by or "", options | {"world": world})
     if (model := named_model(recipe)) is not None:
+        if cards:
+            raise _several(options["on"], cards[0])
         _of_model(model, overrides(ctx), as_json, options | {"world": world})
         return
     loaded = load_recipe(recipe, overrides(ctx))
@@ -91,6 +98,11 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         return
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     options = {name: value for name, value in options.items() if name not in ("nodes", "link")}
+    if cards:
+        from tilewright.training.planning.request import PlanRequest
+
+        plan_cards(loaded, cards, by or "time", PlanRequest(**options), as_json=as_json)
+        return
     with gc_paused():
         from tilewright.cli.plan_output import show, to_json
         from tilewright.data.common.progress import ProgressBar
@@ -139,6 +151,16 @@ def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, An
     with gc_paused():
         from tilewright.training.planning.request import PlanRequest
     plan_model(model, typed, PlanRequest(**options), as_json=as_json)
+
+
+def _several(on: str, first: str) -> ConfigError:
+    return ConfigError(
+        "Several GPUs are ranked for a recipe",
+        got=f"--on {on} and a model, of which several ways are planned",
+        need="one GPU, or a recipe",
+        try_=f"--on {first}",
+        where="--on",
+    )
 
 
 def _other(site: "Site", request: "PlanRequest", found: "Plan", compare: str, typed: list[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilewright.core.units import format_joules, format_seconds, format_share
-from tilewright.energy.record import ESTIMATED, MEASURED, EnergyRecord, in_words, joules_of
+from tilewright.energy.record import ESTIMATED, MEASURED, EnergyRecord, in_words, joules_of, planned_in_words
 from tilewright.report.run_data.collect import RunData
 
 PHASES = {
@@ -76,6 +76,8 @@ def _notes(record: EnergyRecord) -> list[str]:
             f"Estimated{beside}: {format_joules(estimate['joules'])}, {estimate['watts']:g} W per machine "
             "(energy.assume_watts) times seconds."
         )
+    if planned := planned_in_words(record):
+        notes.append(f"{planned}.")
     if record["idle_watts"] is not None:
         notes.append(f"The idle machine took {record['idle_watts']:,.1f} W before the run.")
     return notes

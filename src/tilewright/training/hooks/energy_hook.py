@@ -24,6 +24,8 @@ from tilewright.energy.record import ENERGY, ESTIMATED, FILE, MEASURED, UNAVAILA
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
+from tilewright.planner.advice.energy import flops_per_token, planned_energy
+from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
@@ -61,6 +63,7 @@ class RunEnergy:
         self._began, self._first_of_machine = time.monotonic(), world.local_rank == 0
         self._cpu_s, self._busy_s = _own_cpu_s(), _busy_cpu_s()
         self._reads = any(gather(world.everyone.handle, bool(counters)))
+        self._plan: tuple[Plan, int] | None = None
         self._counts = self._reads or bool(self._before["parts"])  # what was counted elsewhere stays
 
     @property
@@ -75,6 +78,7 @@ class RunEnergy:
             parts: of the run.
         """
         self._waited_s = lambda: parts.stream.waited_s
+        self._plan = parts.setup.plan, parts.setup.recipe.train.steps
         return EnergyHook(self, lambda: parts.counters.tokens)
 
     def table(self, tokens: int = 0, steps: int = 0) -> dict[str, Any]:
@@ -111,6 +115,18 @@ class RunEnergy:
             else None,
             "tokens": tokens,
             "steps": steps,
+            **self._of_plan(tokens, sum(found[5] > 0 for found in ranks)),
+        }
+
+    def _of_plan(self, tokens: int, machines: int) -> dict[str, Any]:
+        """FLOPs of the tokens' matmuls, and energy as planned for all steps; None where they are not known."""
+        if self._plan is None:
+            return {"flops": None, "planned": None}
+        plan, steps = self._plan
+        each, planned = flops_per_token(plan), planned_energy(plan, steps, machines)
+        return {
+            "flops": None if each is None else each * tokens,
+            "planned": planned and {"joules": planned.joules, "boards": planned.boards, "assumed": planned.assumed},
         }
 
     def write(self, tokens: int, steps: int) -> dict[str, Any]:

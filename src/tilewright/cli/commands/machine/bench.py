@@ -22,6 +22,7 @@ from tilewright.core.units import format_bytes, format_count
 @click.argument("what", type=click.Choice(["matmul", "step", "comm"]), default="matmul")
 @click.argument("recipe", default="default", metavar="[RECIPE]")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Number of timed steps.")
+@click.option("--against", default="", metavar="MODE", help="step: another precision.mode, measured beside it.")
 @click.option("--ranks", type=click.IntRange(2, 64), help="comm: processes to start here (2; under torchrun its own).")
 @click.option("--sizes", default=SIZES, show_default=True, help="comm: bytes of the tensors, in FP32.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="comm: file of links, which plans read.")
@@ -33,6 +34,7 @@ def bench(
     what: str,
     recipe: str,
     steps: int,
+    against: str,
     ranks: int | None,
     sizes: str,
     out: Path | None,
@@ -41,9 +43,10 @@ def bench(
     """Measure matmuls, a training step, or exchanges between processes on this machine.
 
     `matmul` measures the ceilings that `plan` uses, and renews them. `step` trains RECIPE for a few steps on its real
-    data and keeps nothing; it says which operations own a step's seconds, and the share of its matmuls' rate that it
-    reaches. `comm` starts a few processes, or runs under torchrun on GPUs and
-    several machines, and measures latency and bytes per second of each operation and wire format.
+    data and keeps nothing; it says which operations own a step's seconds, the share of its matmuls' rate that it
+    reaches, and joules per token where this machine counts them; --against compares two precision modes. `comm` starts
+    a few processes, or runs under torchrun on GPUs and several machines, and measures latency and bytes per second of
+    each operation and wire format.
     """
     if what != "comm":
         from tilewright.cli.app import check_one_process
@@ -57,7 +60,8 @@ def bench(
     if what == "matmul":
         _matmul(settings.recipe, as_json)
         return
-    bench_step(settings, steps, as_json=as_json)
+    other = load_recipe(recipe, [*overrides(ctx), "--precision.mode", against]) if against else None
+    bench_step(settings, steps, against=other, as_json=as_json)
 
 
 def _check_options(ctx: click.Context, what: str) -> None:
@@ -66,7 +70,7 @@ def _check_options(ctx: click.Context, what: str) -> None:
     Raises:
         ConfigError: there is one.
     """
-    of_what = {"steps": "step", "ranks": "comm", "sizes": "comm", "out": "comm"}
+    of_what = {"steps": "step", "against": "step", "ranks": "comm", "sizes": "comm", "out": "comm"}
     for name, its in of_what.items():
         if its != what and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(

@@ -1,7 +1,10 @@
-"""`tilewright bench step`: seconds of a step, who owns them, and the share of its matmuls' rate that it reaches."""
+"""`tilewright bench step`: seconds and joules of a step, who owns the seconds, and the share of its matmuls' rate that
+it reaches; of one precision mode, or of two beside each other."""
 
+import gc
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.common import echo, print_json, show_table
@@ -19,14 +22,75 @@ MOST_TURNS = 7
 """Steps after which the matmuls are timed alone."""
 
 
-def bench_step(settings: Loaded, steps: int, *, as_json: bool) -> None:
+@dataclass(frozen=True)
+class StepBench:
+    """Measurements of a few steps.
+
+    Args:
+        numbers: for JSON.
+        owners: of one more step's seconds; None: not known.
+    """
+
+    numbers: Mapping[str, Any]
+    owners: "list[Owner] | None"
+
+
+def bench_step(settings: Loaded, steps: int, *, against: Loaded | None = None, as_json: bool) -> None:
     """Train for a few steps on the recipe's data, keep nothing, and show what they took.
 
     Args:
         settings: the recipe.
         steps: that are timed. One more is profiled.
+        against: the recipe in another precision mode, which is measured behind it.
         as_json: instead of text.
     """
+    first = _measured(settings, steps)
+    if against is None:
+        print_json(first.numbers) if as_json else _show(first)
+        return
+    gc.collect()  # the first model goes before the second one is made
+    second = _measured(against, steps)
+    ratios = _beside(first.numbers, second.numbers)
+    if as_json:
+        print_json({**first.numbers, "against": {**second.numbers, "ratios": ratios}})
+        return
+    _show(first)
+    echo()
+    _show(second)
+    echo()
+    names = first.numbers["precision"], second.numbers["precision"]
+    echo(f"{names[0]} over {names[1]}: step {_ratio(ratios['step_s'])}, joules per token {_joules_beside(ratios)}")
+
+
+def _beside(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of the first over those of the second; of joules None where one of them is not counted, and why."""
+    joules = first["joules_per_token"], second["joules_per_token"]
+    reasons = dict.fromkeys((*first["not_counted"], *second["not_counted"]))
+    return {
+        "step_s": first["step_s"]["median"] / second["step_s"]["median"],
+        "joules_per_token": joules[0] / joules[1] if joules[0] and joules[1] else None,
+        "not_counted": list(reasons),
+    }
+
+
+def _ratio(value: float) -> str:
+    """Of two numbers, and the change in percent.
+
+    Example:
+        >>> _ratio(0.583)
+        '0.58x (-42 %)'
+    """
+    return f"{value:.2f}x ({100 * (value - 1):+.0f} %)"
+
+
+def _joules_beside(ratios: Mapping[str, Any]) -> str:
+    value, reasons = ratios["joules_per_token"], "; ".join(ratios["not_counted"])
+    if value is None:
+        return f"unavailable: {reasons}"
+    return _ratio(value) + (f" of what is counted ({reasons})" if reasons else "")
+
+
+def _measured(settings: Loaded, steps: int) -> StepBench:
     from tilewright.energy.meter import EnergyMeter
     from tilewright.planner.advice.step_gemms import alone_s, total_flops
     from tilewright.planner.machine.microbench import Load
@@ -56,7 +120,8 @@ def bench_step(settings: Loaded, steps: int, *, as_json: bool) -> None:
     joules = use.joules["steps"] if counters and meter.reads else None
     tokens = sum(result.num_tokens for result in results)
     seconds = [result.seconds for result in results]
-    found = {
+    flops = total_flops(gemms) * steps
+    numbers = {
         "recipe": settings.name,
         "device": setup.machine.device_name,
         "precision": recipe.precision.mode,
@@ -64,7 +129,9 @@ def bench_step(settings: Loaded, steps: int, *, as_json: bool) -> None:
         "step_s": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
         "wait_s": statistics.median(waits),
         "tokens_per_s": statistics.median(r.num_tokens / (r.seconds + w) for r, w in zip(results, waits, strict=True)),
+        "joules_per_step": joules and joules / steps,
         "joules_per_token": joules and joules / tokens,
+        "joules_per_flop": joules / flops if joules and flops else None,
         "not_counted": reasons,
         "others": others,
         "matmuls": _rates(total_flops(gemms), alone, seconds),
@@ -72,22 +139,31 @@ def bench_step(settings: Loaded, steps: int, *, as_json: bool) -> None:
         "no_owners": why,
         "planned_s": dict(setup.plan.seconds),
     }
-    if as_json:
-        print_json(found)
-        return
-    echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {steps} steps")
-    echo(f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)")
+    return StepBench(numbers, told)
+
+
+def _show(bench: StepBench) -> None:
+    found = bench.numbers
+    step, others = found["step_s"], found["others"]
+    echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {found['steps']} steps")
+    echo(f"step      {format_seconds(step['median'])} (median; {step['min']:.3g} to {step['max']:.3g} s)")
     echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
     echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
-    if joules is None:
-        echo(f"energy    unavailable: {'; '.join(reasons)}")
-    else:
-        how = "; ".join(reasons) or "all of it measured"
-        echo(f"energy    {format_joules(joules / steps)} a step, {format_joules(joules / tokens)} a token ({how})")
+    echo(f"energy    {_energy_in_words(found)}")
     if others > BUSY:
         echo(f"note: others took {100 * others:.0f} % of the processors' time; matmuls by themselves leave that out")
     _show_matmuls(found["matmuls"])
-    _show_owners(told, why, setup.plan.seconds)
+    _show_owners(bench.owners, found["no_owners"], found["planned_s"])
+
+
+def _energy_in_words(found: Mapping[str, Any]) -> str:
+    reasons = "; ".join(found["not_counted"])
+    if found["joules_per_step"] is None:
+        return f"unavailable: {reasons}"
+    each = [f"{format_joules(found[f'joules_per_{name}'])} a {name}" for name in ("step", "token")]
+    if found["joules_per_flop"] is not None:
+        each.append(f"{format_joules(found['joules_per_flop'])} a FLOP of its matmuls")
+    return f"{', '.join(each)} ({reasons or 'all of it measured'})"
 
 
 def _matmuls(parts: "Components") -> tuple[Any, Mapping[Any, int]]:

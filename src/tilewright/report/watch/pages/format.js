@@ -66,12 +66,18 @@ export function seconds(value) {
   return hours ? `${hours}h${pad(minutes)}m` : `${minutes}m${pad(whole % 60)}s`;
 }
 
+export function joules(value) {
+  if (value === null || value === undefined) return "not finite";
+  if (value >= 1000) return `${trimmed(value / 1000, 3)} kJ`;
+  return value >= 1 ? `${trimmed(value, 3)} J` : `${trimmed(value * 1000, 3)} mJ`;
+}
+
 // Three figures, and an exponent only where there is no room for the digits.
 export function tick(value) {
   return Math.abs(value) < 1e6 ? number(value) : exponent(value, 3);
 }
 
-export const FORMATS = { number, bytes, count, percent, seconds };
+export const FORMATS = { number, bytes, count, percent, seconds, joules };
 
 // Round values from low to high: multiples of 1, 2, 2.5 or 5, of a power of 1024 where `binary`.
 export function ticks(low, high, wanted, binary = false) {

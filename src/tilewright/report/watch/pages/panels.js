@@ -25,6 +25,7 @@ function figures(run) {
   if (last("loss") !== null) found.push(["loss", number(last("loss"))]);
   if (last("held_out") !== null) found.push(["perplexity", perplexity(last("held_out"))]);
   if (last("tokens_per_s") !== null) found.push(["tokens/s", FORMATS.count(last("tokens_per_s"))]);
+  if (last("energy_j_per_step") !== null) found.push(["energy per step", FORMATS.joules(last("energy_j_per_step"))]);
   if (last("memory_bytes") !== null) found.push(["memory", bytes(last("memory_bytes"))]);
   return found;
 }

@@ -21,6 +21,8 @@ const LATER = {
   step_s: { title: "Step time", unit: "seconds", format: "seconds", zero: true },
   wait_s: { title: "Wait for data", unit: "seconds per step", format: "seconds", zero: true },
   loss_scale: { title: "Loss scale", unit: "loss scale", log: "auto" },
+  energy_j: { title: "Energy", unit: "joules of the run", format: "joules", zero: true },
+  energy_j_per_step: { title: "Energy of a step", unit: "joules", format: "joules", zero: true },
 };
 
 const state = { runs: [], keys: null, colours: {}, x: "step", zoom: null, session: null, asked: 0, timer: 0, settings: "", panels: "" };

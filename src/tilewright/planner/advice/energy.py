@@ -1,0 +1,74 @@
+"""What a plan says of energy: joules of all its steps, and the FLOPs of a token's matmuls; with the assumption."""
+
+from dataclasses import dataclass
+
+from tilewright.core.units import format_seconds
+from tilewright.planner.advice.step_gemms import step_gemms, total_flops
+from tilewright.planner.machine.gpu_specs import board_watts
+from tilewright.planner.plan import Plan
+
+_MANY = 2**20
+"""Tokens that FLOPs are counted over: experts have shares of them."""
+
+
+@dataclass(frozen=True)
+class PlannedEnergy:
+    """Of all steps of a run.
+
+    Args:
+        watts: of each unit, for all of the time.
+        units: GPUs, or machines.
+        boards: units are GPUs, and the watts the most that their maker says a board takes; else they are machines, and
+            the watts the recipe's.
+        seconds: of all steps.
+    """
+
+    watts: float
+    units: int
+    boards: bool
+    seconds: float
+
+    @property
+    def joules(self) -> float:
+        """Of all units."""
+        return self.units * self.watts * self.seconds
+
+    @property
+    def assumed(self) -> str:
+        """In words.
+
+        Example:
+            >>> PlannedEnergy(65.0, 1, False, 90.0).assumed
+            '1 x 65 W per machine (energy.assume_watts), for all of 1m30s'
+        """
+        whose = "the most that the maker says a board takes" if self.boards else "per machine (energy.assume_watts)"
+        beside = "; without host and cooling" if self.boards else ""
+        comma = "," if self.boards else ""
+        return f"{self.units} x {self.watts:g} W{comma} {whose}, for all of {format_seconds(self.seconds)}{beside}"
+
+
+def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy | None:
+    """Energy of a plan's steps: of its GPUs where their power is published, else of machines whose power the recipe
+    gives. None where neither is known, or seconds are not.
+
+    Args:
+        plan: of a run.
+        steps: of the run.
+        machines: of the run.
+    """
+    if plan.shape.unknown:
+        return None
+    seconds, watts = steps * plan.step_s, board_watts(plan.machine)
+    if watts is not None:
+        return PlannedEnergy(watts, plan.setting.shards.processes, True, seconds)
+    assumed = plan.recipe.energy.assume_watts
+    return PlannedEnergy(assumed, machines, False, seconds) if assumed else None
+
+
+def flops_per_token(plan: Plan) -> float | None:
+    """FLOPs of a token's matmuls in training, attention and what is computed again left out; None of a model whose
+    shapes are not known."""
+    if plan.shape.unknown:
+        return None
+    of_rank = total_flops(step_gemms(plan.shape, [_MANY], ())) / _MANY
+    return of_rank * plan.recipe.parallel.tp

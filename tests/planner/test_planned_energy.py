@@ -1,0 +1,25 @@
+"""FLOPs and joules of a plan: those of all ranks together, whatever they are cut into."""
+
+import pytest
+
+from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.flops import count_flops
+from tilewright.planner.advice.energy import flops_per_token, planned_energy
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"dp_shard": 2}])
+def test_flops_of_a_token_do_not_depend_on_the_mesh(parallel):
+    recipe = make_recipe(parallel=parallel)
+    plan = make_plan(recipe, 512, make_machine(), make_rates())
+    counted = count_flops(DecoderConfig.from_section(recipe.model, 512), 128)
+    matmuls = counted.forward - sum(counted.attention)
+    assert flops_per_token(plan) == pytest.approx(3 * matmuls)
+
+
+def test_watts_of_machines_are_the_recipes():
+    plan = make_plan(make_recipe(energy={"assume_watts": 65}), 512, make_machine(), make_rates())
+    found = planned_energy(plan, 100, machines=2)
+    assert found.joules == pytest.approx(2 * 65 * 100 * plan.step_s)
+    assert "energy.assume_watts" in found.assumed
+    assert planned_energy(make_plan(make_recipe(), 512, make_machine(), make_rates()), 100) is None
