@@ -23,7 +23,7 @@ from benchmarks.common import write_result
 from benchmarks.data_stages import run_until
 from benchmarks.data_texts import MB, installed_texts
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.stages.copies.exact import DROP
+from tilewright.data.build.stages.copies.exact import DROP, drops_of
 from tilewright.data.build.tables import rows
 
 CLAIM = "at a threshold of 0.5, copies with 5 % of the words changed are found and no distinct document is lost"
@@ -106,7 +106,7 @@ def planted(num: int, copies: int, folder: Path) -> dict[str, Any]:
         read = {"source": str(source), "shard_bytes": 1 << 30}  # one shard, so that a record's number is its line's
         build = DataBuild.model_validate({"read": read, "duplicates": {"threshold": threshold}})
         context = run_until(build, folder / "out", 1, "near")
-        drops = np.concatenate([context.drops("exact", 1, 0), context.drops("near", 1, 0), np.zeros(0, DROP)])
+        drops = np.concatenate([np.zeros(0, DROP), drops_of([context.folder("exact"), context.folder("near")], 0)])
         gone = dict(zip(drops["doc"].tolist(), drops["stays"].tolist(), strict=True))
         found = sum((i in gone) != (len(texts) + i in gone) for i in range(copies))
         lost = sum(i in gone and (i >= copies or len(texts) + i in gone) for i in range(len(texts)))

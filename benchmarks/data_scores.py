@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import Context
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.run import build_dataset
 from tilewright.data.build.plan import stage_named
-from tilewright.data.build.run import build_dataset
 from tilewright.data.build.stages.scores.corruptions import KINDS
 from tilewright.data.common.progress import ProgressBar
 
@@ -126,7 +126,7 @@ def rates(context: Context, stage: str, folder: Path) -> dict[str, Any]:
             place = folder / stage / f"{number}-{i}"
             place.mkdir(parents=True)
             before = time.process_time()
-            counts = stage_named(stage).run(context, i, place)
+            counts = stage_named(stage).work(context, i)(place)
             seconds += time.process_time() - before
             size += counts["scored_bytes"]
         found.append(size / seconds / 1e6)
@@ -137,7 +137,7 @@ def training_s(context: Context, stage: str, folder: Path) -> float:
     """Processor seconds in which a stage trains its models."""
     (folder / stage).mkdir(parents=True)
     before = time.process_time()
-    stage_named(stage).run(context, 0, folder / stage)
+    stage_named(stage).work(context, 0)(folder / stage)
     return round(time.process_time() - before, 2)
 
 

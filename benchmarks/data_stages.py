@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import Context
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.local import LocalExecutor
 from tilewright.data.build.plan import STAGES
 
 QUALITY = {
@@ -42,7 +42,7 @@ def run_until(build: DataBuild, out: Path, processes: int, last: str) -> Context
     context = Context(build, out)
     with LocalExecutor(processes) as executor:
         for stage in STAGES:
-            units = [(index, stage.fingerprint(context, index)) for index in range(stage.count(context))]
+            units = [(index, stage.fingerprint(context, index)) for index in range(stage.units(context))]
             todo = [unit for unit in units if not context.units.is_done(stage.name, *unit)]
             for index, _ in todo:
                 context.units.forget(stage.name, index)

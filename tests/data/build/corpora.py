@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.executors.base import UnitExecutor
-from tilewright.data.build.executors.local import LocalExecutor
-from tilewright.data.build.executors.rank import RankExecutor
-from tilewright.data.build.run import build_dataset
+from tilewright.data.build.engine.executors.base import UnitExecutor
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.executors.rank import RankExecutor
+from tilewright.data.build.engine.run import build_dataset
 from tilewright.data.common.progress import ProgressBar
 
 PARTS = ("records", "rejects", "tokens")

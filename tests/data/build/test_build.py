@@ -12,8 +12,8 @@ import pytest
 from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import load_data_toml
-from tilewright.data.build.executors.local import LocalExecutor
-from tilewright.data.build.units import Units
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.units import Units
 from tilewright.data.common.tokenizer import load_tokenizer
 
 RULES = {"rules": {"min_words": 20}}

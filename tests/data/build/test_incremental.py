@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from tests.data.build.corpora import build, digest, prose, settings
+from tilewright.core.atomic_io import hash_file
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import Context
-from tilewright.data.build.inputs import Listing
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.units import RECEIPT, TOLD
 from tilewright.data.build.plan import STAGES
 
 ENCODINGS = ("utf-8", "latin-1", "utf-16", "utf-16-be", "cp1252")
@@ -189,85 +190,77 @@ def test_merged_domains_have_the_split_of_a_fresh_build(tmp_path):
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
 
 
-def test_stages_read_what_their_fingerprints_are_taken_from(tmp_path):
-    """Each stage, settings section and listing that a unit's work reads is in what its fingerprint is taken from."""
-    root = tmp_path / "in"
+def test_a_stage_reads_nothing_but_what_it_declares(tmp_path):
+    """Each stage gives the bytes that it gave in the build where nothing is on disk but what its fingerprint is of.
+
+    Settings that it does not declare are no attributes of what it gets.
+    """
+    root, out = tmp_path / "in", tmp_path / "out"
     for number in range(40):
         path = root / "ab"[number % 2] / f"{number}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(prose(number, 80))
+    for number in range(8):
+        pixels = np.random.default_rng(number % 6).integers(0, 255, (6, 6, 3), np.uint8)
+        Image.fromarray(pixels).resize((40, 40), Image.Resampling.BICUBIC).save(root / "a" / f"{number}.png")
     sections = {
-        "quality": {"good": str(root / "a"), "bad": str(root / "b"), "threshold": 0.0, "allow_weak": True},
+        "quality": {"good": str(root / "a"), "bad": str(root / "b"), "keep_top": 1.0, "allow_weak": True},
         "noise": {"clean": "corpus", "allow_weak": True},
         "sample": {"reference": "corpus"},
         "repair": {"repeated_lines": 3},
+        "media": {"image_size": 8},
     }
     config = settings(root, **sections)
-    out = tmp_path / "out"
     build(config, out)
-    missing: dict[str, list[str]] = {}
     ran = []
     for stage in STAGES:
         context = TracedContext(config, out)
-        if not stage.count(context):
-            continue
-        ran.append(stage.name)
-        context.take()
-        stage.reads(context, 0)
-        declared = context.take()
-        (tmp_path / stage.name).mkdir()
-        stage.run(context, 0, tmp_path / stage.name)
-        if extra := context.take() - declared:
-            missing[stage.name] = sorted(extra)
-    assert not missing
-    assert {"read", "split", "encode", "dataset", "quality_scores", "noise_scores", "sample"} <= set(ran)
+        if stage.units(context):
+            stage.fingerprint(context, 0)
+            declared, work, made = context.read, stage.work(context, 0), tmp_path / stage.name
+            hidden = (out / "work").rename(tmp_path / "hidden")
+            for name, index, told in declared:
+                _link_unit(hidden / name / f"{index:05}", out / "work" / name / f"{index:05}", told)
+            made.mkdir()
+            work(made)
+            shutil.rmtree(out / "work", ignore_errors=True)
+            hidden.rename(out / "work")
+            assert _hashes(made) == _receipt(context.folder(stage.name)), stage.name
+            ran.append(stage.name)
+    assert ran == [stage.name for stage in STAGES]
+
+
+def _receipt(folder: Path) -> dict[str, str]:
+    """Files of a finished unit, and the hash of each."""
+    return {name: digest for name, (_, digest) in json.loads((folder / RECEIPT).read_bytes())["files"].items()}
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in _files(folder)}
+
+
+def _link_unit(unit: Path, target: Path, told: bool) -> None:
+    """What the unit hands on, or what it tells of itself, in another folder."""
+    for name in _receipt(unit):
+        if (name in TOLD) == told:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(unit / name, target / name)
 
 
 class TracedContext(Context):
-    """Records which stages, sections of settings and listings are read."""
+    """Records the units that a fingerprint is taken of."""
 
     def __init__(self, config: DataBuild, out: Path):
         super().__init__(config, out)
-        self._read: set[str] = set()
-        self._depth = 0
-        self.build = _TracedSettings(config, self._read)
-
-    def take(self) -> set[str]:
-        """What was read since the last call."""
-        read = set(self._read)
-        self._read.clear()
-        self._digests.clear()
-        return read
-
-    @property
-    def listing(self) -> Listing:
-        self._read.add("listing")
-        return Context.listing.func(self)
-
-    def folder(self, stage: str, index: int = 0) -> Path:
-        self._read.add(stage)
-        return super().folder(stage, index)
+        self.read: set[tuple[str, int, bool]] = set()
 
     def one(self, stage: str, index: int = 0) -> str:
-        self._read.add(stage)
+        self.read.add((stage, index, False))
         return super().one(stage, index)
 
     def told_one(self, stage: str, index: int) -> str:
-        self._read.add(stage)
+        self.read.add((stage, index, True))
         return super().told_one(stage, index)
-
-    def count(self, stage: str, index: int, name: str) -> int:
-        self._read.add(stage)
-        return super().count(stage, index, name)
-
-
-class _TracedSettings:
-    def __init__(self, config: DataBuild, read: set[str]):
-        self._config, self._names = config, read
-
-    def __getattr__(self, name: str):
-        self._names.add(f"[{name}]")
-        return getattr(self._config, name)
 
 
 def test_no_caption_is_in_both_splits(tmp_path):

@@ -19,12 +19,12 @@ import pytest
 from tests.data.build.corpora import build, digest, settings, write_corpus
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
-from tilewright.data.build.context import Context
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.units import RECEIPT
 from tilewright.data.build.plan import stage_named
-from tilewright.data.build.stages.read import read_shard
+from tilewright.data.build.stages.read import READ
 from tilewright.data.build.tables import rows
-from tilewright.data.build.units import RECEIPT
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -145,10 +145,11 @@ def test_a_file_that_changes_while_it_is_read_is_told(tmp_path):
     source = write_corpus(tmp_path / "in")
     target = source / "prose" / "01.txt"
     context = Context(settings(source), tmp_path / "out")
-    shard = next(items for items in context.listing.shards if any(item.path == str(target) for item in items))
+    shards = context.listing.shards
+    shard = next(i for i, items in enumerate(shards) if any(item.path == str(target) for item in items))
     target.write_text("something else " * 50)  # after it was listed
     (tmp_path / "unit").mkdir()
-    read_shard(shard, context.build, tmp_path / "unit")
+    READ.work(context, shard)(tmp_path / "unit")
     rules = {row["path"]: row["rule"] for row in rows(tmp_path / "unit" / "rejects.parquet")}
     assert rules["prose/01.txt"] == "file changed while it was read"
 

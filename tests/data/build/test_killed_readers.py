@@ -13,8 +13,8 @@ from tests.data.build.corpora import build, prose, settings
 from tests.data.build.scores.texts import all_three, story, write_scored_corpus
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
-from tilewright.data.build.executors.local import LocalExecutor
-from tilewright.data.build.executors.rank import RankExecutor
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.executors.rank import RankExecutor
 from tilewright.data.build.tables import rows
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,11 +13,11 @@ from tests.data.build.corpora import build, digest, settings, write_corpus
 from tests.data.build.test_kill import kill_until_whole
 from tilewright import __version__
 from tilewright.core.errors import DataError, HardwareError
-from tilewright.data.build.context import Context
-from tilewright.data.build.executors.on_ray import RayExecutor, RayPool, check_nodes, look
-from tilewright.data.build.executors.workers import make_unit, try_item
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.on_ray import RayExecutor, RayPool, check_nodes, look
+from tilewright.data.build.engine.executors.workers import make_unit, try_item
+from tilewright.data.build.engine.units import RECEIPT
 from tilewright.data.build.tables import rows
-from tilewright.data.build.units import RECEIPT
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.dist
@@ -86,8 +86,8 @@ def test_a_unit_whose_process_is_killed_is_tried_alone(corpus, whole, executor, 
     seen = []
 
     def kills(work, args) -> bool:
-        seen.append(args[4:6])
-        return args[4:6] == ("repair", 1) and seen.count(("repair", 1)) == 1
+        seen.append(args[1:3])
+        return args[1:3] == ("repair", 1) and seen.count(("repair", 1)) == 1
 
     with_kills(kills)
     build(settings(corpus), tmp_path, executor)
@@ -102,7 +102,9 @@ def test_a_file_that_kills_its_process_is_set_aside(corpus, executor, tmp_path, 
     bad = Context(settings(corpus), tmp_path).listing.shards[0][0]
 
     def kills(work, args) -> bool:
-        return args[4:6] == ("read", 0) if work is make_unit else args[1] == bad
+        if work is not make_unit:
+            return args[1] == bad
+        return args[1:3] == ("read", 0) and bad in args[4].inputs["files"].items
 
     assert try_item is not make_unit
     with_kills(kills)

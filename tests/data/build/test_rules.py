@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import RepairSection, RulesSection
-from tilewright.data.build.stages import rules
-from tilewright.data.build.stages.measures import MEASURES, Measured
-from tilewright.data.build.stages.repair import line_hash, repaired, without_lines
-from tilewright.data.build.stages.rules import thresholds
+from tilewright.data.build.stages.text import rules
+from tilewright.data.build.stages.text.measures import MEASURES, Measured
+from tilewright.data.build.stages.text.repaired import line_hash, repaired, without_lines
+from tilewright.data.build.stages.text.rules import thresholds
 
 KNOWN = [
     ("chars", "abc de", 6),

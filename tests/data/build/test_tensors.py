@@ -9,7 +9,7 @@ import pytest
 from tests.data.build.corpora import build, digest, prose, settings, write_media
 from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.executors.local import LocalExecutor
 from tilewright.data.build.finished.account import build_account
 from tilewright.data.build.finished.images import ShardedPixels
 from tilewright.data.prepare import prepare

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.build.corpora import build, build_as_ranks, digest, settings
-from tests.data.build.scores.texts import all_three, write_scored_corpus
+from tests.data.build.scores.texts import all_three, shouted, write_scored_corpus
 from tests.data.build.test_kill import kill_until_whole
 from tilewright.core.errors import DataError
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.executors.local import LocalExecutor
 from tilewright.data.build.finished.account import build_account
 
 pytest.importorskip("sklearn")
@@ -117,3 +117,16 @@ def test_a_stage_that_is_off_leaves_nothing(corpus, built, tmp_path):
     assert not {"quality", "contrast", "bits_per_byte"} & {one.measure for one in account.histograms}
     build(settings(corpus / "in"), tmp_path / "fresh")
     assert digest(tmp_path) == digest(tmp_path / "fresh")
+
+
+def test_what_references_are_read_as_counts(corpus, tmp_path):
+    """`read.suffixes` is how records are read, and examples, too: with another kind the model is learned again."""
+    good = shutil.copytree(corpus / "good", tmp_path / "good")
+    for number in range(30):
+        (good / f"{number}.md").write_text(shouted(7000 + number))
+    quality = all_three(corpus)["quality"] | {"good": str(good), "allow_weak": True}
+    build(settings(corpus / "in", quality=quality), tmp_path / "out")
+    without = settings(corpus / "in", read={"suffixes": {".md": "none"}}, quality=quality)
+    build(without, tmp_path / "out")
+    build(without, tmp_path / "fresh")
+    assert digest(tmp_path / "out") == digest(tmp_path / "fresh")

@@ -36,7 +36,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     """
     from tilewright.cli.app import check_one_process
     from tilewright.data.build.config import load_data_toml
-    from tilewright.data.build.run import build_dataset
+    from tilewright.data.build.engine.run import build_dataset
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.corpus.account import account_line
 
@@ -72,9 +72,9 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
 
 def _executor(name: str, processes: int | None) -> Any:
     """The `UnitExecutor` of that name, a context manager."""
-    from tilewright.data.build.executors.local import LocalExecutor
-    from tilewright.data.build.executors.on_ray import RayExecutor
-    from tilewright.data.build.executors.rank import RankExecutor
+    from tilewright.data.build.engine.executors.local import LocalExecutor
+    from tilewright.data.build.engine.executors.on_ray import RayExecutor
+    from tilewright.data.build.engine.executors.rank import RankExecutor
 
     if name == "rank":
         if processes is not None:

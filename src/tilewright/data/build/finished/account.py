@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import WORK
+from tilewright.data.build.engine.context import WORK
+from tilewright.data.build.engine.units import Units
 from tilewright.data.build.finished.open_built import read_dataset
 from tilewright.data.build.finished.score_models import ScoreModel, score_histograms, score_limits, score_models
 from tilewright.data.build.plan import STAGES
-from tilewright.data.build.stages.rules import bin_starts, thresholds
+from tilewright.data.build.stages.text.rules import bin_starts, thresholds
 from tilewright.data.build.tables import rows
-from tilewright.data.build.units import Units
 
 MODALITIES = ("text", "image", "audio")
 NO_DOMAIN = "(in no domain)"

@@ -8,9 +8,9 @@ from typing import Any
 
 from tilewright.core.units import format_bytes
 from tilewright.data.build.config import DataBuild
+from tilewright.data.build.engine.units import Units
 from tilewright.data.build.stages.scores.choose import BITS, CONTRAST, QUALITY, ScoreKind, ScoreRanks
 from tilewright.data.build.stages.scores.models import ACCOUNT, noise_threshold
-from tilewright.data.build.units import Units
 
 
 @dataclass(frozen=True)

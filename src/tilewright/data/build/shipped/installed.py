@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 from tilewright.data.build.config import DataBuild, load_data_toml
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.run import PARTS, build_dataset
+from tilewright.data.build.engine.units import link_or_copy
 from tilewright.data.build.finished.open_built import DATASET
 from tilewright.data.build.plan import SHARDS, STAGES
-from tilewright.data.build.run import PARTS, build_dataset
-from tilewright.data.build.units import link_or_copy
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 

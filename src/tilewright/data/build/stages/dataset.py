@@ -8,19 +8,25 @@ context, `*.trained.npy`; `documents.parquet` (one row per run of tokens, traini
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, Folders, FoundValue, Only, StageInput, one_unit
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.inputs import Listing
 from tilewright.data.build.stages.copies.exact import shard_of
 from tilewright.data.build.stages.encode import RUNS, SPLIT_NAMES
-from tilewright.data.build.stages.media import publish_media
+from tilewright.data.build.stages.media import media_shards, publish_media
+from tilewright.data.build.stages.order import rejecting
+from tilewright.data.build.stages.split import source_label
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.corpus.account import TYPES, file_type, most_bytes
@@ -42,11 +48,11 @@ class Finished:
     """Folders of all shards, by stage, and the folders of the units that there is one of."""
 
     listing: Listing
-    media: list[Path]
+    media: Sequence[Path]
     """Of shards with tensors; empty where none are asked for."""
-    encoded: list[Path]
-    rejects: list[list[Path]]
-    """By shard, in the order of the stages."""
+    encoded: Sequence[Path]
+    rejects: Sequence[Sequence[Path]]
+    """By stage, in their order, of each shard."""
     tokenizer: Path
     split: Path
     duplicates: Mapping[str, int]
@@ -55,8 +61,16 @@ class Finished:
     label: str
 
 
-def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
-    """Fill `folder` with `tokens/`, `records/`, `rejects/` and, if asked for, `media/`; returns counts."""
+def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any) -> Mapping[str, Any]:
+    """Fill `folder` with `tokens/`, `records/`, `rejects/` and, if asked for, `media/`; returns counts.
+
+    Args:
+        index: 0.
+        settings: none.
+        folder: gets the files.
+        inputs: see `Finished`.
+    """
+    done = Finished(**inputs)
     tokens = folder / TOKENS
     tokens.mkdir()
     shutil.copytree(done.tokenizer / "tokenizer", tokens / "tokenizer")
@@ -70,7 +84,7 @@ def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
         filled = [one / f"{name}.parquet" for one in done.encoded if pq.read_metadata(one / f"{name}.parquet").num_rows]
         for number, one in enumerate(filled):
             shutil.copyfile(one, folder / "records" / f"{name}-{number:05}-of-{len(filled):05}.parquet")
-    tensors = publish_media(done.media, folder / "media") if done.media else {}
+    tensors = publish_media(done.media, folder / "media") if len(done.media) else {}
     refused = _rejects(done, folder / "rejects", tokens / "rejects.jsonl")
     summary = _summary(done, refused, tokens) | {"tensors": tensors}
     (tokens / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -86,7 +100,7 @@ def _join(parts: list[Path], out: Path) -> None:
                 writer.append(values[start : start + _COPY])
 
 
-def _documents(encoded: list[Path], out: Path) -> None:
+def _documents(encoded: Sequence[Path], out: Path) -> None:
     """One row per run, in the order of the streams."""
     import pyarrow as pa
 
@@ -95,8 +109,8 @@ def _documents(encoded: list[Path], out: Path) -> None:
     )
     with TableWriter(out, schema) as writer:
         for split in SPLIT_NAMES.values():
-            for one in encoded:
-                for row in rows(one / f"{split}.parquet", DOCUMENT_COLUMNS):
+            for shard in encoded:
+                for row in rows(shard / f"{split}.parquet", DOCUMENT_COLUMNS):
                     writer.append(row | {"split": split, "name": place(row)})
 
 
@@ -145,7 +159,7 @@ def _rejects(done: Finished, out: Path, lines: Path) -> _Refused:
     listed: Counter[str] = Counter()
     out.mkdir()
     with lines.open("w", encoding="utf-8") as file:
-        for shard, folders in enumerate([None, *done.rejects]):
+        for shard, folders in enumerate([None, *zip(*done.rejects, strict=True)]):
             source = _listed(done.listing) if folders is None else (r for f in folders for r in _rows_of(f))
             with TableWriter(out / f"{shard:05}.parquet", REJECTS) as writer:
                 for row in source:
@@ -265,3 +279,43 @@ def _take(held: dict[str, bytearray], batch: Mapping[str, list[Any]]) -> None:
         texts = held.setdefault(domain, bytearray())
         if len(texts) < _COMPRESSED_BYTES:
             texts += text.encode()
+
+
+class ListedFiles(StageInput):
+    """What the listing found, known by what a dataset says of it."""
+
+    def identity(self, c: Context, i: int) -> object:
+        return c.listing.facts()
+
+    def value(self, c: Context, i: int) -> Listing:
+        return c.listing
+
+
+class EveryReject(StageInput):
+    """The folders of all stages that write rejects, known by these."""
+
+    def identity(self, c: Context, i: int) -> object:
+        return [c.told(stage) for stage in rejecting(c.build)]
+
+    def value(self, c: Context, i: int) -> list[Folders]:
+        return [Folders(c.units.root, stage, c.num_shards) for stage in rejecting(c.build)]
+
+
+def _copies(c: Context, i: int) -> dict[str, int]:
+    return {name: c.total("unique", name) for name in ("exact", "near")}
+
+
+DATASET_STAGE = BuildStage(
+    *("dataset", "joining the dataset", 5, one_unit, assemble),
+    inputs={
+        "listing": ListedFiles(),
+        "media": Every("media", media_shards, told=True),
+        "encoded": Every("encode"),
+        "rejects": EveryReject(),
+        "tokenizer": Only("tokenizer"),
+        "split": Only("split"),
+        "duplicates": FoundValue(_copies),
+        "changed": FoundValue(lambda c, i: c.totals("repair", "changed")),
+        "label": FoundValue(lambda c, i: source_label(c)),
+    },
+)

@@ -5,26 +5,33 @@ rows are the dataset's records: with the text of the run's targets, and the plac
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import tokenizers
 
-from tilewright.data.build.config import ChunkSection, TokenizerSection
+from tilewright.data.build.config import ChunkSection
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
-from tilewright.data.build.stages.rules import SCORES
+from tilewright.data.build.stages.order import last_kept
 from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.build.stages.text.rules import SCORES
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
 from tilewright.data.common.hashing import hash64
+from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.records import Rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -105,12 +112,26 @@ def with_scores(scores: str, side: Mapping[str, Any]) -> str:
     return json.dumps(json.loads(scores) | found, sort_keys=True) if found else scores
 
 
-def make_tokenizer(shards: list[Shard], settings: TokenizerSection, seed: int, folder: Path) -> Mapping[str, Any]:
+def _shards_of(records: Sequence[Path], kept: Sequence[Path], split: Path) -> list[Shard]:
+    return [Shard(number, *pair, split) for number, pair in enumerate(zip(records, kept, strict=True))]
+
+
+def make_tokenizer(
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Sequence[Path],
+    split: Path,
+    given: str,
+) -> Mapping[str, Any]:
     """Train the tokenizer on a sample of the training text, or copy the given one, into `folder`/tokenizer."""
-    if settings.path:
-        tokenizer = load_tokenizer(settings.path)
+    if given:
+        tokenizer = load_tokenizer(given)
     else:
-        tokenizer = train_tokenizer(short_words(_sample(shards, seed)), settings.vocab_size)
+        sample = _sample(_shards_of(records, kept, split), settings.split.seed)
+        tokenizer = train_tokenizer(short_words(sample), settings.tokenizer.vocab_size)
     tokenizer.save(folder / "tokenizer")
     return {"vocab_size": tokenizer.vocab_size}
 
@@ -142,12 +163,22 @@ def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
                 yield text if at is None else text.encode()[:at].decode()
 
 
-def write_encoder(shards: list[Shard], tokenizer_folder: Path, seed: int, folder: Path) -> Mapping[str, Any]:
+def write_encoder(
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Sequence[Path],
+    split: Path,
+    tokenizer: Path,
+) -> Mapping[str, Any]:
     """Write which library encodes the texts of a build into `folder`/encoder.json; ids are the same with each."""
-    num_bytes, sample = 0, list(islice(_sample(shards, seed), _ENCODED_TWICE))
-    for shard in shards:
-        num_bytes += sum(sum(batch["bytes"]) for _, batch in batches(shard.kept / "kept.parquet", ("bytes",)))
-    _, name = choose_encoder(load_tokenizer(tokenizer_folder), num_bytes, sample)
+    texts = _sample(_shards_of(records, kept, split), settings.split.seed)
+    num_bytes, sample = 0, list(islice(texts, _ENCODED_TWICE))
+    for side in kept:
+        num_bytes += sum(sum(batch["bytes"]) for _, batch in batches(side / "kept.parquet", ("bytes",)))
+    _, name = choose_encoder(load_tokenizer(tokenizer / "tokenizer"), num_bytes, sample)
     (folder / ENCODER).write_text(json.dumps({"encoder": name}))
     return {}
 
@@ -158,19 +189,28 @@ def encoder_of(folder: Path) -> str:
 
 
 def encode_shard(
-    shard: Shard, tokenizer_folder: Path, encoder: str, chunk: ChunkSection, clusters: Path, folder: Path
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Path,
+    kept: Path,
+    split: Path,
+    tokenizer: Path,
+    encoder: str,
+    clusters: Path,
 ) -> Mapping[str, Any]:
     """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
 
     Texts that the tokenizer fails on are rejects. Images and sounds without a text, or in a domain of too little
     text, have no tokens and are in `media.parquet`.
     """
-    digests = tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder))
-    tokenizer = _loaded(tokenizer_folder, digests, encoder.startswith("tiktoken"))
-    spared = Spared()
+    digests = tuple(file_digest(file) for file in tokenizer_files(tokenizer / "tokenizer"))
+    loaded = _loaded(tokenizer / "tokenizer", digests, encoder.startswith("tiktoken"))
+    spared, shard = Spared(), Shard(index, records, kept, split)
     with ExitStack() as files:
         parts = {
-            part: _Part(files, folder, name, tokenizer, chunk, spared, sized=part == HELD)
+            part: _Part(files, folder, name, loaded, settings.chunk, spared, sized=part == HELD)
             for part, name in SPLIT_NAMES.items()
         }
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
@@ -311,3 +351,40 @@ def _cluster(clusters: np.ndarray, doc: int) -> int:
     at = int(np.searchsorted(clusters["doc"], np.uint64(doc)))
     known = at < len(clusters) and int(clusters["doc"][at]) == doc
     return int(clusters["cluster"][at]) if known else doc
+
+
+class GivenTokenizer(StageInput):
+    """The tokenizer that `tokenizer.path` names, known by the content of its files; "" where one is trained."""
+
+    def identity(self, c: Context, i: int) -> object:
+        path = c.build.tokenizer.path
+        return [f"{file.name}:{file_digest(file)}" for file in tokenizer_files(Path(path))] if path else []
+
+    def value(self, c: Context, i: int) -> str:
+        return c.build.tokenizer.path
+
+
+_TEXTS = {"records": Every("repair"), "kept": Every(last_kept), "split": Only("split")}
+
+TOKENIZER = BuildStage(
+    *("tokenizer", "training the tokenizer", 1, one_unit, make_tokenizer, ("tokenizer.vocab_size", "split.seed")),
+    _TEXTS | {"given": GivenTokenizer()},
+    lambda: (tokenizers.__version__,),
+)
+ENCODER_CHOICE = BuildStage(
+    *("encoder", "choosing the encoder", 1, one_unit, write_encoder, ("split.seed",)),
+    _TEXTS | {"tokenizer": Only("tokenizer")},
+    lambda: (tokenizers.__version__, tiktoken_version()),
+)
+ENCODE = BuildStage(
+    *("encode", "encoding", 4, per_shard, encode_shard, ("chunk",)),
+    {
+        "records": Same("repair"),
+        "kept": Same(last_kept),
+        "split": Only("split"),
+        "tokenizer": Only("tokenizer"),
+        "encoder": NoEffect(lambda c, i: encoder_of(c.folder("encoder"))),  # ids are the same with each
+        "clusters": Only("near"),
+    },
+    lambda: (tokenizers.__version__,),
+)

@@ -5,23 +5,26 @@ them says which record each is of, and where it begins.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tilewright.data.build.config import MediaSection
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Only, Same
+from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.engine.units import link_or_copy
+from tilewright.data.build.stages.order import last_kept
 from tilewright.data.build.stages.split import HELD, SHOWN, SHOWN_HELD, TRAIN
 from tilewright.data.build.tables import TableWriter, batches, rows
-from tilewright.data.build.units import link_or_copy
 from tilewright.data.common.records import Record
 from tilewright.data.corpus.encode import NpyWriter
 
-STAGE = "media"
 KINDS = ("pixels", "log_mel")
 _WHERE = [pa.field("first", pa.int64()), pa.field("count", pa.int64())]
 ARRAYS = pa.schema([pa.field("id", pa.string()), pa.field("kind", pa.string()), *_WHERE])
@@ -77,29 +80,30 @@ class ArrayWriter:
         self._files.__exit__(kind, error, trace)
 
 
-def is_wanted(media: MediaSection) -> bool:
-    """Whether any tensor is kept."""
-    return bool(media.image_size or media.log_mel)
+def media_shards(c: Context) -> int:
+    """All shards where any tensor is kept, else none."""
+    return c.num_shards if c.build.media.image_size or c.build.media.log_mel else 0
 
 
 def gather_shard(
-    read: Path, repaired: Path, kept: Path, split: Path, media: MediaSection, folder: Path
+    index: int, settings: SimpleNamespace, folder: Path, *, read: Path, records: Path, kept: Path, split: Path
 ) -> Mapping[str, Any]:
     """Write the arrays of a shard's records that stay, and `media.parquet` with a row for each.
 
     Args:
-        read: folder with the arrays of all records.
-        repaired: folder with the records.
-        kept: folder with the side table of those that stay.
-        split: file with the part that each of them goes to.
-        media: settings.
+        index: of the shard.
+        settings: media.
         folder: gets the files.
+        read: folder with the arrays of all records.
+        records: folder with the records.
+        kept: folder with the side table of those that stay.
+        split: folder with the part that each of them goes to.
     """
     counts = dict.fromkeys(KINDS, 0)
     sources = {kind: _open(read / f"{kind}.npy") for kind in KINDS}
     where = {row["id"]: row for row in rows(read / "arrays.parquet")}
-    with ArrayWriter(folder, media) as arrays, TableWriter(folder / "media.parquet", MEDIA) as table:
-        for row, part in _staying(repaired, kept, split) if where else ():
+    with ArrayWriter(folder, settings.media) as arrays, TableWriter(folder / "media.parquet", MEDIA) as table:
+        for row, part in _staying(records, kept, split / f"{index:05}.npy") if where else ():
             entry = where.get(row["id"])
             if entry is None or part not in _SPLITS:
                 continue
@@ -126,7 +130,7 @@ def _staying(repaired: Path, kept: Path, split: Path) -> Iterator[tuple[dict[str
                 yield {name: column[number] for name, column in batch.items()}, part
 
 
-def publish_media(shards: list[Path], folder: Path) -> dict[str, Any]:
+def publish_media(shards: Sequence[Path], folder: Path) -> dict[str, Any]:
     """Fill `folder` with the arrays of all shards that have some, and one table of all.
 
     Returns:
@@ -150,3 +154,14 @@ def publish_media(shards: list[Path], folder: Path) -> dict[str, Any]:
                 shape = list(_open(filled[0] / f"{kind}.npy").shape[1:])
                 told[kind] = counts | {"domains": sorted(domains), "shape": shape}
     return json.loads(json.dumps(told))
+
+
+GATHER_MEDIA = BuildStage(
+    *("media", "gathering pixels and sounds", 2, media_shards, gather_shard, ("media",)),
+    {
+        "read": Same("read", told=True),
+        "records": Same("repair"),
+        "kept": Same(last_kept),
+        "split": Only("split"),
+    },
+)

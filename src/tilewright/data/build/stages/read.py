@@ -6,14 +6,18 @@ UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those o
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine
 from tilewright.data.build.config import DataBuild
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import StageInput, per_shard
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
@@ -29,24 +33,47 @@ STAGE = "read"
 Items = Iterator[Record | Rejected]
 
 
-def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequence[Item] = ()) -> Mapping[str, Any]:
-    """Write the records and rejects of `items` into `folder`; returns counts.
+@dataclass(frozen=True)
+class FilesToRead:
+    """The files of a shard, or ranges of them, and those that are refused unread: their readers were killed."""
+
+    items: Sequence[Item]
+    killed: Sequence[Item] = ()
+
+
+class ShardFiles(StageInput):
+    """The files of the shard of a unit."""
+
+    def identity(self, c: Context, i: int) -> object:
+        return c.listing.keys(i)
+
+    def value(self, c: Context, i: int) -> FilesToRead:
+        items = c.listing.shards[i]
+        bad = [item for item in items if c.is_set_aside(item)]
+        return FilesToRead([item for item in items if item not in bad], bad)
+
+    def files(self, c: Context, i: int) -> list[Item]:
+        return c.listing.shards[i]
+
+
+def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: FilesToRead) -> Mapping[str, Any]:
+    """Write the records and rejects of a shard's files into `folder`; returns counts.
 
     Args:
-        items: files, or ranges of them.
-        build: settings.
+        index: of the shard.
+        settings: of read, limits and media.
         folder: gets `records.parquet` and `rejects.parquet`, and pixels and frames of sound where they are wanted.
-        killed: items that are refused unread: the processes that read them were killed.
+        files: the files.
     """
     num_bytes = images = 0
     with (
         TableWriter(folder / "records.parquet", RECORDS) as records,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
-        ArrayWriter(folder, build.media) as arrays,
+        ArrayWriter(folder, settings.media) as arrays,
     ):
-        for item in items:
-            for found in read_item(item, build):
-                pieces = _cut(found, build.read.max_chars) if isinstance(found, Record) else [found]
+        for item in files.items:
+            for found in read_item(item, settings):
+                pieces = _cut(found, settings.read.max_chars) if isinstance(found, Record) else [found]
                 for number, one in enumerate(pieces):
                     if isinstance(one, Record):
                         records.append(record_row(one))
@@ -56,17 +83,17 @@ def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequen
                             arrays.append(one)
                     else:
                         rejects.append(reject_row(one))
-        for item in killed:
+        for item in files.killed:
             rule = "process that read it was killed, twice"
             one = Rejected(item.name, "", STAGE, rule, "killed", "", "", item.domain, 1, item.size)
             rejects.append(reject_row(one))
-        file_bytes = sum(item.size for item in items)
+        file_bytes = sum(item.size for item in files.items)
         counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
     return counts | {"images": images, "file_bytes": file_bytes}
 
 
-def read_item(item: Item, build: DataBuild) -> Items:
-    """What an item gives, and a reject where it changed meanwhile.
+def read_item(item: Item, build: DataBuild | SimpleNamespace) -> Items:
+    """What an item gives under the settings `build`, and a reject where it changed meanwhile.
 
     Raises:
         DataError: the file could be read when it was listed, and cannot any more: what a unit says of it is kept for
@@ -99,7 +126,7 @@ def _unreadable(item: Item, why: str) -> DataError:
     )
 
 
-def _read(item: Item, build: DataBuild) -> Items:
+def _read(item: Item, build: DataBuild | SimpleNamespace) -> Items:
     if item.part is not None:
         yield from _documents(item, item.part.read())
     else:
@@ -149,3 +176,10 @@ def _id(record: Record) -> str:
     """Of place and content: the same record has the same id in every build."""
     place = f"{record.domain}\0{record.path}\0{record.part}\0{record.start}\0"
     return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + record.text.encode())
+
+
+READ = BuildStage(
+    *("read", "reading files", 4, per_shard, read_shard),
+    ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media"),
+    {"files": ShardFiles()},
+)

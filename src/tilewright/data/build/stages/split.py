@@ -9,9 +9,10 @@ a domain of which all text is too little to hold a part out: its text goes, its 
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,12 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import SplitSection
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, FoundValue, NoEffect, Only, one_unit
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.copies.near import components
+from tilewright.data.build.stages.order import last_kept, rejecting
 from tilewright.data.build.tables import batches, rows
 from tilewright.data.common.hashing import hash64
 from tilewright.data.corpus.divide import divide_clusters, largest_share
@@ -75,7 +80,7 @@ class _Documents:
     is_media: np.ndarray
     texts: np.ndarray
     """Hash of the text of each, uint64."""
-    repaired: list[Path]
+    repaired: Sequence[Path]
 
     def where(self, stays: np.ndarray) -> "_Documents":
         """Those that stay (bool)."""
@@ -108,13 +113,15 @@ class _Documents:
 
 
 def split_records(
-    kept: list[Path],
-    repaired: list[Path],
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    kept: Sequence[Path],
+    records: Sequence[Path],
     domain_of_shard: list[str],
     clusters: Path,
-    settings: SplitSection,
-    folder: Path,
-    refused: Callable[[], "Refused"],
+    refused: Refused,
 ) -> Mapping[str, Any]:
     """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
 
@@ -124,25 +131,25 @@ def split_records(
     Raises:
         DataError: too little text for both parts.
     """
-    domains = tuple(sorted(set(domain_of_shard)))
-    every = _all_kept(kept, repaired, domains, domain_of_shard)
+    section, domains = settings.split, tuple(sorted(set(domain_of_shard)))
+    every = _all_kept(kept, records, domains, domain_of_shard)
     if not len(every):
-        raise refused().error(0)
-    stays = within(every.domain_of, every.lengths, every.docs, settings)
+        raise refused.error(0)
+    stays = within(every.domain_of, every.lengths, every.docs, section)
     found = every.where(stays)
     if not len(found):
-        raise refused().error(0)
-    cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), settings)
-    split = choose_holdout(found, cluster_of, settings.holdout, settings.seed)
+        raise refused.error(0)
+    cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), section)
+    split = choose_holdout(found, cluster_of, section.holdout, section.seed)
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
     part[dropped] = np.where(found.is_media[dropped], SHOWN, DROPPED)
-    held = _held_media(found, (found.lengths == 0) | (part == SHOWN), settings)
+    held = _held_media(found, (found.lengths == 0) | (part == SHOWN), section)
     part[held] = np.where(part[held] == SHOWN, SHOWN_HELD, HELD)
     where[stays] = part
     if not np.isin(where, (TRAIN, SHOWN)).any() or not (np.isin(where, (HELD, SHOWN_HELD)).any() or split.cut):
-        raise refused().error(len(found))
+        raise refused.error(len(found))
     shards = shard_of(every.docs)
     for shard in range(len(kept)):
         first, stop = np.searchsorted(shards, [shard, shard + 1])
@@ -158,15 +165,15 @@ def split_records(
 
 
 def _all_kept(
-    kept: list[Path], repaired: list[Path], domains: tuple[str, ...], domain_of_shard: list[str]
+    kept: Sequence[Path], repaired: Sequence[Path], domains: tuple[str, ...], domain_of_shard: list[str]
 ) -> _Documents:
     """All records that the stages before have kept."""
     docs, domain_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     lengths, is_media = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     texts = [np.zeros(0, np.uint64)]
-    for shard, (one, records) in enumerate(zip(kept, repaired, strict=True)):
+    for shard, (side, records) in enumerate(zip(kept, repaired, strict=True)):
         captions = _captions(records)
-        for _, batch in batches(one / "kept.parquet", ("row", "bytes", "digest")):
+        for _, batch in batches(side / "kept.parquet", ("row", "bytes", "digest")):
             row = np.array(batch["row"], np.int64)
             docs.append(doc_of(shard, row))
             lengths.append(np.array(batch["bytes"], np.int64))
@@ -259,3 +266,26 @@ def _divided(found: _Documents, cluster_of: np.ndarray, settings: SplitSection) 
     several = np.isin(whole, whole[divided.cluster_of != whole])  # named by the first record of each part
     names = np.where(several, found.docs[divided.cluster_of].astype(np.int64), cluster_of)
     return names, divided.notes(found.domains)
+
+
+def source_label(c: Context) -> str:
+    """The sources of a build, for a person."""
+    return ", ".join(c.build.read.sources.values()) or c.build.read.source
+
+
+def _refused(c: Context, i: int) -> Refused:
+    """What an error says."""
+    before = [name for name in rejecting(c.build) if name != "encode"]
+    return Refused(source_label(c), [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)])
+
+
+SPLIT = BuildStage(
+    *("split", "holding out", 7, one_unit, split_records, ("split",)),
+    {
+        "kept": Every(last_kept),
+        "records": Every("repair"),
+        "domain_of_shard": FoundValue(lambda c, i: c.listing.domains()),
+        "clusters": Only("near"),
+        "refused": NoEffect(_refused),
+    },
+)

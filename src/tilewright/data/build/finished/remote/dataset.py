@@ -18,10 +18,10 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.core.log import get_logger
 from tilewright.data.batches.build_rows import INDEX as INDEX_HERE
+from tilewright.data.build.engine.units import fingerprint_of
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
 from tilewright.data.build.finished.remote.index import INDEX, ShardIndex, TokenShard, by_domain
-from tilewright.data.build.units import fingerprint_of
 from tilewright.data.common.progress import ProgressBar
 
 log = get_logger(__name__)

@@ -5,16 +5,20 @@ that stays. Images of one colour are not compared: their hash is of noise.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tilewright.data.build.config import DuplicatesSection
-from tilewright.data.build.stages.copies.exact import DROP, doc_of, row_of
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, FoundValue
+from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.stages.copies.exact import DROP, doc_of, drops_of, exact_ranges, row_of
 from tilewright.data.build.stages.copies.near import greedy
-from tilewright.data.build.stages.rules import survivors
+from tilewright.data.build.stages.order import before_copies
+from tilewright.data.build.stages.text.rules import survivors
 from tilewright.data.build.tables import batches
 from tilewright.data.readers.media.images import near_images
 
@@ -23,16 +27,28 @@ _IMAGE = np.dtype([("doc", "<u8"), ("hash", "<u8"), ("pixels", "<u8")])
 
 
 def image_copies(
-    shards: Mapping[int, tuple[Path, Path, np.ndarray]], duplicates: DuplicatesSection, folder: Path
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Sequence[Path],
+    exact: Sequence[Path],
+    shards: Sequence[int],
 ) -> Mapping[str, Any]:
     """Write which images go (`drops.npy`, sorted by record); their `similarity` is the number of bits that differ.
 
     Args:
-        shards: with images, by number: folder of the records, folder of the side table, what goes already.
-        duplicates: settings.
+        index: 0.
+        settings: duplicates.
         folder: gets the file.
+        records, kept: folders of the records and of the side tables of all shards.
+        exact: folders that say which records go already.
+        shards: those with images.
     """
-    images = np.concatenate([np.zeros(0, _IMAGE), *(_hashes(shard, *where) for shard, where in shards.items())])
+    duplicates = settings.duplicates
+    found = [_hashes(shard, records[shard], kept[shard], drops_of(exact, shard)) for shard in shards]
+    images = np.concatenate([np.zeros(0, _IMAGE), *found])
     by_size = duplicates.keep != "first"
     order = np.lexsort((images["doc"], -images["pixels"].astype(np.int64) * by_size))
     images = images[order]
@@ -64,3 +80,24 @@ def _hashes(shard: int, records: Path, kept: Path, drops: np.ndarray) -> np.ndar
                     doc = int(doc_of(shard, np.array([row]))[0])
                     found.append((doc, int(facts["phash"], 16), facts["width"] * facts["height"]))
     return np.array(found, _IMAGE)
+
+
+def image_units(c: Context) -> int:
+    """One where there are images of which copies go, else none."""
+    return int(c.build.duplicates.near and c.total("read", "images") > 0)
+
+
+def _with_images(c: Context, i: int) -> list[int]:
+    return [shard for shard in range(c.num_shards) if c.count("read", shard, "images")]
+
+
+IMAGES = BuildStage(
+    *("images", "comparing images", 1, image_units, image_copies),
+    ("duplicates.image_distance", "duplicates.keep"),
+    {
+        "records": Every("repair"),
+        "kept": Every(before_copies),
+        "exact": Every("exact", exact_ranges),
+        "shards": FoundValue(_with_images),
+    },
+)

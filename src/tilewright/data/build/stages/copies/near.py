@@ -4,16 +4,21 @@ Records are taken in the order of the rule that says which stays. One that resem
 any other stays. So each record that goes resembles the one that stays, whatever chains of neighbours there are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from tilewright.data.build.engine.declared import Every, FoundValue, Same, one_unit, per_shard
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.ranges import read_range, read_rows
-from tilewright.data.build.stages.copies.exact import DROP, doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies import sketches
+from tilewright.data.build.stages.copies.exact import DROP, doc_of, drops_of, exact_ranges, row_of, shard_of
 from tilewright.data.build.stages.copies.sketches import PAIR, joined, merits, surviving_texts
+from tilewright.data.build.stages.order import before_copies
 from tilewright.data.corpus.encode import NpyWriter
 from tilewright.data.corpus.near_dup import shingle_hashes
 
@@ -27,15 +32,23 @@ _HELD = 512  # records whose shingles are in memory while pairs are verified
 
 
 def candidate_shingles(
-    records: Path, kept: Path, drops: np.ndarray, pairs: list[Path], shard: int, folder: Path, *, by_score: bool
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Path,
+    kept: Path,
+    exact: Sequence[Path],
+    pairs: Sequence[Path],
+    by_score: bool,
 ) -> Mapping[str, Any]:
     """Write the sorted shingles of a shard's records that are in any pair, and where those of each are."""
-    wanted = _docs_in(pairs, shard)
-    index: list[tuple[int, int, int, int]] = []
+    wanted, drops = _docs_in(pairs, index), row_of(drops_of(exact, index)["doc"])
+    entries: list[tuple[int, int, int, int]] = []
     first = 0
     with NpyWriter(folder / "shingles.npy", np.dtype("<u8")) as out:
         for rows, texts, _ in surviving_texts(records, kept, drops) if len(wanted) else ():
-            docs = doc_of(shard, rows)
+            docs = doc_of(index, rows)
             at = np.flatnonzero(np.isin(docs, wanted)).tolist()
             if not at:
                 continue
@@ -46,13 +59,13 @@ def candidate_shingles(
             for number, i in enumerate(at):
                 own = np.unique(hashes[ends[number] - counts[number] : ends[number]])
                 out.append(own)
-                index.append((int(docs[i]), first, len(own), int(merit[number])))
+                entries.append((int(docs[i]), first, len(own), int(merit[number])))
                 first += len(own)
-    np.save(folder / "index.npy", np.array(index, INDEX))
-    return {"records": len(index)}
+    np.save(folder / "index.npy", np.array(entries, INDEX))
+    return {"records": len(entries)}
 
 
-def _docs_in(pairs: list[Path], shard: int) -> np.ndarray:
+def _docs_in(pairs: Sequence[Path], shard: int) -> np.ndarray:
     """Records of a shard that are in any pair, sorted."""
     found = [np.zeros(0, np.uint64)]
     for folder in pairs:
@@ -62,7 +75,9 @@ def _docs_in(pairs: list[Path], shard: int) -> np.ndarray:
     return np.unique(np.concatenate(found))
 
 
-def verify_pairs(pairs: list[Path], shingles: list[Path], index: int, folder: Path) -> Mapping[str, Any]:
+def verify_pairs(
+    index: int, settings: SimpleNamespace, folder: Path, *, pairs: Sequence[Path], shingles: Sequence[Path]
+) -> Mapping[str, Any]:
     """Write the pairs of range `index` that are as similar as members of a cluster, with their similarity."""
     rows = np.unique(read_range([one / "pairs" for one in pairs], index, PAIR)[["a", "b"]])
 
@@ -101,17 +116,18 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def resolve(
-    verified: list[Path], shingles: list[Path], threshold: float | None, keep: str, folder: Path
+    index: int, settings: SimpleNamespace, folder: Path, *, verified: Sequence[Path], shingles: Sequence[Path]
 ) -> Mapping[str, Any]:
     """Write which records go (`drops.npy`), and the cluster of each that has a near-copy (`clusters.npy`).
 
     Args:
+        index: 0.
+        settings: duplicates.
+        folder: gets the files, both sorted by record.
         verified: folders of the pairs.
         shingles: folders of all shards, which know the merit of each record.
-        threshold: similarity from which one of two goes; None: none goes.
-        keep: "longest", "score" or "first".
-        folder: gets the files, both sorted by record.
     """
+    duplicates = settings.duplicates
     pairs = np.concatenate(
         [np.zeros(0, VERIFIED), *(np.load(one / "verified.npy", allow_pickle=False) for one in verified)]
     )
@@ -122,9 +138,9 @@ def resolve(
     clusters["doc"], clusters["cluster"] = docs, docs[components(len(docs), a, b)]
     np.save(folder / "clusters.npy", clusters)
     drops = np.zeros(0, DROP)
-    if threshold is not None:
-        close = pairs["similarity"] >= np.float32(threshold)
-        merit = np.zeros(len(docs), np.int64) if keep == "first" else _merits(docs, shingles)
+    if duplicates.near:
+        close = pairs["similarity"] >= np.float32(duplicates.threshold)
+        merit = np.zeros(len(docs), np.int64) if duplicates.keep == "first" else _merits(docs, shingles)
         order = np.lexsort((docs, -merit))
         gone = list(greedy(order, a[close], b[close], pairs["similarity"][close]))
         drops = np.array([(docs[i], docs[j], s) for i, j, s in gone], DROP)
@@ -132,7 +148,7 @@ def resolve(
     return {"near_duplicates": len(drops), "clusters": len(np.unique(clusters["cluster"]))}
 
 
-def _merits(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
+def _merits(docs: np.ndarray, shingles: Sequence[Path]) -> np.ndarray:
     found = np.zeros(len(docs), np.int64)
     shards = shard_of(docs)
     for shard in np.unique(shards).tolist():
@@ -190,6 +206,21 @@ def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.array(parent, np.int64)
 
 
-def rows_of(drops: np.ndarray) -> np.ndarray:
-    """Rows within their shard of the records that go."""
-    return row_of(drops["doc"])
+SHINGLES = BuildStage(
+    *("shingles", "reading candidates", 3, per_shard, candidate_shingles),
+    inputs={
+        "records": Same("repair"),
+        "kept": Same(before_copies),
+        "exact": Every("exact", exact_ranges),
+        "pairs": Every("pairs", sketches.band_ranges),
+        "by_score": FoundValue(sketches.by_score),
+    },
+)
+VERIFY = BuildStage(
+    *("verify", "verifying near-copies", 1, sketches.pair_ranges, verify_pairs),
+    inputs={"pairs": Every("pairs", sketches.band_ranges), "shingles": Every("shingles")},
+)
+NEAR = BuildStage(
+    *("near", "choosing which copies stay", 1, one_unit, resolve, ("duplicates",)),
+    {"verified": Every("verify", sketches.pair_ranges), "shingles": Every("shingles")},
+)

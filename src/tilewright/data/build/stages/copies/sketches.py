@@ -6,15 +6,20 @@ paired with the bucket's first, which is the one that would stay, and with the t
 quadratic, and 32 bands give every true pair many chances.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, FoundValue, Same, per_shard
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.ranges import num_ranges, read_range, write_ranges
-from tilewright.data.build.stages.copies.exact import doc_of
-from tilewright.data.build.stages.rules import survivors
+from tilewright.data.build.stages.copies.exact import doc_of, drops_of, exact_ranges, num_records, row_of
+from tilewright.data.build.stages.order import before_copies
+from tilewright.data.build.stages.text.rules import survivors
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64, mix64
 from tilewright.data.corpus.near_dup import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
@@ -26,14 +31,19 @@ _NUM_BANDS = PERMUTATIONS // BAND_ROWS
 _BEFORE = 3
 
 
-def band_ranges(records: int) -> int:
-    """Ranges over which the bands of `records` are shared out."""
-    return num_ranges(BAND.itemsize * _NUM_BANDS * records)
+def band_ranges(c: Context) -> int:
+    """Ranges over which the bands of the records are shared out."""
+    return num_ranges(BAND.itemsize * _NUM_BANDS * num_records(c))
 
 
-def pair_ranges(records: int) -> int:
-    """Ranges over which the pairs among `records` are shared out for verification."""
-    return num_ranges(PAIR.itemsize * records)
+def pair_ranges(c: Context) -> int:
+    """Ranges over which the pairs among the records are shared out for verification."""
+    return num_ranges(PAIR.itemsize * num_records(c))
+
+
+def by_score(c: Context, i: int) -> bool:
+    """Whether the copy of best quality stays."""
+    return c.build.duplicates.keep == "score"
 
 
 def surviving_texts(
@@ -85,13 +95,22 @@ def merits(kept: Path, rows: np.ndarray, sizes: np.ndarray, *, by_score: bool) -
 
 
 def sketch_shard(
-    records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path, *, by_score: bool
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Path,
+    kept: Path,
+    exact: Sequence[Path],
+    num: int,
+    by_score: bool,
 ) -> Mapping[str, Any]:
     """Write the bands of the sketches of a shard's records over `num` ranges.
 
     Records without words have none, nor have images and sounds: two of them may have the same caption.
     """
     found = [np.zeros(0, BAND)]
+    drops = row_of(drops_of(exact, index)["doc"])
     for rows, texts, others in surviving_texts(records, kept, drops, ("modality",)):
         pairs = zip(texts, others["modality"], strict=True)
         wordy = [i for i, (text, modality) in enumerate(pairs) if modality == "text" and text.strip()]
@@ -106,7 +125,7 @@ def sketch_shard(
             for column in sketch[:, band * BAND_ROWS : (band + 1) * BAND_ROWS].T:
                 key = mix64(key ^ column)
             bands["key"][:, band] = key
-        bands["doc"] = doc_of(shard, rows[wordy])[:, None]
+        bands["doc"] = doc_of(index, rows[wordy])[:, None]
         bands["merit"] = merits(kept, rows[wordy], sizes, by_score=by_score)[:, None]
         found.append(bands[counts > 0].reshape(-1))
     rows_ = np.concatenate(found)
@@ -114,11 +133,13 @@ def sketch_shard(
     return {"records": len(rows_) // _NUM_BANDS}
 
 
-def candidate_pairs(shards: list[Path], index: int, num: int, keep: str, folder: Path) -> Mapping[str, Any]:
+def candidate_pairs(
+    index: int, settings: SimpleNamespace, folder: Path, *, sketches: Sequence[Path], num: int
+) -> Mapping[str, Any]:
     """Write the pairs of records that share a band of range `index`, each once, over `num` ranges of a hash of both."""
-    bands = read_range([shard / "bands" for shard in shards], index, BAND)
+    bands = read_range([shard / "bands" for shard in sketches], index, BAND)
     merit = bands["merit"].astype(np.int64)
-    rank = np.zeros_like(merit) if keep == "first" else -merit
+    rank = np.zeros_like(merit) if settings.duplicates.keep == "first" else -merit
     bands = bands[np.lexsort((bands["doc"], rank, bands["key"]))]
     at = np.arange(len(bands))
     begins = np.ones(len(bands), bool)
@@ -137,3 +158,19 @@ def candidate_pairs(shards: list[Path], index: int, num: int, keep: str, folder:
     pairs["key"] = hash64(pairs["a"], pairs["b"])
     write_ranges(folder / "pairs", pairs, num)
     return {"pairs": len(pairs)}
+
+
+SKETCHES = BuildStage(
+    *("sketches", "sketching texts", 3, per_shard, sketch_shard),
+    inputs={
+        "records": Same("repair"),
+        "kept": Same(before_copies),
+        "exact": Every("exact", exact_ranges),
+        "num": FoundValue(lambda c, i: band_ranges(c)),
+        "by_score": FoundValue(by_score),
+    },
+)
+PAIRS = BuildStage(
+    *("pairs", "pairing sketches", 1, band_ranges, candidate_pairs, ("duplicates.keep",)),
+    {"sketches": Every("sketches"), "num": FoundValue(lambda c, i: pair_ranges(c))},
+)

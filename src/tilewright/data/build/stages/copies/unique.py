@@ -1,16 +1,19 @@
 """What stays of a shard after both searches for copies: the records' side table, and a reject for each copy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tilewright.data.build.config import DuplicatesSection
-from tilewright.data.build.stages.copies.exact import DROP, row_of, shard_of
-from tilewright.data.build.stages.copies.images import BITS
-from tilewright.data.build.stages.rules import KEPT, survivors
+from tilewright.data.build.engine.declared import Every, Only, Same, per_shard
+from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.stages.copies.exact import DROP, drops_of, exact_ranges, row_of, shard_of
+from tilewright.data.build.stages.copies.images import BITS, image_units
+from tilewright.data.build.stages.order import before_copies
+from tilewright.data.build.stages.text.rules import KEPT, survivors
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row
 from tilewright.data.common.records import Rejected
 
@@ -20,33 +23,36 @@ _COLUMNS = ("id", "text", "domain", "path", "part")
 
 
 def unique_records(
-    repaired: list[Path],
-    kept: Path,
-    shard: int,
-    exact: np.ndarray,
-    near: np.ndarray,
-    images: np.ndarray,
-    duplicates: DuplicatesSection,
+    index: int,
+    settings: SimpleNamespace,
     folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Path,
+    exact: Sequence[Path],
+    near: Path,
+    images: Sequence[Path],
 ) -> Mapping[str, Any]:
     """Write `kept.parquet` and `rejects.parquet` of a shard.
 
     Args:
-        repaired: folders of the repaired records of all shards: a reject names the record that stays.
-        kept: folder with the side table of the shard's records that keep to the rules.
-        shard: number of the shard.
-        exact, near, images: what goes of this shard (`DROP`), sorted.
-        duplicates: settings.
+        index: of the shard.
+        settings: duplicates.
         folder: gets the files.
+        records: folders of the repaired records of all shards: a reject names the record that stays.
+        kept: folder with the side table of the shard's records that keep to the rules.
+        exact, near, images: folders that say what goes.
     """
+    duplicates = settings.duplicates
 
     @lru_cache(maxsize=_HELD)
     def ids(other: int) -> list[str]:
-        return [one for _, batch in batches(repaired[other] / "records.parquet", ("id",)) for one in batch["id"]]
+        return [one for _, batch in batches(records[other] / "records.parquet", ("id",)) for one in batch["id"]]
 
-    drops = np.concatenate([np.zeros(0, DROP), exact, near, images])
-    of_each = [(EXACT, 1.0)] * len(exact) + [(NEAR, duplicates.threshold)] * len(near)
-    of_each += [(IMAGE, float(duplicates.image_distance))] * len(images)
+    copies, near_copies, pictures = (drops_of(found, index) for found in (exact, [near], images))
+    drops = np.concatenate([np.zeros(0, DROP), copies, near_copies, pictures])
+    of_each = [(EXACT, 1.0)] * len(copies) + [(NEAR, duplicates.threshold)] * len(near_copies)
+    of_each += [(IMAGE, float(duplicates.image_distance))] * len(pictures)
     by_row = {row: i for i, row in enumerate(row_of(drops["doc"]).tolist())}
     num_bytes = 0
     with (
@@ -56,7 +62,7 @@ def unique_records(
         for row in survivors(kept / "kept.parquet", row_of(drops["doc"])):
             staying.append(row)
             num_bytes += row["bytes"]
-        for first, batch in batches(repaired[shard] / "records.parquet", _COLUMNS) if len(drops) else ():
+        for first, batch in batches(records[index] / "records.parquet", _COLUMNS) if len(drops) else ():
             for row, values in enumerate(zip(*batch.values(), strict=True), first):
                 if row in by_row:
                     drop = by_row[row]
@@ -68,10 +74,23 @@ def unique_records(
                     one = dict(zip(batch, values, strict=True))
                     rejects.append(reject_row(_reject(one, rule, value, threshold)))
         counts = {"records": staying.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
-    return counts | {"exact": len(exact), "near": len(near) + len(images)}
+    return counts | {"exact": len(copies), "near": len(near_copies) + len(pictures)}
 
 
 def _reject(row: Mapping[str, Any], rule: str, value: str, threshold: float) -> Rejected:
     size = len(row["text"].encode())
     place = row["path"], row["part"]
     return Rejected(*place, "duplicates", rule, value, threshold, row["text"], row["domain"], 1, size, row["id"])
+
+
+UNIQUE = BuildStage(
+    *("unique", "dropping copies", 3, per_shard, unique_records),
+    ("duplicates.threshold", "duplicates.image_distance"),
+    {
+        "records": Every("repair"),
+        "kept": Same(before_copies),
+        "exact": Every("exact", exact_ranges),
+        "near": Only("near"),
+        "images": Every("images", image_units),
+    },
+)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.build.stages.copies.sketches import surviving_texts
-from tilewright.data.build.stages.rules import KEPT
 from tilewright.data.build.stages.scores.references import digests_of
+from tilewright.data.build.stages.text.rules import KEPT
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.records import Rejected

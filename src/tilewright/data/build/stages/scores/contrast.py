@@ -13,6 +13,7 @@ the lower quartile of the sample (benchmarks/data_scores.py measures both).
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from tilewright.data.build.stages.scores.classifier import LEAST_AUC, auc_error
 from tilewright.data.build.stages.scores.corruptions import KINDS
 from tilewright.data.build.stages.scores.ngram_model import NgramModel, bits_per_byte, train_ngrams
 from tilewright.data.build.stages.scores.references import Piece
-from tilewright.data.build.stages.scores.settings import CORPUS
 from tilewright.data.common.hashing import hash64
 
 LEAST_TEXTS, FEWEST = 50, 10
@@ -45,7 +45,7 @@ def contrasts(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.ndarra
 
 
 def train_contrast(
-    clean: Sequence[Piece], noisy: Sequence[Piece], noise: NoiseSection
+    clean: Sequence[Piece], noisy: Sequence[Piece], noise: NoiseSection | SimpleNamespace
 ) -> tuple[list[NgramModel], dict[str, Any]]:
     """Both models, and the contrasts of what they have not seen.
 
@@ -65,7 +65,7 @@ def train_contrast(
     least = FEWEST if noise.allow_weak else LEAST_TEXTS
     missing = not all((parts == part).any() for part in (_TRAIN, _CALIBRATE, _TEST))
     if len(clean) < least or missing or (noisy and not {_TRAIN, _TEST} <= set(noisy_parts.tolist())):
-        raise _too_few(len(clean), least, len(noisy) if noise.noisy else None)
+        raise _too_few(len(clean), least, len(noisy) if noisy else None)
     seen = [piece for piece, part in zip(clean, parts, strict=True) if part == _TRAIN]
     unseen = [piece for piece, part in zip(clean, parts, strict=True) if part == _TEST]
     if noisy:
@@ -101,16 +101,19 @@ def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return values | {"kinds": kinds, "texts": sum(one["texts"] for one in found)}
 
 
-def verified(found: Mapping[str, Any], noise: NoiseSection) -> dict[str, Any]:
+def verified(
+    found: Mapping[str, Any], noise: NoiseSection | SimpleNamespace, of_corpus: bool = False
+) -> dict[str, Any]:
     """The threshold, and what it does to held-out text.
 
     Args:
         found: see `train_contrast`.
         noise: settings.
+        of_corpus: the clean texts are records of the build, some of which are noise.
 
     Returns:
-        `threshold`; `clean` (held-out clean texts) and `clean_lost` (share of them above it); `of_corpus`: whether they
-        are records, some of which are noise; `precision`: of what goes where clean text and noise are equally frequent,
+        `threshold`; `clean` (held-out clean texts) and `clean_lost` (share of them above it); `of_corpus`;
+        `precision`: of what goes where clean text and noise are equally frequent,
         the share that is noise; `auc` and `auc_error`; and `kinds`: by kind of noise the number of texts, `recall` and
         `auc`.
 
@@ -118,9 +121,9 @@ def verified(found: Mapping[str, Any], noise: NoiseSection) -> dict[str, Any]:
         DataError: the filter is hardly better than chance, or the texts are too few for a threshold.
     """
     if found["texts"] < LEAST_FOR_LOSS and noise.threshold is None and not noise.allow_weak:
-        raise _unsteady(found, _threshold(np.sort(found["calibrate"]), noise))
+        raise _unsteady(found, _threshold(np.sort(found["calibrate"]), noise, of_corpus))
     clean = np.array(found["test"])
-    threshold = _threshold(np.sort(found["calibrate"]), noise)
+    threshold = _threshold(np.sort(found["calibrate"]), noise, of_corpus)
     kinds = {}
     for kind, values in found["kinds"].items():
         bad = np.array(values)
@@ -136,7 +139,7 @@ def verified(found: Mapping[str, Any], noise: NoiseSection) -> dict[str, Any]:
         "threshold": round(threshold, 4),
         "clean": len(clean),
         "clean_lost": round(lost, 4),
-        "of_corpus": noise.clean == CORPUS,
+        "of_corpus": of_corpus,
         "precision": round(recall / (recall + lost), 4) if recall + lost else 0.0,
         "recall": round(recall, 4),
         "auc": round(auc, 4),
@@ -148,11 +151,11 @@ def verified(found: Mapping[str, Any], noise: NoiseSection) -> dict[str, Any]:
     return account
 
 
-def _threshold(held: np.ndarray, noise: NoiseSection) -> float:
+def _threshold(held: np.ndarray, noise: NoiseSection | SimpleNamespace, of_corpus: bool) -> float:
     """The contrast above which records go, from the sorted contrasts of held-out text."""
     if noise.threshold is not None:
         return noise.threshold
-    if noise.clean == CORPUS:
+    if of_corpus:
         median, quartile = np.quantile(held, [0.5, 0.25])
         normal = NormalDist()
         return float(median + (median - quartile) * normal.inv_cdf(1 - noise.clean_loss) / normal.inv_cdf(0.75))

@@ -7,36 +7,44 @@ scored by that of the other half, so that no record is scored by a model that wa
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tilewright.core.errors import DataError
-from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Listing
 from tilewright.data.build.stages.scores.choose import Scorer
 from tilewright.data.build.stages.scores.classifier import load_quality, train_quality
 from tilewright.data.build.stages.scores.contrast import joined, train_contrast, verified
 from tilewright.data.build.stages.scores.ngram_model import NgramModel, bits_per_byte, train_ngrams
-from tilewright.data.build.stages.scores.references import Piece, folder_sample, half_of, labelled_sample
+from tilewright.data.build.stages.scores.references import (
+    Piece,
+    corpus_sample,
+    folder_sample,
+    half_of,
+    labelled_sample,
+)
 
 ACCOUNT = "account.json"
 """What a model is and what was measured of it."""
 _QUALITY, _NGRAMS, _CONTRASTS = "quality.safetensors", "ngrams.safetensors", "contrasts.json"
 _LEAST_BYTES = 1 << 10
 
-Halves = Callable[[], tuple[list[Piece], list[Piece]]]
-"""A sample of each half of the corpus."""
+References = Mapping[str, Listing | Path]
+"""What is given, by setting: the files of a folder, or one file."""
+CorpusRecords = tuple[Sequence[Path], Sequence[Path]] | None
+"""Folders of the records and of the side tables that a sample of the corpus is taken from; None where none is."""
 
 
-def make_quality(build: DataBuild, references: Mapping[str, Listing], folder: Path) -> Mapping[str, Any]:
+def make_quality(index: int, settings: SimpleNamespace, folder: Path, *, references: References) -> Mapping[str, Any]:
     """Train the quality model, or take the given one."""
-    quality = build.quality
-    if quality.model:
-        model = load_quality(Path(quality.model))
+    quality, given = settings.quality, references.get("quality.model")
+    if isinstance(given, Path):
+        model = load_quality(given)
     else:
-        pieces = _examples(build, references)
+        pieces = _examples(settings, references)
         keys: dict[int, set[bool]] = {}
         for piece in pieces:
             keys.setdefault(piece.key, set()).add(bool(piece.label))
@@ -50,14 +58,13 @@ def make_quality(build: DataBuild, references: Mapping[str, Listing], folder: Pa
     return {name: model.account[name] for name in ("good", "bad")}
 
 
-def _examples(build: DataBuild, references: Mapping[str, Listing]) -> list[Piece]:
-    limit = build.quality.example_bytes
-    if build.quality.labelled:
-        return labelled_sample(Path(build.quality.labelled), build, limit)
+def _examples(settings: SimpleNamespace, references: References) -> list[Piece]:
+    limit, rows = settings.quality.example_bytes, references.get("quality.labelled")
+    if isinstance(rows, Path):
+        return labelled_sample(rows, settings, limit)
     found = []
     for name, label in (("good", True), ("bad", False)):
-        setting = f"quality.{name}"
-        for piece in folder_sample(references[setting], build, limit, setting):
+        for piece in _sample_of(f"quality.{name}", references, settings, limit):
             found.append(Piece(piece.key, piece.number, piece.data, label))
     return found
 
@@ -68,13 +75,13 @@ def quality_scorer(folder: Path) -> Scorer:
     return lambda texts, digests: model.scores(texts)
 
 
-def make_noise(build: DataBuild, references: Mapping[str, Listing], halves: Halves, folder: Path) -> Mapping[str, Any]:
+def make_noise(
+    index: int, settings: SimpleNamespace, folder: Path, *, references: References, corpus: CorpusRecords
+) -> Mapping[str, Any]:
     """Train models of clean text and of noise, and write the contrasts of what they have not seen."""
-    noise = build.noise
-    noisy = []
-    if noise.noisy:
-        noisy = folder_sample(references["noise.noisy"], build, noise.reference_bytes, "noise.noisy")
-    clean = _reference("noise.clean", references, build, noise.reference_bytes, halves)
+    noise = settings.noise
+    noisy = _sample_of("noise.noisy", references, settings, noise.reference_bytes)
+    clean = _reference("noise.clean", references, settings, noise.reference_bytes, corpus)
     tensors: dict[str, np.ndarray] = {}
     found = []
     for number, pieces in enumerate(clean):
@@ -87,9 +94,11 @@ def make_noise(build: DataBuild, references: Mapping[str, Listing], halves: Halv
     return {"clean": sum(map(len, clean)), "noisy": len(noisy)}
 
 
-def verify_noise(build: DataBuild, source: Path, folder: Path) -> Mapping[str, Any]:
+def verify_noise(
+    index: int, settings: SimpleNamespace, folder: Path, *, models: Path, of_corpus: bool
+) -> Mapping[str, Any]:
     """Write the threshold of contrast and what it does to held-out text."""
-    account = verified(json.loads((source / _CONTRASTS).read_bytes()), build.noise)
+    account = verified(json.loads((models / _CONTRASTS).read_bytes()), settings.noise, of_corpus)
     _write(folder / ACCOUNT, account)
     return {"clean": account["clean"]}
 
@@ -114,11 +123,11 @@ def contrast_scorer(folder: Path) -> Scorer:
 
 
 def make_reference(
-    build: DataBuild, references: Mapping[str, Listing], halves: Halves, folder: Path
+    index: int, settings: SimpleNamespace, folder: Path, *, references: References, corpus: CorpusRecords
 ) -> Mapping[str, Any]:
     """Train the model by which records are sampled."""
-    sample = build.sample
-    samples = _reference("sample.reference", references, build, sample.reference_bytes, halves)
+    sample = settings.sample
+    samples = _reference("sample.reference", references, settings, sample.reference_bytes, corpus)
     tensors: dict[str, np.ndarray] = {}
     sizes = [sum(len(piece.data) for piece in pieces) for pieces in samples]
     if min(sizes) < _LEAST_BYTES:
@@ -163,12 +172,18 @@ def _by_half(models: Sequence[Any], score: Callable[[Any, Sequence[bytes]], np.n
 
 
 def _reference(
-    setting: str, references: Mapping[str, Listing], build: DataBuild, limit: int, halves: Halves
+    setting: str, references: References, settings: SimpleNamespace, limit: int, corpus: CorpusRecords
 ) -> list[list[Piece]]:
     """The texts of a reference; of the corpus, those of both halves."""
-    if setting in references:
-        return [folder_sample(references[setting], build, limit, setting)]
-    return list(halves())
+    if corpus is not None:
+        return list(corpus_sample(*corpus, limit))
+    return [_sample_of(setting, references, settings, limit)]
+
+
+def _sample_of(setting: str, references: References, settings: SimpleNamespace, limit: int) -> list[Piece]:
+    """About `limit` bytes of the texts of a reference; none where it is not given."""
+    listing = references.get(setting)
+    return folder_sample(listing, settings, limit, setting) if isinstance(listing, Listing) else []
 
 
 def _write(path: Path, account: Mapping[str, Any]) -> None:

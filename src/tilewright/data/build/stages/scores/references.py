@@ -5,31 +5,31 @@ depend on the order of files, and no more than twice of it is ever in memory. A 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import xxhash
 
-from tilewright.core.errors import DataError, Problem
 from tilewright.core.log import get_logger
-from tilewright.data.build.config import DataBuild, ReadSection
-from tilewright.data.build.inputs import Listing, list_inputs
+from tilewright.data.build.config import DataBuild
+from tilewright.data.build.inputs import Listing
 from tilewright.data.build.stages.copies.exact import doc_of
 from tilewright.data.build.stages.read import read_item
-from tilewright.data.build.stages.repair import repaired
-from tilewright.data.build.stages.scores.settings import paths
+from tilewright.data.build.stages.text.repaired import repaired
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.records import Record
-from tilewright.data.sources.contents import Contents
 from tilewright.data.sources.documents import Document, cut
 from tilewright.data.sources.lines import segment_lines
 
 log = get_logger(__name__)
 
-_FILES = {"quality.model": "quality.safetensors of a build", "quality.labelled": "a .jsonl file"}
+READING = ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media", "repair")
+"""Settings by which references are read and repaired: those of records."""
+
 _LABELS = {"good": True, "bad": False, "1": True, "0": False, "true": True, "false": False}
 
 
@@ -41,51 +41,6 @@ class Piece:
     number: int
     data: bytes
     label: bool | None = None
-
-
-def list_references(build: DataBuild, domains: Iterable[str], contents: Contents | None = None) -> dict[str, Listing]:
-    """What is in each folder or file of text that the build learns from, by setting.
-
-    Args:
-        build: settings.
-        domains: of the records, which settings may name.
-        contents: of files that were read before.
-
-    Raises:
-        DataError: files and folders that are missing or empty, and domains that do not exist, all in one error.
-    """
-    found: dict[str, Listing] = {}
-    problems = []
-    for setting, path in paths(build.quality, build.noise, build.sample).items():
-        problem = None
-        if not Path(path).exists():
-            problem = Problem("Reference of a data build does not exist", path, "a file or folder of text", "", setting)
-        elif setting in _FILES:
-            if not Path(path).is_file():
-                problem = Problem("Reference of a data build is not a file", path, _FILES[setting], "", setting)
-        else:
-            try:
-                read = ReadSection(source=path, shard_bytes=build.read.shard_bytes)
-                found[setting] = list_inputs(read, contents=contents)
-            except DataError as error:
-                got = f"{path}: {error.problems[0].got}"
-                problem = Problem("Reference of a data build is empty", got, "files with text", "", setting)
-        problems += [problem] if problem else []
-    known = sorted(set(domains))
-    for setting, names in _named(build).items():
-        unknown = sorted(set(names) - set(known))
-        if unknown:
-            need = "some of: " + ", ".join(known)
-            problems.append(Problem("Unknown data domain", ", ".join(unknown), need, "", setting))
-    if problems:
-        raise DataError.from_problems(problems)
-    return found
-
-
-def _named(build: DataBuild) -> dict[str, Iterable[str]]:
-    sections = (("quality", build.quality), ("noise", build.noise), ("sample", build.sample))
-    named = {f"{name}.domains": section.domains for name, section in sections if section.is_on}
-    return named | ({"sample.domain_weights": build.sample.domain_weights} if build.sample.is_on else {})
 
 
 @dataclass
@@ -126,8 +81,8 @@ def _draw(piece: Piece) -> int:
     return int(hash64(np.uint64(piece.key), piece.number)[0])
 
 
-def folder_sample(listing: Listing, build: DataBuild, limit: int, setting: str) -> list[Piece]:
-    """About `limit` bytes of the texts below a folder."""
+def folder_sample(listing: Listing, build: DataBuild | SimpleNamespace, limit: int, setting: str) -> list[Piece]:
+    """About `limit` bytes of the texts below a folder, read by the settings `READING` of `build`."""
     sample = HashSample(limit)
     unread = 0
     for item in (item for shard in listing.shards for item in shard):
@@ -141,7 +96,7 @@ def folder_sample(listing: Listing, build: DataBuild, limit: int, setting: str) 
     return sample.taken()
 
 
-def labelled_sample(path: Path, build: DataBuild, limit: int) -> list[Piece]:
+def labelled_sample(path: Path, build: DataBuild | SimpleNamespace, limit: int) -> list[Piece]:
     """About `limit` bytes of each label, of rows with a text and a label."""
     samples = {True: HashSample(limit), False: HashSample(limit)}
     skipped, why = 0, ""
@@ -162,7 +117,7 @@ def labelled_sample(path: Path, build: DataBuild, limit: int) -> list[Piece]:
     return samples[True].taken() + samples[False].taken()
 
 
-def _pieces(text: str, build: DataBuild, label: bool | None = None) -> Iterator[Piece]:
+def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = None) -> Iterator[Piece]:
     """A text as records have it: repaired, and cut where it is long."""
     data = repaired(text, build.repair)[0].encode("utf-8", "replace")
     if not data.strip():
@@ -185,7 +140,7 @@ def half_of(digests: np.ndarray) -> np.ndarray:
     return (hash64(0x4A1F, digests) & np.uint64(1)).astype(np.int64)
 
 
-def corpus_sample(repaired_: list[Path], kept: list[Path], limit: int) -> tuple[list[Piece], list[Piece]]:
+def corpus_sample(repaired_: Sequence[Path], kept: Sequence[Path], limit: int) -> tuple[list[Piece], list[Piece]]:
     """About `limit` bytes of records of each half of the corpus (`half_of`).
 
     Args:
@@ -213,7 +168,7 @@ def corpus_sample(repaired_: list[Path], kept: list[Path], limit: int) -> tuple[
     return next(samples), next(samples)
 
 
-def _texts_of(repaired_: list[Path], docs: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, bytes]]:
+def _texts_of(repaired_: Sequence[Path], docs: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, bytes]]:
     """(index, text) of the records `docs[wanted]` that are text."""
     for shard, folder in enumerate(repaired_):
         first, stop = np.searchsorted(docs[wanted], [doc_of(s, np.zeros(1, np.int64))[0] for s in (shard, shard + 1)])

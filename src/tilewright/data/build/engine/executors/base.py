@@ -7,7 +7,8 @@ byte: from processes of this machine (`local`), ranks that torchrun or Slurm sta
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tilewright.data.build.context import BuildStage, Context
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.stage import BuildStage
 
 Unit = tuple[int, str]
 """Index and fingerprint."""

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 
 from tilewright.core.log import get_logger
-from tilewright.data.build.context import BuildStage, Context
-from tilewright.data.build.executors.base import Done, Unit
-from tilewright.data.build.executors.local import LocalExecutor
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.base import Done, Unit
+from tilewright.data.build.engine.executors.local import LocalExecutor
+from tilewright.data.build.engine.stage import BuildStage
 
 log = get_logger(__name__)
 

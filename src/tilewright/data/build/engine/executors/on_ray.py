@@ -19,9 +19,10 @@ from tilewright import __version__
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.core.log import get_logger
-from tilewright.data.build.context import WORK, BuildStage, Context
-from tilewright.data.build.executors.base import Done, Unit
-from tilewright.data.build.executors.pooled import PooledExecutor
+from tilewright.data.build.engine.context import WORK, Context
+from tilewright.data.build.engine.executors.base import Done, Unit
+from tilewright.data.build.engine.executors.pooled import PooledExecutor
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.scores import settings as scores
 
 log = get_logger(__name__)
@@ -55,8 +56,8 @@ class RayExecutor(PooledExecutor):
         self._ray: Any = None
         self._is_mine = self._is_local = False
         """Whether it was started or connected here, and whether its processes have the variables of this one."""
-        self._seen: set[str] = set()
-        """Builds whose files all nodes see."""
+        self._seen: Context | None = None
+        """The build whose files all nodes see."""
 
     @cached_property
     def killed(self) -> tuple[type[BaseException], ...]:
@@ -70,15 +71,15 @@ class RayExecutor(PooledExecutor):
 
         Raises:
             DataError: a node does not see the files, or has another tilewright.
-            HardwareError: no connection to the cluster, or a process was killed while it made a unit alone, of a later
-                stage than the first.
+            HardwareError: no connection to the cluster, or a process was killed while it made a unit alone, and by no
+                file of the user.
         """
         if not todo:
             return
         self.start()
-        if context.build_id not in self._seen:
+        if context is not self._seen:
             self._look_around(context)
-            self._seen.add(context.build_id)
+            self._seen = context
         super().run(context, stage, todo, advance)
 
     def pool_of(self, num: int | None) -> Executor:

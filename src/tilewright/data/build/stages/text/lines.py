@@ -3,30 +3,36 @@
 A line counts once per record that it is in. Only `repair.repeated_lines` above 0 asks for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tilewright.data.build.config import RepairSection
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import Every, FoundValue, Same
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.ranges import num_ranges, read_range, write_ranges
-from tilewright.data.build.stages.repair import line_hash, repaired
+from tilewright.data.build.stages.text.repaired import line_hash, repaired
 from tilewright.data.build.tables import batches
 
 ROW = np.dtype([("key", "<u8"), ("count", "<u4")])
 _LINE_BYTES = 60  # of text per line, about: for the number of ranges
 
 
-def ranges_for(text_bytes: int) -> int:
-    """Ranges over which the lines of `text_bytes` of text are shared out."""
-    return num_ranges(ROW.itemsize * text_bytes // _LINE_BYTES)
+def line_ranges(c: Context) -> int:
+    """Ranges over which the lines of the text are shared out; 0 where no repeated lines are looked for."""
+    if not c.build.repair.repeated_lines:
+        return 0
+    return num_ranges(ROW.itemsize * c.total("read", "bytes") // _LINE_BYTES)
 
 
-def count_lines(source: Path, num: int, repair: RepairSection, folder: Path) -> Mapping[str, Any]:
+def count_lines(index: int, settings: SimpleNamespace, folder: Path, *, records: Path, num: int) -> Mapping[str, Any]:
     """Write how many records of the shard each line is in, over `num` ranges."""
+    repair = settings.repair
     found: list[np.ndarray] = []
-    for _, batch in batches(source / "records.parquet", ("text", "domain")):
+    for _, batch in batches(records / "records.parquet", ("text", "domain")):
         hashes: list[int] = []
         for text, domain in zip(batch["text"], batch["domain"], strict=True):
             lines = {line.strip() for line in repaired(text, repair)[0].split("\n")}
@@ -37,10 +43,10 @@ def count_lines(source: Path, num: int, repair: RepairSection, folder: Path) -> 
     return {"lines": len(rows)}
 
 
-def common_lines(shards: list[Path], index: int, repair: RepairSection, folder: Path) -> Mapping[str, Any]:
+def common_lines(index: int, settings: SimpleNamespace, folder: Path, *, lines: Sequence[Path]) -> Mapping[str, Any]:
     """Write the sorted hashes of the lines of range `index` that are in enough records of all shards."""
-    rows = _summed([read_range([shard / "lines" for shard in shards], index, ROW)])
-    common = rows["key"][rows["count"] >= repair.repeated_lines]
+    rows = _summed([read_range([shard / "lines" for shard in lines], index, ROW)])
+    common = rows["key"][rows["count"] >= settings.repair.repeated_lines]
     np.save(folder / "common.npy", common)
     return {"lines": len(rows), "repeated": len(common)}
 
@@ -61,8 +67,19 @@ def _summed(found: list[np.ndarray]) -> np.ndarray:
     return summed
 
 
-def load_common(folders: list[Path]) -> np.ndarray:
+def load_common(folders: Sequence[Path]) -> np.ndarray:
     """All repeated lines of a build, as sorted hashes; empty where none was looked for."""
     return np.sort(
         np.concatenate([np.zeros(0, np.uint64), *(np.load(one / "common.npy", allow_pickle=False) for one in folders)])
     )
+
+
+LINES = BuildStage(
+    *("lines", "counting lines", 1, lambda c: c.num_shards if c.build.repair.repeated_lines else 0, count_lines),
+    ("repair",),
+    {"records": Same("read"), "num": FoundValue(lambda c, i: line_ranges(c))},
+)
+COMMON_LINES = BuildStage(
+    *("common_lines", "finding lines that repeat", 1, line_ranges, common_lines, ("repair.repeated_lines",)),
+    {"lines": Every("lines")},
+)

@@ -1,7 +1,7 @@
 """Units in worker processes that may be killed, for memory above all, and what becomes of the units of those.
 
 A unit whose process was killed is tried alone, after all others. If it is killed again, the files that do it are found
-one by one and set aside where the stage reads files, references of scores too; of any other stage that is an error.
+one by one and set aside where the unit reads files of the user; any other unit is an error.
 """
 
 import os
@@ -14,12 +14,12 @@ from typing import Self
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
-from tilewright.data.build.context import BuildStage, Context
-from tilewright.data.build.executors.base import Done, Unit
-from tilewright.data.build.executors.workers import make_unit, try_item
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.declared import declared_settings
+from tilewright.data.build.engine.executors.base import Done, Unit
+from tilewright.data.build.engine.executors.workers import make_unit, try_item
+from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.inputs import Item
-from tilewright.data.build.stages.read import STAGE as READ
-from tilewright.data.build.stages.read import read_shard
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ class PooledExecutor(ABC):
         """See `UnitExecutor`.
 
         Raises:
-            HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
+            HardwareError: a process was killed while it made a unit alone, and by no file of the user.
         """
         lost = self._submit(context, stage, todo, advance, None)
         if lost:
@@ -68,48 +68,39 @@ class PooledExecutor(ABC):
         if context.units.is_done(stage.name, *unit):
             advance(1)
             return
-        if self._submit(context, stage, [unit], advance, 1):
-            self.close()
-            if stage.name == READ:
-                self._set_aside(context, unit)
-                advance(1)
-                return
-            bad = self._killers(context, stage.files(context))
-            context.set_aside(bad)
-            if not bad or self._submit(context, stage, [unit], advance, 1):
-                raise _killed(context, stage, unit[0])
-
-    def _set_aside(self, context: Context, unit: Unit) -> None:
-        """Make a unit of the first stage without the files that kill the process that reads them."""
-        items = context.listing.shards[unit[0]]
-        bad = self._killers(context, items)
-        if bad == items:
+        if not self._submit(context, stage, [unit], advance, 1):
+            return
+        self.close()
+        files = stage.files(context, unit[0])
+        bad = self._killers(context, stage, files)
+        if bad and bad == files:
             self._can_start()
-        good = [item for item in items if item not in bad]
-        context.units.make(READ, *unit, lambda folder: read_shard(good, context.build, folder, killed=bad))
+        context.set_aside(bad)
+        if not files or self._submit(context, stage, [unit], advance, 1):
+            raise _killed(context, stage, unit[0])
 
-    def _killers(self, context: Context, items: Sequence[Item]) -> list[Item]:
+    def _killers(self, context: Context, stage: BuildStage, items: Sequence[Item]) -> list[Item]:
         """Those of some files that kill the process which reads them: two in a row, the second of which read nothing
         else."""
         bad: list[Item] = []
         left = list(items)
         while left:
-            item = self._first_killer(context, left)
+            item = self._first_killer(context, stage, left)
             if item is None:
                 break
             del left[: left.index(item) + 1]
-            if self._first_killer(context, [item]) is not None:
+            if self._first_killer(context, stage, [item]) is not None:
                 log.warning("%s is set aside: the process that read it was killed", item.name)
                 bad.append(item)
         return bad
 
-    def _first_killer(self, context: Context, items: Sequence[Item]) -> Item | None:
+    def _first_killer(self, context: Context, stage: BuildStage, items: Sequence[Item]) -> Item | None:
         """The first of some files at which a process that reads one after the other is killed."""
-        setting = context.build.model_dump_json()
+        settings = declared_settings(context.build, stage.settings)
         with env.one_thread(), self.pool_of(1) as alone:
             for item in items:
                 try:
-                    alone.submit(try_item, setting, item).result()
+                    alone.submit(try_item, settings, item).result()
                 except self.killed:
                     return item
         return None
@@ -135,16 +126,15 @@ class PooledExecutor(ABC):
         self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done, num: int | None
     ) -> list[Unit]:
         """Make units in a pool of `num` processes; returns those whose process was killed."""
-        out = str(context.out.absolute())
-        build = context.build.model_dump_json(), out, context.num_shards, context.build_id, stage.name
+        root = str(context.units.root.absolute())
         jobs: dict[Future, Unit] = {}
         lost: list[Unit] = []
         with env.one_thread():  # around submitting, too: that is when processes start
             self._pool = self._pool or self.pool_of(num)
             for unit in todo:
-                items = context.listing.shards[unit[0]] if stage.name == READ else None
+                work = stage.work(context, unit[0])
                 try:
-                    jobs[self._pool.submit(make_unit, *build, *unit, items, self._prefix)] = unit
+                    jobs[self._pool.submit(make_unit, root, stage.name, *unit, work, self._prefix)] = unit
                 except self.killed:  # the pool knows already
                     lost.append(unit)
         for job in as_completed(jobs):

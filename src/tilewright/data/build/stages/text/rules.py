@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ import xxhash
 
 from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import RulesSection
-from tilewright.data.build.stages.measures import MEASURES, Measured
+from tilewright.data.build.engine.declared import Same, per_shard
+from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.stages.text.measures import MEASURES, Measured
 from tilewright.data.build.tables import REJECTS, TableWriter, reject_row, rows
 from tilewright.data.common.records import Rejected
 
@@ -64,8 +67,9 @@ def thresholds(rules: RulesSection) -> list[ActiveRule]:
     return found
 
 
-def apply_rules(source: Path, rules: RulesSection, folder: Path) -> Mapping[str, Any]:
-    """Judge the records of `source`; writes `kept.parquet`, `rejects.parquet` and `histograms.json` into `folder`."""
+def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records: Path) -> Mapping[str, Any]:
+    """Judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json` into `folder`."""
+    rules = settings.rules
     active = thresholds(rules)
     language = find_languages() if rules.languages else None
     histograms: dict[str, np.ndarray] = {}
@@ -74,7 +78,7 @@ def apply_rules(source: Path, rules: RulesSection, folder: Path) -> Mapping[str,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
     ):
         num_bytes = 0
-        for number, row in enumerate(rows(source / "records.parquet")):
+        for number, row in enumerate(rows(records / "records.parquet")):
             data = row["text"].encode()
             reject, found = None, row["language"]
             if row["modality"] == "text" and (not rules.domains or row["domain"] in rules.domains):
@@ -181,3 +185,9 @@ def survivors(kept: Path, *drops: np.ndarray) -> Iterator[dict[str, Any]]:
     for row in rows(kept):
         if row["row"] not in gone:
             yield row
+
+
+RULES = BuildStage(
+    *("rules", "applying rules", 2, per_shard, apply_rules, ("rules",)),
+    {"records": Same("repair")},
+)

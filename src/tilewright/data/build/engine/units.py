@@ -24,7 +24,7 @@ from tilewright.core.units import format_bytes
 from tilewright.memory.tracking.malloc import trim_malloc
 
 RECEIPT = "receipt.json"
-_TOLD = ("rejects.parquet", "encoder.json", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
+TOLD = ("rejects.parquet", "encoder.json", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
 """Files that tell what a unit did, and tensors of media. Only the stages for these and the last one read them, so that
 only these run again for them."""
 
@@ -93,8 +93,8 @@ class Units:
             listed = {name: [path.stat().st_size, hash_file(path)] for name, path in files.items()}
             receipt = {
                 "fingerprint": fingerprint,
-                "digest": fingerprint_of({name: file for name, file in listed.items() if name not in _TOLD}),
-                "told": fingerprint_of({name: file for name, file in listed.items() if name in _TOLD}),
+                "digest": fingerprint_of({name: file for name, file in listed.items() if name not in TOLD}),
+                "told": fingerprint_of({name: file for name, file in listed.items() if name in TOLD}),
                 "files": listed,
                 "counts": counts,
                 "seconds": round(time.perf_counter() - started, 4),

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from tilewright.data.build.context import BuildStage, Context
-from tilewright.data.build.executors.base import Done, Unit
-from tilewright.data.build.executors.pooled import PooledExecutor
-from tilewright.data.build.plan import STAGES
-from tilewright.data.build.stages.read import STAGE as READ
+from tilewright.data.build.engine.context import Context
+from tilewright.data.build.engine.executors.base import Done, Unit
+from tilewright.data.build.engine.executors.pooled import PooledExecutor
+from tilewright.data.build.engine.stage import BuildStage
 
 _POLL_S = 0.1
 
@@ -38,18 +37,16 @@ class LocalExecutor(PooledExecutor):
         """See `UnitExecutor`.
 
         Raises:
-            HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
+            HardwareError: a process was killed while it made a unit alone, and by no file of the user.
         """
-        reads = self._apart and bool(todo) and (stage.name == READ or bool(stage.files(context)))
+        reads = self._apart and any(stage.files(context, index) for index, _ in todo)
         if reads or (self._processes > 1 and len(todo) > 1):
             super().run(context, stage, todo, advance)
             if self._processes == 1:
                 self.close()
             return
-        if stage is STAGES[-1]:
-            self.close()  # nothing is left for the workers, and each holds the memory of its tokenizer
         for index, fingerprint in todo:
-            context.units.make(stage.name, index, fingerprint, lambda f, i=index: stage.run(context, i, f))
+            context.units.make(stage.name, index, fingerprint, stage.work(context, index))
             advance(1)
 
     def pool_of(self, num: int | None) -> Executor:

@@ -14,13 +14,13 @@ from typing import IO, Any
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import WORK, Context
-from tilewright.data.build.executors.base import UnitExecutor
+from tilewright.data.build.engine.context import WORK, Context
+from tilewright.data.build.engine.executors.base import UnitExecutor
+from tilewright.data.build.engine.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.finished.remote.index import INDEX
 from tilewright.data.build.plan import SHARDS, STAGES
 from tilewright.data.build.stages.encode import encoder_of
-from tilewright.data.build.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 
@@ -69,7 +69,7 @@ def build_dataset(
             context.contents.save()
         context.units.clean(executor.mark)
         for stage in STAGES:
-            count = stage.count(context)
+            count = stage.units(context)
             units = [(index, stage.fingerprint(context, index)) for index in range(count)]
             todo = [unit for unit in units if not context.units.is_done(stage.name, *unit)]
             progress.phase(stage.says, len(todo))
@@ -115,7 +115,7 @@ def _publish(context: Context) -> dict[str, Any]:
     folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
     stages = {}
     for stage in STAGES:
-        receipts = [context.units.receipt(stage.name, i) for i in range(stage.count(context))]
+        receipts = [context.units.receipt(stage.name, i) for i in range(stage.units(context))]
         stages[stage.name] = [receipt["digest"] for receipt in receipts if receipt is not None]
     content = {
         "format": FORMAT,
