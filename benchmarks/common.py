@@ -165,7 +165,9 @@ def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequ
     record = {
         "claim": claim,
         "command": "python -m "
-        + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *(sys.argv[1:] if arguments is None else arguments)]),
+        + " ".join(
+            ["benchmarks." + Path(sys.argv[0]).stem, *map(_anywhere, sys.argv[1:] if arguments is None else arguments)]
+        ),
         "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
         "machine": machine_facts(),
@@ -176,6 +178,16 @@ def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequ
     new.replace(path)
     print(f"wrote {path.name}")
     return path
+
+
+def _anywhere(argument: str) -> str:
+    """An argument without the folders of this machine.
+
+    Example:
+        >>> _anywhere("--steps"), _anywhere("runs/default"), _anywhere(f"{Path.cwd()}/runs")
+        ('--steps', 'runs/default', 'FOLDER')
+    """
+    return "FOLDER" if Path(argument).is_absolute() else argument
 
 
 def current_commit() -> str:

@@ -11,11 +11,13 @@ python -m benchmarks.compress_path RUN --work FOLDER [--steps 200] [--tries 3] [
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine_kind, write_result
 from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.artefacts import judged
 from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.compress.export.targets import find_targets
@@ -47,7 +49,7 @@ def of_path(run: Path, work: Path, target: str, budget: str, steps: int, tries: 
         "parameters": record["parameters"],
         "best": {name: best[name] for name in kept},
         "tried": {name: row["equal_rise"] for name, row in record["recovered"].items()},
-        "artefacts": [_short(row, record["fp32_bytes"]["whole"]) for row in record.get("artefacts", ())],
+        "artefacts": [_short(row, record["fp32_bytes"]["whole"]) for row in _written(record.get("artefacts", ()))],
     }
 
 
@@ -56,11 +58,31 @@ def uncut(run: Path, work: Path) -> Row:
     source = open_to_export(run)
     targets = find_targets(",".join(target for target, _ in PATHS))
     record = export_run(source, targets, work / "uncut", limits=ConsumerLimits.of_this_machine(600))
-    return {row["target"]: _short(row, record["fp32_bytes"]) for row in record["artefacts"]}
+    alone = {"rise": 0.0, "equal_rise": None}
+    return {
+        row["target"]: _short(row | judged(row, alone, 1.0), record["fp32_bytes"])
+        for row in _written(record["artefacts"])
+    }
+
+
+def _written(rows: Sequence[Row]) -> list[Row]:
+    """Rows of artefacts that there are."""
+    return [row for row in rows if "bytes" in row]
 
 
 def _short(row: Row, whole: int) -> Row:
-    names = ("target", "state", "integers", "bytes", "rise", "equal_rise", "inside", "cached_token_s", "prefill_s")
+    names = (
+        "target",
+        "state",
+        "integers",
+        "bytes",
+        "rise",
+        "equal_rise",
+        "inside",
+        "reason",
+        "cached_token_s",
+        "prefill_s",
+    )
     return {name: row[name] for name in names if name in row} | {"smaller": whole / row["bytes"]}
 
 

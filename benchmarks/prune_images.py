@@ -69,7 +69,7 @@ def studied(folder: Path, images: Path, classes: int, teacher_steps: int, steps:
         "train.compile": "off", "train.eval_interval": 0, "train.eval_batches": 200, "precision.mode": "fp32",
         "optim.lr": 3e-3, "log.report": False, "energy.idle_seconds": 0, "run.threads": 1, "checkpoint.interval": 50,
     }  # fmt: skip
-    return Study(folder, steps, settings)
+    return Study.of_settings(folder, steps, settings)
 
 
 def of_study(study: Study) -> dict[str, Any]:

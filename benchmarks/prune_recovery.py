@@ -5,13 +5,16 @@ the same further steps.
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
 the run as it is, and over the run with as many more steps. Recovery learns from the teacher's 32 likeliest tokens on
 disk; of half of both also from all of them. The file is written after each seed; the same command continues in its
-folder, which may be that of `prune_importance`.
+folder, which may be that of `prune_importance`. `--run` takes a run that is there as the only teacher, and writes
+another file.
 
-python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3]
+python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3] [--run RUN]
+    [--only "ffn and heads -25 %"]
 """
 
 import argparse
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,15 @@ def _beside_live(cached: RowLosses, live: RowLosses) -> dict[str, Any]:
     return {"cache over live teacher": {"rise": rise, "error": error}}
 
 
+def studies(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:
+    """By seed, or the one of a run that is there."""
+    if args.run is not None:
+        yield args.run.resolve().name, Study(args.work / "run", args.steps, args.run)
+        return
+    for seed in range(args.seeds):
+        yield str(seed), Study.of_text(args.work, seed, args.teacher_steps, args.steps)
+
+
 def main() -> None:
     """Measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -58,19 +70,22 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--run", type=Path, help="the teacher, instead of small ones")
+    parser.add_argument("--only", help="one cut, such as 'ffn and heads -25 %%'")
     args = parser.parse_args()
-    facts = {"teacher_steps": args.teacher_steps, "steps": args.steps}
-    facts |= {"shape": {name: str(value) for name, value in SHAPE.items()}}
+    facts: dict[str, Any] = {"steps": args.steps}
+    if args.run is None:
+        facts |= {"teacher_steps": args.teacher_steps, "shape": {name: str(value) for name, value in SHAPE.items()}}
     seeds: dict[str, Any] = {}
-    for seed in range(args.seeds):
-        study = Study.of_text(args.work, seed, args.teacher_steps, args.steps)
-        seeds[str(seed)] = {"teacher": study.case("teacher", study.facts)}
+    for seed, study in studies(args):
+        seeds[seed] = {"teacher": study.case("teacher", study.facts)}
         for kinds, share in itertools.product(KINDS, SHARES):
             name = f"{' and '.join(kinds)} -{100 * share:g} %"
-            seeds[str(seed)][name] = study.case(
-                name, lambda kinds=kinds, share=share, study=study: of_cut(study, kinds, share)
-            )
-        write_result("prune_recovery", CLAIM, facts | {"seeds": seeds})
+            if args.only in (None, name):
+                seeds[seed][name] = study.case(
+                    name, lambda kinds=kinds, share=share, study=study: of_cut(study, kinds, share)
+                )
+        write_result("prune_recovery" if args.run is None else "prune_recovery_run", CLAIM, facts | {"seeds": seeds})
 
 
 if __name__ == "__main__":

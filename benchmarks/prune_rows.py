@@ -22,6 +22,8 @@ def rows() -> Iterator[Row]:
     yield from _of("prune_refit", "a fit of the layers behind a cut against none", "-", _fits)
     yield from _of("prune_importance", "which importance is best after recovery", "-", _importances)
     yield from _of("prune_recovery", "FFN channels and heads -25 % after recovery", "at most 1.2 %", _recovered)
+    for result in read_all("prune_recovery"):
+        yield from _recovered(result, "the default run")
     yield from _of("prune_predicted", "predicted loss of sets of cuts", "at least 16 of 20", _predicted)
     yield from _of("prune_images", "ResNets with a quarter of their parameters", "at most 0.8 points", _images)
     paths = read_all("compress_path")
@@ -64,7 +66,7 @@ def _importances(result: Result) -> Iterator[Row]:
             yield Row(f"prune_importance {method} {key}", metric, "-", seeds(rises, None), result)
 
 
-def _recovered(result: Result) -> Iterator[Row]:
+def _recovered(result: Result, run: str = "a small run") -> Iterator[Row]:
     by_seed: Seeds = result.results["seeds"]
     losses = [found["teacher"]["loss"] for found in by_seed.values()]
     noise = 100 * stdev(losses) / mean(losses) if len(losses) > 1 else None
@@ -74,14 +76,14 @@ def _recovered(result: Result) -> Iterator[Row]:
                 continue
             most = 1.2 if way == "with teacher" and "-25" in cut else None
             rises = _percent([found[cut][way]["equal_rise"] for found in by_seed.values()])
-            metric = f"loss of a small run with {cut}, {how}, over as many more steps of the run"
+            metric = f"loss of {run} with {cut}, {how}, over as many more steps of it"
             target = "-" if most is None else f"at most {most:g} %"
-            yield Row(f"prune_recovery {cut} {way}", metric, target, seeds(rises, noise, at_most=most), result)
+            yield Row(f"{result.name} {cut} {way}", metric, target, seeds(rises, noise, at_most=most), result)
         live = [found.get(cut, {}).get("cache over live teacher") for found in by_seed.values()]
         if all(live):
             rises = _percent([one["rise"] for one in live])
             metric = f"loss of {cut} recovered from the teacher's 32 likeliest tokens, over all its tokens"
-            yield Row("prune_recovery live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
+            yield Row(f"{result.name} live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
 
 
 def _predicted(result: Result) -> Iterator[Row]:

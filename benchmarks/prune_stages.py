@@ -39,17 +39,23 @@ class Study:
     Args:
         folder: of this study.
         steps: of each stage after the teacher.
-        settings: of the teacher.
+        run: the teacher.
     """
 
-    def __init__(self, folder: Path, steps: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, steps: int, run: Path) -> None:
         self.folder, self.steps = folder, steps
+        folder.mkdir(parents=True, exist_ok=True)
+        self.source: ExportSource = open_to_export(run)
+        self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
+        self.whole: RowLosses = row_losses_of(self.source.model, self.batches)
+
+    @classmethod
+    def of_settings(cls, folder: Path, steps: int, settings: Mapping[str, Any]) -> "Study":
+        """Of a teacher that is trained first, with these settings."""
         settings = {**settings, "run.dir": folder, "run.name": "teacher"}
         done = train(load_recipe(None, {name: str(value) for name, value in settings.items()}, environ={}))
         assert done.run_dir is not None
-        self.source: ExportSource = open_to_export(done.run_dir)
-        self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
-        self.whole: RowLosses = row_losses_of(self.source.model, self.batches)
+        return cls(folder, steps, done.run_dir)
 
     @classmethod
     def of_text(cls, work: Path, seed: int, teacher_steps: int, steps: int) -> "Study":
@@ -61,7 +67,8 @@ class Study:
             teacher_steps: that it is trained.
             steps: of each stage after it.
         """
-        return cls(work / f"seed-{seed}", steps, {**SHAPE, "run.seed": seed, "train.steps": teacher_steps})
+        settings = {**SHAPE, "run.seed": seed, "train.steps": teacher_steps}
+        return cls.of_settings(work / f"seed-{seed}", steps, settings)
 
     @cached_property
     def seen(self) -> Sequence[Any]:
@@ -100,7 +107,8 @@ class Study:
     def _recipe(self, name: str, model: Any, taught: bool) -> Recipe:
         folder = self.folder / "models" / name
         write_model(self.source, model, folder)
-        return stage_recipe(self.source, name, self.folder, folder=folder, taught=taught, steps=self.steps)
+        recipe = stage_recipe(self.source, name, self.folder, folder=folder, taught=taught, steps=self.steps)
+        return changed(recipe, {"train.eval_batches": 1})  # all rows are measured when it has ended
 
     def _losses(self, run: Path) -> RowLosses:
         return row_losses_of(open_to_export(run).model, self.batches)

@@ -2,14 +2,14 @@
 
 Each stage is a run folder of its own below `out`, and compress.json is written after each: the same command continues
 where it was stopped. First the run is trained as many steps further, which is the control that the budget is over too
-(`rises`). A cut is recovered, its loss compared with the budget, and the next smaller one is tried where it is above.
-What the artefacts round away counts too; where that is too much, the recovered run is trained for the integers.
+(`rises`). Cuts are recovered and compared with the budget by halves: after one that is inside a larger one, else a
+smaller one. What the artefacts round away counts too; where that is too much, the recovered run is trained for the
+integers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +111,11 @@ class Compression:
             FitError: no cut that was tried, or no artefact of the one that was kept, is inside the budget. The record
                 has the best.
         """
-        plans = list(islice(self.plan(), self.settings.tries))
+        plans = self.plan()
         if self.settings.controls != "none":
             self._control("teacher")
-        chosen = None
-        for plan in plans:
-            row = self._recovered(plan)
-            if ruling(row) <= self.settings.budget:
-                chosen = row
-                break
-            self.say(f"{plan.name}: {100 * ruling(row):+.2f} % is above the budget")
-        best = chosen or min((self.record["recovered"][plan.name] for plan in plans), key=ruling)
+        chosen = self._largest_inside(plans)
+        best = chosen or min(self.record["recovered"].values(), key=ruling)
         self.record["chosen"] = best["name"]
         self._controls(best)
         if chosen is None:
@@ -135,6 +129,22 @@ class Compression:
         if not inside:
             raise self._over("; ".join(f"{row['target']}: {row['reason']}" for row in self.record["artefacts"]), plans)
         return self.record
+
+    def _largest_inside(self, plans: Sequence[CutPlan]) -> Record | None:
+        """The row of the largest cut that is inside the budget, by halving what is left of the plans: a smaller cut is
+        taken to cost less. None: all that were tried are above."""
+        begin, end, found = 0, len(plans), None
+        for _ in range(self.settings.tries):
+            if begin == end:
+                break
+            middle = (begin + end) // 2
+            row = self._recovered(plans[middle])
+            if ruling(row) <= self.settings.budget:
+                found, end = row, middle
+            else:
+                self.say(f"{row['name']}: {100 * ruling(row):+.2f} % is above the budget")
+                begin = middle + 1
+        return found
 
     def _recovered(self, plan: CutPlan) -> Record:
         """The row of a cut and its recovery."""
@@ -283,7 +293,7 @@ class Compression:
         }
 
     def _over(self, best: str, plans: list[CutPlan]) -> FitError:
-        smallest = plans[-1].name
+        smallest = [plan.name for plan in plans if plan.name in self.record["recovered"]][-1]
         more = "" if self.settings.controls == "none" else ", and over the run with as many more steps"
         return FitError(
             "Loss budget was not reached",

@@ -33,7 +33,7 @@ class CompressSettings:
         kinds: of unit that may be cut.
         importance: which units stay.
         steps: of recovery, and of each control.
-        tries: cuts that are recovered at most, the largest first.
+        tries: cuts that are recovered at most: from the middle of the plans on, by halves.
         goal: what is made small.
         controls: which are run; all: the teacher with as many extra steps, recovery without it, the shape from scratch.
         batches: of training text, for importance and fits; and held-out ones of each domain.

@@ -78,8 +78,9 @@ def compress(
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`. Or a folder of Hugging Face's layout, or a
     model of the hub, org/name: `--data.source FOLDER` and other settings say what it learns from, and how. Each cut is
-    measured alone; the largest one that could be within the budget is made, trained with the run as its teacher, and
-    kept if its loss is inside, over the run and over the run with as many more steps; else the next smaller one.
+    measured alone; sets of cuts that could be within the budget are made and trained with the run as their teacher, by
+    halves: a larger one where the loss is inside, over the run and over the run with as many more steps, else a smaller
+    one. The largest inside is kept.
     Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a run folder below OUT;
     the same command continues where it was stopped. Exits with 3 where the budget is not reached. Of a run that
     classifies images the budget is in percentage points of held-out images, and recovery has no teacher.
