@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.prune_stages import Study
 from tilewright.compress.budget.measure import parameters, row_losses_of
+from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 
 CLAIM = "a ResNet has a quarter of its parameters within 0.8 points of held-out images, digits and glyphs"
@@ -73,11 +74,14 @@ def studied(folder: Path, images: Path, classes: int, teacher_steps: int, steps:
 
 
 def of_study(study: Study) -> dict[str, Any]:
-    """Points of the cut, of its recovery, and of its shape from random weights."""
+    """Points of the cut, with statistics of batch norms anew, with fits too, of its recovery, and of its shape from
+    random weights."""
     model = study.source.model
     plain, made = (prune(model, {"channels": SHARE}, batches=study.seen, refit=refit).model for refit in (False, True))
     found: dict[str, Any] = {"parameters": [parameters(model), parameters(made)]}
     found["cut"], found["fitted"] = (study.rises(row_losses_of(one, study.batches)) for one in (plain, made))
+    estimate_norms(plain, study.seen)
+    found["norms"] = study.rises(row_losses_of(plain, study.batches))
     found["recovered"] = study.rises(study.trained("recovered", made, taught=False))
     found["from random weights"] = study.rises(study.from_random("scratch", made))
     return found

@@ -17,6 +17,13 @@ WAYS = {
 }
 
 
+WAYS_OF_IMAGES = {
+    "fitted": "fitted, not trained",
+    "recovered": "recovered",
+    "from random weights": "the same shape from random weights, steps of the run and of recovery",
+}
+
+
 def rows() -> Iterator[Row]:
     """All of them; those that were not run say so."""
     yield from _of("prune_refit", "a fit of the layers behind a cut against none", "-", _fits)
@@ -99,7 +106,7 @@ def _images(result: Result) -> Iterator[Row]:
     for images in dict.fromkeys(name.partition(" ")[0] for name in cases):
         of = [found for name, found in cases.items() if name.startswith(images)]
         whole, cut = of[0]["parameters"]
-        for way, how in (("fitted", "fitted, not trained"), ("recovered", "recovered")):
+        for way, how in WAYS_OF_IMAGES.items():
             points = _percent([found[way]["equal_rise"] for found in of])
             text = f"{mean(points):+.2f} points ({min(points):+.2f} to {max(points):+.2f}, n = {len(points)})"
             most = 0.8 if way == "recovered" else None

@@ -12,7 +12,7 @@ import pytest
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core.config import schema
 from tilewright.core.config.section import EVERY
-from tilewright.core.config.sections.mixing import MixingSection
+from tilewright.core.config.sections.data import MixingSection
 from tilewright.core.config.sections.precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,9 @@ PROOFS: dict[str, Probe | str] = {
     "distill.temperature": "tests/training/test_distill.py::test_loss_and_gradients_are_those_of_whole_logits",
     "distill.cache": "tests/training/test_teacher_rows.py::test_a_run_reads_what_an_earlier_one_kept",
     "distill.cache_top_k": "tests/training/test_teacher_rows.py::test_settings_of_the_cache",
+    "distill.hidden": "tests/training/test_hidden_run.py::test_a_student_comes_nearer_to_hidden_values",
+    "distill.hidden_weight": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
+    "distill.hidden_projection": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
     "distill.weight": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",
     "memory.mlp_chunks": Probe("2", "weights"),
     "memory.loss_chunk_bytes": Probe("1", "weights", {"ops.cross_entropy": "native"}),

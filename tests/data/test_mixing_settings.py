@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.sections.mixing import MixingSection, MixingStage
+from tilewright.core.config.sections.data import MixingSection, MixingStage
 from tilewright.core.config.unused import without_effect
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.base import DomainSeen, MixEvaluation, shares

@@ -8,7 +8,7 @@ import torch
 
 from tests.parallel.pipeline.ragged import decoder, micro_batches
 from tests.planner.simulate.here import tables_here
-from tilewright.core.config.recipe import DistillSection
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import Heartbeat, records
 from tilewright.parallel.pipeline.split import Pipeline

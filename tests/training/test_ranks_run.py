@@ -199,6 +199,7 @@ def teacher(data, tmp_path_factory):
 
 
 TAUGHT = {"train__global_batch_size": 5, "train__steps": 6, "train__log_interval": 1, "log__report": False}
+TAUGHT |= {"distill__hidden": "{ 0 = 1, 1 = 1 }"}
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def taught_alone(data, teacher, tmp_path_factory):
 @pytest.mark.parametrize("mesh", ["shards", *(pytest.param(m, marks=pytest.mark.slow) for m in ("copies", "hsdp"))])
 @pytest.mark.support("teacher", "copies", "shards", "hsdp")
 def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, taught_alone, tmp_path):
-    """Each rank runs the whole teacher on its rows. Both parts of the loss are the means over all ranks."""
+    """Each rank runs the whole teacher on its rows. All parts of the loss are the means over all ranks."""
     world, sizes = MESHES[mesh]
     changes = {"parallel__dp_replicate": 1} | sizes | EVALS | TAUGHT | {"distill__teacher": str(teacher)}
     found = on_ranks(world, run, str(data), str(tmp_path), changes)
@@ -221,9 +222,11 @@ def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, tau
     one, many = ([row for row in found if "loss" in row] for found in (one, many))
     for before, now in zip(one, many, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=2e-5)
-        parts = [now[name] for name in ("cross_entropy", "distillation")]
-        assert parts == pytest.approx([before[name] for name in ("cross_entropy", "distillation")], rel=2e-5)
-        assert sum(parts) / 2 == pytest.approx(now["loss"], rel=1e-6)  # five rows: one rank has an empty micro-batch
+        names = "cross_entropy", "distillation", "hidden"
+        parts = [now[name] for name in names]
+        assert parts == pytest.approx([before[name] for name in names], rel=2e-5)
+        loss_now = (parts[0] + parts[1]) / 2 + parts[2]
+        assert loss_now == pytest.approx(now["loss"], rel=1e-6)  # five rows: one rank has an empty micro-batch
     assert found[0][1] == pytest.approx(loss, rel=2e-5)
     assert found[0][2] == pytest.approx(evals, rel=2e-5)
 

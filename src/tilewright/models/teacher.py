@@ -11,7 +11,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import LoraSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
-from tilewright.models.build import kind_of
+from tilewright.models.build import build_model, kind_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class TeacherFolder:
     def lora(self) -> LoraSection:
         """Its adapters."""
         return LoraSection() if self.run is None else self.run.lora
+
+    def layers_and_width(self) -> tuple[int, int]:
+        """How many layers it has, and how wide its residual stream is; nothing of its weights is read."""
+        model = build_model(self.model.model_copy(update={"weights": "random"}), 1, device="meta")
+        return len(model.layers), model.head.in_features
 
 
 def find_teacher(name: str) -> TeacherFolder:

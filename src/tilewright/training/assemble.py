@@ -56,7 +56,7 @@ from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import held_out, in_parts, other_data, other_text, prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lifecycle import add_in_fp32, num_parameters
-from tilewright.training.components.model import build_adapted, fill_whole, first_values, is_vacant, pinned
+from tilewright.training.components.model import build_trained, fill_whole, first_values, is_vacant, pinned
 from tilewright.training.components.optimizer import make_optimizer, rounding_numbers
 from tilewright.training.components.samples import stream_of
 from tilewright.training.components.teacher import open_teacher
@@ -321,7 +321,7 @@ def build(
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         # 1. Built without memory where it is filled in pieces. What layers keep is set before they are compiled.
         vacant = is_vacant(recipe, world, can)
-        model = build_adapted(
+        model = build_trained(
             recipe, setup.prepared.vocab_size, setup.kernels, "meta" if vacant else device,
             fresh=fresh and not vacant, lazy=not vacant,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tilewright.compress.budget.candidates import FACTORS, cut_plans
+from tilewright.compress.budget.candidates import FACTORS, CutPlan, by_halves, cut_plans
 from tilewright.compress.budget.measure import RowLosses
 from tilewright.compress.budget.rises import in_words, rises_of, rounded, ruling
 from tilewright.compress.budget.sensitivity import CutCost
@@ -41,6 +41,23 @@ def test_each_plan_is_the_best_within_its_limit(goal, turn):
         if best > 0 and (not expected or not math.isclose(expected[-1], best)):
             expected.append(best)
     assert [won(plan.cuts) for plan in plans] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tries", [1, 2, 3])
+@pytest.mark.parametrize("count", range(7))
+def test_halves_find_the_largest_cut_inside(count, tries):
+    """Six plans take three tries; with fewer the largest of those that were tried, if one is inside."""
+    plans = [CutPlan((CutCost("ffn", 0.0, 32 * i, 0.0, 0.0, 0, 1.0),)) for i in range(1, count + 1)]
+    for first in range(count + 1):  # the first one that is inside
+        tried = []
+        found = by_halves(
+            plans, tries, lambda plan, first=first, tried=tried: tried.append(plan) or plan in plans[first:]
+        )
+        assert len(tried) == len(set(tried)) <= tries
+        inside = [plan for plan in plans[first:] if plan in tried]
+        assert found is (inside[0] if inside else None)
+        if tries == 3:
+            assert found is (plans[first] if first < count else None)
 
 
 def test_no_cut_within_the_widest_limit_is_no_plan():

@@ -1,7 +1,7 @@
 """Which cuts are tried: for each of some limits on the loss before recovery the smallest model within it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,32 @@ def cut_plans(found: Sequence[CutCost], budget: float, goal: Goal) -> list[CutPl
     """
     plans = (_within(found, factor * budget, goal) for factor in FACTORS)
     return list({plan.name: plan for plan in plans if plan is not None}.values())
+
+
+def by_halves(plans: Sequence[CutPlan], tries: int, inside: Callable[[CutPlan], bool]) -> CutPlan | None:
+    """The largest plan that is inside the budget, of those that were tried: the middle one of what is left, then the
+    larger half where it is inside, else the smaller one. A smaller cut is taken to cost less.
+
+    Args:
+        plans: the largest cut first.
+        tries: at most.
+        inside: tries one.
+
+    Example:
+        >>> plans = [CutPlan((CutCost("ffn", 0.0, units, 0.0, 0.0, 0, 1.0),)) for units in (32, 64, 96, 128, 160)]
+        >>> by_halves(plans, 3, lambda plan: plan.cuts[0].units >= 64).name
+        'ffn-64'
+    """
+    begin, end, found = 0, len(plans), None
+    for _ in range(tries):
+        if begin == end:
+            break
+        middle = (begin + end) // 2
+        if inside(plans[middle]):
+            found, end = plans[middle], middle
+        else:
+            begin = middle + 1
+    return found
 
 
 def _within(found: Sequence[CutCost], limit: float, goal: Goal) -> CutPlan | None:

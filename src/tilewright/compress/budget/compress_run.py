@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.compress.budget.artefacts import judged, missed
-from tilewright.compress.budget.candidates import CutPlan, cut_plans
+from tilewright.compress.budget.candidates import CutPlan, by_halves, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.record import FILE, Record, asked_of, record_of, write_record
 from tilewright.compress.budget.rises import in_words, rises_of, ruling
@@ -114,8 +114,8 @@ class Compression:
         plans = self.plan()
         if self.settings.controls != "none":
             self._control("teacher")
-        chosen = self._largest_inside(plans)
-        best = chosen or min(self.record["recovered"].values(), key=ruling)
+        chosen, rows = by_halves(plans, self.settings.tries, self._inside), self.record["recovered"]
+        best = min(rows.values(), key=ruling) if chosen is None else rows[chosen.name]
         self.record["chosen"] = best["name"]
         self._controls(best)
         if chosen is None:
@@ -130,21 +130,12 @@ class Compression:
             raise self._over("; ".join(f"{row['target']}: {row['reason']}" for row in self.record["artefacts"]), plans)
         return self.record
 
-    def _largest_inside(self, plans: Sequence[CutPlan]) -> Record | None:
-        """The row of the largest cut that is inside the budget, by halving what is left of the plans: a smaller cut is
-        taken to cost less. None: all that were tried are above."""
-        begin, end, found = 0, len(plans), None
-        for _ in range(self.settings.tries):
-            if begin == end:
-                break
-            middle = (begin + end) // 2
-            row = self._recovered(plans[middle])
-            if ruling(row) <= self.settings.budget:
-                found, end = row, middle
-            else:
-                self.say(f"{row['name']}: {100 * ruling(row):+.2f} % is above the budget")
-                begin = middle + 1
-        return found
+    def _inside(self, plan: CutPlan) -> bool:
+        """Whether a cut is inside the budget after recovery."""
+        rise = ruling(self._recovered(plan))
+        if rise > self.settings.budget:
+            self.say(f"{plan.name}: {100 * rise:+.2f} % is above the budget")
+        return rise <= self.settings.budget
 
     def _recovered(self, plan: CutPlan) -> Record:
         """The row of a cut and its recovery."""

@@ -9,7 +9,8 @@ from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
-from tilewright.core.config.recipe import DistillSection, Recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
@@ -80,7 +81,8 @@ def stage_recipe(
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
-    teacher = {"teacher": str(source.run.resolve()), "cache": str(out.resolve() / ROWS)}
+    cache = "" if source.recipe.distill.hidden else str(out.resolve() / ROWS)  # hidden values are not kept
+    teacher = {"teacher": str(source.run.resolve()), "cache": cache}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()
     recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})
     problems = [Problem(one.what, one.got, one.need, one.try_, f"stage {name}") for one in conflicts(recipe)]

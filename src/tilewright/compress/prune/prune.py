@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.compress.prune.cut import Kept, cut, difference, limit
 from tilewright.compress.prune.kinds import Kind
+from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.readers import Batch
 from tilewright.compress.prune.refit import refit as fit_readers
 from tilewright.compress.prune.scores import Method, Scores, score
@@ -67,7 +68,8 @@ def prune(
         batches: for importance by activation and taylor, and for `refit`.
         multiple: of what stays, by kind.
         seed: of random importance.
-        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`).
+        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`), and take the
+            statistics of batch norms anew (`norms.estimate_norms`).
 
     Raises:
         ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it.
@@ -149,6 +151,7 @@ def _cut_kind(
         if seen[-1] <= limit(model, kind):
             if refit:
                 fit_readers(model, units, kept, made, batches)
+                estimate_norms(made, batches)
             return Pruned(made, pruned.before, pruned.after, pruned.kept | {kind: kept}, pruned.whole)
     if not all(map(torch.isfinite, torch.tensor(seen))):
         raise NumericsError(

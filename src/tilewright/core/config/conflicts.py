@@ -111,6 +111,47 @@ def _distill(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
+def _hidden(recipe: Recipe) -> Iterator[Conflict]:
+    """Hidden values of a teacher: what does not go with them."""
+    section, parallel = recipe.distill, recipe.parallel
+    if not section.teacher or not section.hidden:
+        return
+    wrong = [layer for layer in section.hidden if not layer.isdecimal()]
+    if wrong:
+        yield Conflict(
+            ("distill.hidden",),
+            "Layer is not a number",
+            f"distill.hidden names {', '.join(map(repr, wrong))}",
+            "numbers of layers, counted from 0",
+            "distill.hidden = { 2 = 5 }",
+        )
+    if section.cache:
+        yield Conflict(
+            ("distill.hidden", "distill.cache"),
+            "Hidden values of a teacher are not kept on disk",
+            f'distill.cache = "{section.cache}"',
+            "a teacher that runs on each row",
+            'distill.cache = ""',
+        )
+    for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
+        if size > 1:
+            yield Conflict(
+                ("distill.hidden", f"parallel.{name}"),
+                "Hidden values of a teacher need whole layers on each process",
+                f"parallel.{name} = {size}",
+                "copies or shards of the model",
+                f"--parallel.{name} 1, or distill.hidden = {{}}",
+            )
+    if recipe.lora.rank:
+        yield Conflict(
+            ("distill.hidden", "lora.rank"),
+            "Hidden values of a teacher are not learned by adapters",
+            f"lora.rank = {recipe.lora.rank}",
+            "all parameters trained",
+            "lora.rank = 0, or distill.hidden = {}",
+        )
+
+
 def _integers(recipe: Recipe) -> Iterator[Conflict]:
     """An adapter is merged into weights that were never rounded with it: nothing of what was trained would be kept."""
     rounded = [rule.compute for rule in recipe.precision.rules if rule.compute.startswith("int")]
@@ -337,6 +378,7 @@ _CHECKS = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
     _distill,
+    _hidden,
     _integers,
     _precision,
     _precision_control,

@@ -11,12 +11,12 @@ from pydantic import Field
 
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
 from tilewright.core.config.section import EVERY, Bytes, Count, Section
+from tilewright.core.config.sections.data import MixingSection, StreamingSection
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.energy import EnergySection
-from tilewright.core.config.sections.mixing import MixingSection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
-from tilewright.core.config.sections.streaming import StreamingSection
 
 ActivationCheckpoint = Literal["none", "selective", "matmuls", "attention", "full"]
 CheckpointInputs = Literal["exact", "fp8"]
@@ -216,30 +216,6 @@ class TrainSection(Section):
     """preferences: how strongly the model is held to the one that training began with; small: loosely."""
     sample_tokens: Count = Field(default=64, ge=0)
     """Length of the text sample in the report. 0: none."""
-
-
-class DistillSection(Section):
-    """A teacher whose distributions the run learns too. See `tilewright.models.distill.loss`."""
-
-    changes_numbers = EVERY
-
-    teacher: str = ""
-    """A run folder or its name below `runs` (its newest checkpoint), or a folder of a Hugging Face model with the
-    same tokenizer. Empty: none. It stays on the device beside the model, whole on each process or in as many stages
-    (`parallel.pp`), and each step runs it forward once."""
-    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Both distributions are compared at this temperature; the divergence counts its square."""
-    weight: float = Field(default=0.5, gt=0, le=1)
-    """Share of the teacher in the loss: (1 - weight) cross-entropy + weight divergence. 1: the teacher alone."""
-    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
-    """Between the two distributions. `forward_kl`: the student covers all that its teacher finds likely; `reverse_kl`:
-    it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
-    cache: str = ""
-    """Folder that keeps the teacher's likeliest tokens of each row of data, at most 200 bytes per token. A row that is
-    there costs no forward pass of the teacher, in whatever order or run it comes. Empty: none, and whole distributions
-    are compared."""
-    cache_top_k: Count = Field(default=32, ge=1, le=256)
-    """Tokens that are kept of each position. All others count as one; see `tilewright.models.distill.top_k`."""
 
 
 class MemorySection(Section):

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.section import EVERY, Section
-from tilewright.core.config.sections.mixing import MixingStage
+from tilewright.core.config.sections.data import MixingStage
 from tilewright.core.config.sections.model import LayerSection, named_or_own
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.config.toml import NONE
@@ -251,8 +251,10 @@ def _describe(annotation: object) -> str:
         return 'a list of texts like ["a", "b"]'
     if origin is dict and args[1] is str:
         return 'a table of texts like { one = "a", two = "b" }'
-    if origin is dict:
+    if origin is dict and args[1] is float:
         return "a table of numbers like { code = 1.0, prose = 0.5 }"
+    if origin is dict:
+        return "a table of whole numbers like { 2 = 5, 5 = 11 }"
     raise AssertionError(f"core.schema has no words for {annotation}")
 
 

@@ -6,9 +6,9 @@ from functools import partial
 from typing import get_args
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.data import StreamingSection
 from tilewright.core.config.sections.parallel import INTERLEAVED
 from tilewright.core.config.sections.precision import ScaledFormat
-from tilewright.core.config.sections.streaming import StreamingSection
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = (
@@ -42,7 +42,16 @@ _MIXING = ("interval", "eval_batches", "lowest", "highest", "smoothing", "max_ep
 _UNBLOCKED = ("ref", "varlen", "efficient")
 """Attention that holds all scores, or goes by blocks of its own."""
 _SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
-_DISTILL = ("temperature", "weight", "divergence", "cache", "cache_top_k")
+_DISTILL = (
+    "temperature",
+    "weight",
+    "divergence",
+    "cache",
+    "cache_top_k",
+    "hidden",
+    "hidden_weight",
+    "hidden_projection",
+)
 _LOSS_SCALE = ("loss_scale_window", "loss_scale_min", "loss_scale_max")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
@@ -132,6 +141,12 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.train.steps > 0 and r.train.minutes > 0, "train.steps is given", "train", ("minutes",)),
     (lambda r: not r.distill.teacher, "there is no teacher", "distill", _DISTILL),
     (lambda r: bool(r.distill.teacher) and not r.distill.cache, "there is no cache", "distill", ("cache_top_k",)),
+    (
+        lambda r: bool(r.distill.teacher) and not r.distill.hidden,
+        "distill.hidden names no layers",
+        "distill",
+        ("hidden_weight", "hidden_projection"),
+    ),
     (lambda r: r.data.format == "text", 'data.format = "text"', "data", ("chat_template",)),
     (lambda r: r.data.format != "text", 'data.format is not "text"', "data", ("text_field",)),
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),

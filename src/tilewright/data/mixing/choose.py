@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tilewright.core.config.sections.mixing import MixingSection
+from tilewright.core.config.sections.data import MixingSection
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.base import MixPolicy
 from tilewright.data.mixing.fixed import Schedule, Static, Temperature

@@ -36,6 +36,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import RMSNorm, StreamSlices, rope_angles
+from tilewright.models.distill.hidden import HiddenLoss, of_batch
 from tilewright.models.distill.loss import batch_loss
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.base.documents import document_tensors, documents_from
@@ -93,6 +94,8 @@ class Decoder(Model):
         self.notes: list[str] = []
         self.slices: StreamSlices | None = None
         """Where ranks have other positions of the residual stream. Set by `parallel.inside.tensor`."""
+        self.hidden_loss: HiddenLoss | None = None
+        """Of layers that learn hidden values of a teacher."""
         self._compiled = False
         self._load_LE: Tensor | None = None
         self.last_load_LE: Tensor | None = None
@@ -200,7 +203,7 @@ class Decoder(Model):
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
         cos, sin = self._angles(positions_BS)
-        return {"cos": cos, "sin": sin, **document_tensors(self.kernels.documents(batch))}
+        return {"cos": cos, "sin": sin, **document_tensors(self.kernels.documents(batch)), **of_batch(batch)}
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """Embedded tokens [B, S, D], and `context`."""
@@ -208,18 +211,22 @@ class Decoder(Model):
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""
-        return self.blocks[index](x_BSD, context["cos"], context["sin"], documents_from(context))
+        x_BSD, load_E = self.blocks[index](x_BSD, context["cos"], context["sin"], documents_from(context))
+        return x_BSD if self.hidden_loss is None else self.hidden_loss(index, x_BSD, context), load_E
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """Final norm, head and loss."""
         x_BSD = self.model.norm(x_BSD)
         if is_pairs(batch):
             return preference_loss(row_losses(self.kernels, self.lm_head, x_BSD, rows_of(batch)["labels"]), batch)
-        return batch_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch)
+        out = batch_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch)
+        return out if self.hidden_loss is None else self.hidden_loss.added(out, context)
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters that the prologue and the epilogue read."""
-        return list(self.model.embed_tokens.parameters()), [*self.model.norm.parameters(), *self.lm_head.parameters()]
+        inside = () if self.hidden_loss is None else tuple(self.hidden_loss.parameters())  # in both: shared by layers
+        after = (*self.model.norm.parameters(), *self.lm_head.parameters())
+        return [*self.model.embed_tokens.parameters(), *inside], [*after, *inside]
 
     def new_cache(self, rows: int, length: int) -> DecoderCache:
         """An empty cache for `rows` rows of at most `length` positions; see `protocols.Model`."""

@@ -23,6 +23,7 @@ from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.hf_config import read_config, to_hf_config, to_own_config
+from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.models.folder.fp8_weights import (
     StoredWeight,
     copy_weight,
@@ -280,10 +281,12 @@ def _split_linears(model: nn.Module, keep: Collection[str]) -> tuple[set[str], s
 
 
 def _stored_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their stored names; of tied ones the first name only."""
+    """Parameters and persistent buffers under their stored names; of tied ones the first name only. Projections to a
+    teacher's hidden values are of the run, not of the model."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}
+    own = {name: tensor for name, tensor in state.items() if not name.startswith(f"{HIDDEN_LOSS}.")}
+    return {name: tensor for name, tensor in own.items() if seen.setdefault(id(tensor), name) == name}
 
 
 def _may_ignore(name: str, model: nn.Module, folder: Path | str) -> bool:

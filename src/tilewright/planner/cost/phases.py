@@ -82,7 +82,7 @@ class FixedBytes:
         tokens = setting.num_micro * rows * shape.seq_len
         return cls(
             process=(shape.process_bytes if machine.device == "cpu" else CUDA_RESERVE_BYTES)
-            + held_bytes(shape, tokens),
+            + held_bytes(shape, tokens, rows * shape.seq_len),
             stream=stream,
             head_kept=shape.rest.kept(rows),
             head_gradient=gradient,

@@ -34,10 +34,13 @@ LOSSES = 2.5
 300 and 4,000 words; larger vocabularies were not)."""
 
 
-def held_bytes(shape: ModelShape, tokens: int) -> float:
-    """On the device all the time: the weights, and what it hands on of so many tokens of a step."""
+def held_bytes(shape: ModelShape, tokens: int, at_once: int) -> float:
+    """On the device all the time: the weights, what it hands on of so many tokens of a step, and what losses of hidden
+    values keep of a micro-batch of `at_once` tokens."""
     teacher = shape.teacher
-    return 0.0 if teacher is None else teacher.runs * teacher.weights + tokens * teacher.hidden
+    if teacher is None:
+        return 0.0
+    return teacher.runs * teacher.weights + teacher.learned + tokens * teacher.hidden + at_once * teacher.apart
 
 
 def forward_bytes(shape: ModelShape, rows: int) -> float:

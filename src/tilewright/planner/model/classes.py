@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from tilewright.core.config.recipe import DistillSection, Recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
@@ -22,6 +23,12 @@ from tilewright.planner.model.skeleton import Skeleton, check_checkpointing, ske
 from tilewright.planner.trace.trace import ModelCalls, Trace
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
+
+FP32 = 4
+PROJECTION_BYTES = 4 * FP32
+"""Per element: value, gradient and two moments."""
+EACH_BYTES = 3 * FP32 + 1
+"""Per token and pair: squared distance, squared length, loss, and whether it is a target."""
 
 
 def teacher_weights(skeleton: Skeleton, pp: int = 1) -> float:
@@ -90,7 +97,7 @@ class ShapeFinder:
         key = (recipe.distill, kept, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16", pp)
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
-        teacher = self._teachers[key]
+        teacher = _with_pairs(self._teachers[key], recipe.distill, found.dim)
         if kept:
             note = (
                 f"{recipe.distill.cache} has all rows of this run: the teacher {name} is in neither bytes nor seconds"
@@ -124,6 +131,7 @@ class ShapeFinder:
         section, weights = recipe.distill, teacher_weights(self._skeleton(beside), recipe.parallel.pp)
         top_k = min(section.cache_top_k, self.vocab_size - 1) if section.cache else 0
         hidden = handed_on_bytes(top_k) if top_k else model.dim * model.stream_bytes
+        hidden += len(section.hidden) * model.dim * model.stream_bytes
         return TeacherShape(model, weights, float(hidden), section.divergence, section.temperature, top_k)
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
@@ -154,3 +162,14 @@ def _cuts(recipe: Recipe) -> tuple[int, int]:
     """The numbers that decide the shapes of the parts of matrices that a rank has."""
     parallel = recipe.parallel
     return parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1
+
+
+def _with_pairs(teacher: TeacherShape, section: DistillSection, dim: int) -> TeacherShape:
+    """With what pairs of layers take (`models.distill.hidden`) beside a student of this width."""
+    pairs, width = len(section.hidden), teacher.model.dim
+    learned = pairs * (section.hidden_projection == "learned")
+    return replace(
+        teacher,
+        learned=float(PROJECTION_BYTES * learned * dim * width),
+        apart=float(pairs * (FP32 * width + EACH_BYTES)),
+    )

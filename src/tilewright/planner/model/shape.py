@@ -329,6 +329,10 @@ class TeacherShape:
     """Tokens of each position that it hands on, with `distill.cache`; 0: its hidden values."""
     runs: bool = True
     """Whether it is on the device and runs at all: not where each row of the run is in the cache."""
+    learned: float = 0.0
+    """Bytes of projections to its hidden values, with gradients and states."""
+    apart: float = 0.0
+    """Bytes that losses of hidden values keep for backward, per token of a micro-batch."""
 
 
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:

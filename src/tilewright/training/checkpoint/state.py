@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import CheckpointError, Problem
 from tilewright.core.log import say
+from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.ops.base.parts import zeros_beside
 from tilewright.parallel.agree import gather
 from tilewright.parallel.communicate.feedback import ErrorFeedback
@@ -219,7 +220,8 @@ def load_model(path: Path, model: nn.Module, *, whole: bool = True) -> None:
     Raises:
         CheckpointError: the checkpoint is of another model, or cannot be read.
     """
-    targets, stored = model_tensors(model), stored_tensors(path)
+    targets, own = model_tensors(model), f"model.{HIDDEN_LOSS}."  # of a run that learns, not of its model
+    stored = {name: kind for name, kind in stored_tensors(path).items() if name in targets or not name.startswith(own)}
     there = stored if whole else {name: kind for name, kind in stored.items() if name in targets}
     _compare(f"{path} is a checkpoint of another model.", "model.", _shapes(targets), there)
     read_tensors(path, targets)

@@ -1,6 +1,6 @@
 """The model that a recipe trains: the base as `models.build` makes it, the adapters of `[lora]` on it, first values.
 
-    model = build_adapted(recipe, ..., "meta" if is_vacant(recipe, world, can) else device)
+    model = build_trained(recipe, ..., "meta" if is_vacant(recipe, world, can) else device)
     values = first_values(recipe, model)  # of a vacant one
     convert(model, policy)
     fill_whole(recipe, model, device, values, world)
@@ -11,19 +11,21 @@ A vacant model has no memory yet: it is filled in the pieces in which it is kept
 A model of the hub is downloaded, and named by its revision from then on (`pinned`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, Problem
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, Model
 from tilewright.models.build import (
     build_model,
     in_folder,
@@ -33,7 +35,11 @@ from tilewright.models.build import (
     stored_values,
     untrained_notes,
 )
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
+from tilewright.models.distill.hidden import HiddenLoss, with_projections
 from tilewright.models.folder.resolve import find_model, is_hub_name, is_pinned, local_folder, split_name
+from tilewright.models.teacher import find_teacher
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
@@ -87,6 +93,75 @@ def build_adapted(
     return built
 
 
+def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: torch.device | str, **how: bool) -> Model:
+    """The same, with what it learns hidden values of its teacher by.
+
+    Args:
+        recipe, vocab_size, kernels, device, how: see `build_adapted`; `[distill]` is read too.
+
+    Raises:
+        ConfigError: see `build_adapted`; pairs of layers that are not there, or too unlike.
+    """
+    model = build_adapted(recipe, vocab_size, kernels, device, **how)
+    section = recipe.distill
+    if not section.hidden:
+        return model
+    layers, width = find_teacher(section.teacher).layers_and_width()
+    pairs = {int(ours): theirs for ours, theirs in section.hidden.items()}
+    learned = section.hidden_projection == "learned"
+    _check_pairs(pairs, model, layers, width, learned=learned)
+    assert isinstance(model, Decoder)
+    widths = model.config.dim, width
+    model.hidden_loss = found = HiddenLoss(pairs, widths, section.hidden_weight, learned=learned, device=device)
+    if torch.device(device).type != "meta":
+        fill = with_projections(_nothing_else, recipe.run.seed, alike=found.alike)
+        fill({f"{HIDDEN_LOSS}.{name}": param for name, param in found.named_parameters()})
+    return model
+
+
+def _nothing_else(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
+    raise AssertionError("projections alone")
+
+
+def _check_pairs(pairs: Mapping[int, int], model: Model, layers: int, width: int, *, learned: bool) -> None:
+    """Raise where a student cannot learn these hidden values."""
+    problems: list[Problem] = []
+    if not isinstance(model, Decoder):
+        problems.append(
+            Problem(
+                "Hidden values of a teacher need a student of tilewright's own layers",
+                got=f"{type(model.net).__name__} of transformers",
+                need="model.kind = \"decoder\", which folders of Llama's and Mistral's layout have",
+                try_="distill.hidden = {}, which learns the teacher's distributions alone",
+                where="distill.hidden",
+            )
+        )
+    for whose, numbers, count in (("student", pairs, len(model.layers)), ("teacher", pairs.values(), layers)):
+        beyond = [number for number in numbers if number >= count]
+        if beyond and isinstance(model, Decoder):
+            problems.append(
+                Problem(
+                    f"No such layer of the {whose}",
+                    got=", ".join(map(str, beyond)),
+                    need=f"0 to {count - 1}",
+                    try_=f"distill.hidden = {{ {len(model.layers) - 1} = {layers - 1} }}, which pairs the last layers",
+                    where="distill.hidden",
+                )
+            )
+    if not learned and isinstance(model, Decoder) and model.config.dim != width:
+        problems.append(
+            Problem(
+                "Hidden values of student and teacher are not equally wide",
+                got=f"{model.config.dim} and {width} numbers, without a projection",
+                need="equal widths, or projections",
+                try_='distill.hidden_projection = "learned"',
+                where="distill.hidden_projection",
+            )
+        )
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
 def meta_like(recipe: Recipe, model: Model) -> Model | None:
     """The model as one process would have it, with its adapters, without memory; None where its configuration alone
     does not make it.
@@ -126,9 +201,10 @@ def first_values(recipe: Recipe, model: Model) -> InitialValues:
     Raises:
         CheckpointError: the folder is not whole, or not of this model.
     """
-    if recipe.model.weights == "load":
-        return stored_values(model, local_folder(recipe.model.path))
-    return random_values(model, recipe.run.seed)
+    seed, stored = recipe.run.seed, recipe.model.weights == "load"
+    values = stored_values(model, local_folder(recipe.model.path)) if stored else random_values(model, seed)
+    found = model.hidden_loss if isinstance(model, Decoder) else None
+    return values if found is None else with_projections(values, seed, alike=found.alike)
 
 
 def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: InitialValues | None, world: World) -> None:

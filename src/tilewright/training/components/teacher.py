@@ -19,7 +19,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from tilewright.core.config.recipe import DistillSection, Recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.errors import CheckpointError, ConfigError, DataError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
@@ -28,6 +29,7 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
+from tilewright.models.distill.hidden import VALUES, captured
 from tilewright.models.distill.top_k import top_k_of
 from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of
 from tilewright.ops.linear import machines_linear
@@ -72,7 +74,7 @@ class Teacher(StepHook):
         self._world, self._row = world, world.row.handle
         self.device, self._path, self._open = device, section.teacher, open_model
         self._how = distill.how(section.temperature, section.weight, section.divergence)
-        self._temperature = section.temperature
+        self._temperature, self._layers = section.temperature, list(section.hidden.values())
         model = self._opened()
         self._digest = weights_hash(model, self._row)
         self._in_stages = isinstance(model, Staged)
@@ -132,8 +134,11 @@ class Teacher(StepHook):
         with evaluation(self.model):  # type: ignore[arg-type]
             head = _head(self.model) if self._teaches else None  # once: a head that is rounded to integers is a copy
             for number, batch in enumerate(microbatches):
-                hidden = self._hidden(number, batch)
+                with captured(self.model.layers if self._layers else (), self._layers) as inside:
+                    hidden = self._hidden(number, batch)
                 extra = {} if head is None or hidden is None else {distill.HIDDEN: hidden, distill.HEAD: head}
+                if inside:
+                    extra[VALUES] = torch.stack([inside[layer] for layer in self._layers], dim=2)
                 found.append({**batch, **(extra and extra | {distill.HOW: self._how})})
         return found
 

@@ -1,0 +1,46 @@
+"""Batch norms behind a cut: their statistics are those of the smaller model.
+
+Running means and variances were taken in the uncut model. A sum over fewer channels has another mean and less variance,
+and each layer makes that worse for the next. So all batch norms take them anew, each on what the ones before it give
+out then: the mean over batches in training mode, without a step (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+2021, section 3).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tilewright.compress.prune.cut import short_batch
+from tilewright.compress.prune.readers import Batch
+from tilewright.models.base.eval_mode import evaluation
+
+
+@torch.no_grad()
+def estimate_norms(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Running statistics of all batch norms that keep some, in place. Nothing else of the model changes.
+
+    Args:
+        model: after a cut.
+        batches: text or images, at least one.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    if not norms:
+        return
+    told: Any = model
+    with evaluation(model):
+        told.loss(short_batch(told))  # models of transformers try their inputs out in the first loss
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over batches
+            norm.train()
+        try:
+            for batch in batches:
+                told.loss(batch)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+                norm.eval()

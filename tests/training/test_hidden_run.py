@@ -1,0 +1,130 @@
+"""Runs that learn hidden values of a teacher: both executors, resume, exports, settings, bad input, plans."""
+
+import pytest
+import torch
+
+from tests.cli.tuned import make_model
+from tests.planner.rates import make_machine, make_rates, make_recipe
+from tests.training.tiny import last_state, rows, save_tokenizer, tiny
+from tilewright.cli.load_run import open_to_export
+from tilewright.core.errors import ConfigError
+from tilewright.models.distill.hidden import NAME
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+from tilewright.training.session import train
+
+QUICK = {"precision__mode": "fp32", "train__eval_interval": 0, "log__report": False, "train__sample_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def teacher(data, tmp_path_factory):
+    """A wider run of three layers."""
+    shape = {"model__dim": 48, "model__num_layers": 3, "train__steps": 3}
+    return train(tiny(data, tmp_path_factory.mktemp("teacher"), **QUICK | shape)).run_dir
+
+
+def told(run, name="hidden"):
+    return [row[name] for row in rows(run / "metrics.jsonl") if name in row]
+
+
+def test_a_student_comes_nearer_to_hidden_values(teacher, data, tmp_path):
+    """Than one for which they hardly count; the file of the run has their loss. What is exported has no projections."""
+    options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 1 = 2 }", "train__steps": 12}
+    options |= {"optim__lr": 3e-3, "train__log_interval": 1}
+    far = train(tiny(data, tmp_path, run__name="far", distill__hidden_weight=1e-9, **options)).run_dir
+    near = train(tiny(data, tmp_path, run__name="near", checkpoint__export_hf=True, **options)).run_dir
+    assert told(near)[0] == pytest.approx(told(far)[0], rel=1e-6)
+    assert told(near)[-1] < told(far)[-1]
+    tensors, _ = last_state(near)
+    assert tensors[f"model.{NAME}.projections.0"].shape == (48, 32)
+    opened = open_to_export(near).model
+    assert not [name for name, _ in opened.named_parameters() if NAME in name]
+    again = open_to_export(train(tiny(
+        data, tmp_path, run__name="again", model__path=near / "hf", model__weights="load", data__tokenizer=near / "hf",
+        **QUICK | {"train__steps": 1, "optim__lr": 1e-9},
+    )).run_dir).model  # fmt: skip
+    first = opened.model.embed_tokens.weight
+    assert (again.model.embed_tokens.weight - first).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+def test_resume_equals_never_having_stopped(executor, teacher, data, tmp_path):
+    options = QUICK | {
+        "distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }", "memory__executor": executor,
+        "optim__schedule": "constant",
+    }  # fmt: skip
+    whole = train(tiny(data, tmp_path, run__name="whole", train__steps=4, **options)).run_dir
+    train(tiny(data, tmp_path, run__name="part", train__steps=2, **options))
+    resumed = train(tiny(data, tmp_path, run__name="part", train__steps=4, **options)).run_dir
+    (tensors, _), (expected, _) = last_state(resumed), last_state(whole)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_layer_major_learns_the_same(offload, teacher, data, tmp_path):
+    options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }"}
+    options |= {"model__tie_embeddings": False, "train__steps": 3}
+    one = train(tiny(data, tmp_path, run__name="one", **options)).run_dir
+    more = {"memory__executor": "layer_major", "memory__offload_params": offload}
+    two = train(tiny(data, tmp_path, run__name="two", **options | more)).run_dir
+    (tensors, _), (expected, _) = last_state(two), last_state(one)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+def test_settings_of_hidden_values_make_other_runs(data, tmp_path_factory, tmp_path):
+    """A weight, a projection or none, and which layers are paired."""
+    equal = train(tiny(data, tmp_path_factory.mktemp("equal"), **QUICK | {"train__steps": 1})).run_dir
+    options = QUICK | {"distill__teacher": equal, "train__steps": 2, "distill__hidden": "{ 0 = 0 }", "run__seed": 5}
+    changes = ({}, {"distill__hidden_weight": 0.5}, {"distill__hidden_projection": "none"})
+    changes += ({"distill__hidden": "{ 0 = 1 }"},)
+    runs = [train(tiny(data, tmp_path, run__name=f"r{i}", **options | more)).run_dir for i, more in enumerate(changes)]
+    states = [last_state(run)[0] for run in runs]
+    weights = [state["model.model.embed_tokens.weight"] for state in states]
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+    assert [any(NAME in name for name in state) for state in states] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"distill__hidden": "{ 2 = 0 }"}, "No such layer of the student"),
+        ({"distill__hidden": "{ 0 = 3 }"}, "No such layer of the teacher"),
+        ({"distill__hidden_projection": "none"}, "not equally wide"),
+        ({"distill__hidden": "{ one = 1 }"}, "Layer is not a number"),
+        ({"distill__cache": "rows"}, "not kept on disk"),
+        ({"parallel__tp": 2}, "whole layers on each process"),
+        ({"lora__rank": 4}, "not learned by adapters"),
+    ],
+)
+def test_bad_pairs_say_why(changes, said, teacher, data, tmp_path):
+    options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 0 }"} | changes
+    with pytest.raises(ConfigError, match=said) as error:
+        train(tiny(data, tmp_path, **options))
+    assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
+
+
+def test_a_hugging_face_student_is_refused(teacher, data, tmp_path):
+    folder = make_model(tmp_path / "qwen3", "qwen3")
+    save_tokenizer(folder)
+    options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 0 }"}
+    options |= {"model__kind": "hf", "model__path": folder, "model__weights": "load"}
+    with pytest.raises(ConfigError, match="student of tilewright's own layers"):
+        train(tiny(data, tmp_path, **options))
+
+
+@pytest.mark.parametrize("learned", ["learned", "none"])
+def test_the_plan_counts_hidden_values(learned, teacher, tmp_path):
+    """What is handed on of each token of a step, projections with gradients and states, and what losses keep."""
+    sections = {"train": {"global_batch_size": 16, "micro_batch_size": 4}, "precision": {"mode": "fp32"}}
+    distill = {"teacher": str(teacher)}
+    alone, paired = (
+        Planner(make_recipe(distill=distill | more, **sections), 300, make_machine(), make_rates()).as_it_stands(
+            Budget(1e12, 1e12, Links(None, None))
+        )
+        for more in ({}, {"hidden": {"0": 0, "1": 2}, "hidden_projection": learned})
+    )
+    width, dim, tokens, at_once = 48, alone.shape.dim, 16 * alone.shape.seq_len, 4 * alone.shape.seq_len
+    more = paired.phases["forward"]["process"] - alone.phases["forward"]["process"]
+    projections = 2 * dim * width * 16 if learned == "learned" else 0
+    assert more == pytest.approx(2 * tokens * width * 4 + projections + 2 * at_once * (4 * width + 13))
