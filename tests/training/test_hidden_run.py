@@ -48,7 +48,7 @@ def test_a_student_comes_nearer_to_hidden_values(teacher, data, tmp_path):
     assert (again.model.embed_tokens.weight - first).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+@pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
 def test_resume_equals_never_having_stopped(executor, teacher, data, tmp_path):
     options = QUICK | {
         "distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }", "memory__executor": executor,
@@ -61,7 +61,7 @@ def test_resume_equals_never_having_stopped(executor, teacher, data, tmp_path):
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("offload", ["none", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_layer_major_learns_the_same(offload, teacher, data, tmp_path):
     options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }"}
     options |= {"model__tie_embeddings": False, "train__steps": 3}
@@ -104,6 +104,7 @@ def test_bad_pairs_say_why(changes, said, teacher, data, tmp_path):
     assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_student_is_refused(teacher, data, tmp_path):
     folder = make_model(tmp_path / "qwen3", "qwen3")
     save_tokenizer(folder)

@@ -251,10 +251,10 @@ def _describe(annotation: object) -> str:
         return 'a list of texts like ["a", "b"]'
     if origin is dict and args[1] is str:
         return 'a table of texts like { one = "a", two = "b" }'
-    if origin is dict and args[1] is float:
-        return "a table of numbers like { code = 1.0, prose = 0.5 }"
-    if origin is dict:
+    if origin is dict and int in typing.get_args(args[1]):
         return "a table of whole numbers like { 2 = 5, 5 = 11 }"
+    if origin is dict:
+        return "a table of numbers like { code = 1.0, prose = 0.5 }"
     raise AssertionError(f"core.schema has no words for {annotation}")
 
 

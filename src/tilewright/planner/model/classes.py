@@ -94,7 +94,14 @@ class ShapeFinder:
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
         """The shape of a model that learns from a teacher."""
         name, pp, kept = recipe.distill.teacher, recipe.parallel.pp, all_rows_are_kept(recipe)
-        key = (recipe.distill, kept, recipe.data.seq_len, recipe.ops, found.matmul_format == "bf16", pp)
+        key = (
+            recipe.distill.model_dump_json(),
+            kept,
+            recipe.data.seq_len,
+            recipe.ops,
+            found.matmul_format == "bf16",
+            pp,
+        )
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
         teacher = _with_pairs(self._teachers[key], recipe.distill, found.dim)
