@@ -74,8 +74,8 @@ def studied(folder: Path, images: Path, classes: int, teacher_steps: int, steps:
 
 
 def of_study(study: Study) -> dict[str, Any]:
-    """Points of the cut, with statistics of batch norms anew, with fits too, of its recovery, and of its shape from
-    random weights."""
+    """Points of the cut, with statistics of batch norms measured again, with fits too, of its recovery, and of its
+    shape from random weights."""
     model = study.source.model
     plain, made = (prune(model, {"channels": SHARE}, batches=study.seen, refit=refit).model for refit in (False, True))
     found: dict[str, Any] = {"parameters": [parameters(model), parameters(made)]}

@@ -1,9 +1,9 @@
 """Batch norms behind a cut: their statistics are those of the smaller model.
 
 Running means and variances were taken in the uncut model. A sum over fewer channels has another mean and less variance,
-and each layer makes that worse for the next. So all batch norms take them anew, each on what the ones before it give
-out then: the mean over batches in training mode, without a step (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
-2021, section 3).
+and each layer makes that worse for the next. So all batch norms measure them again, each on what the ones before it
+give out then: the mean over batches in training mode, without a step (Wu and Johnson, "Rethinking 'Batch' in
+BatchNorm", 2021, section 3).
 """
 
 from collections.abc import Sequence

@@ -68,8 +68,8 @@ def prune(
         batches: for importance by activation and taylor, and for `refit`.
         multiple: of what stays, by kind.
         seed: of random importance.
-        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`), and take the
-            statistics of batch norms anew (`norms.estimate_norms`).
+        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`), and measure
+            the statistics of batch norms again (`norms.estimate_norms`).
 
     Raises:
         ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it.
