@@ -104,7 +104,8 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
         recipe = tiny(loaded.recipe, sizes)
         _check_mesh(recipe, sizes)
         say(f"{STEPS} steps on one process, then on {sizes.world}{_checked(recipe, sizes)}")
-        sides, held = [], {"choices": sizes.pp == 1, "given": ""}
+        once = recipe.train.activation_checkpoint == "none"  # in stages other rows pass before a layer runs again
+        sides, held = [], {"choices": sizes.pp == 1 or once, "given": ""}
         for number, (mesh, environs) in enumerate(_sides(sizes)):
             out, path = Path(folder) / f"{number}.npz", Path(folder) / f"parity{number}.toml"
             of_side = changed(recipe, {f"parallel.{axis}": mesh[axis] for axis in ("pp", "tp", "ep")})

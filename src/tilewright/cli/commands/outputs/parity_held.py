@@ -14,7 +14,7 @@ Legend: B rows  S positions  N tokens  K experts a token.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.memory.layer_major.replay import TopKChoices
+from tilewright.models.base.preference import rows_of
 from tilewright.models.base.routers import find_routers
 from tilewright.models.decoder.moe import MoE, Router
 from tilewright.ops.base.parts import beside
+from tilewright.parallel.pipeline.staged import Staged
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -33,7 +35,7 @@ class HeldChoices:
     """What the routers of a model choose, by step, rows and router: written down, or taken from what was.
 
     Args:
-        model: in the formats and the parts that it is trained in.
+        model: in the formats and the parts that it is trained in; in stages with layers that run forward once.
         given: what another one has written down; None: this one does.
     """
 
@@ -48,8 +50,12 @@ class HeldChoices:
         self._made: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         modules = dict(model.named_modules())
-        tokens = next(module for module in modules.values() if isinstance(module, nn.Embedding))
-        tokens.register_forward_pre_hook(self._begin, prepend=True)  # what cuts it reads other numbers
+        stages = _stages_of(model)
+        for stage in stages:  # passes of micro-batches take turns, and not each rank has the embedding
+            stage.register_forward_pre_hook(self._begin_stage, with_kwargs=True)
+        if not stages:
+            tokens = next(module for module in modules.values() if isinstance(module, nn.Embedding))
+            tokens.register_forward_pre_hook(self._begin, prepend=True)  # what cuts it reads other numbers
         slices = {module.gate: module.slices for module in modules.values() if isinstance(module, MoE)}
         for name, module in modules.items():
             if isinstance(module, Router):
@@ -64,10 +70,16 @@ class HeldChoices:
         return {name: (self._changed[name], made) for name, made in self._made.items()}
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._read(args[0])
+
+    def _begin_stage(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._read(rows_of(kwargs["micro_batch"].batch)["input_ids"])
+
+    def _read(self, ids_BS: Tensor) -> None:
         self._rows = ""
         if not torch.is_grad_enabled():  # a model is tried out: the same rows, and documents of several kinds
             return
-        ids_BS = args[0].detach().cpu().contiguous()
+        ids_BS = ids_BS.detach().cpu().contiguous()
         self._rows, self._shape = hashlib.sha256(ids_BS.numpy().tobytes()).hexdigest()[:16], ids_BS.shape
 
     def _of(self, name: str, slices: Any) -> Callable[[Callable[[], Tensor]], Tensor]:
@@ -108,6 +120,10 @@ class HeldChoices:
         self._made[name] += own.numel()
         self._changed[name] += int((own.sort(-1).values != given.sort(-1).values).sum())
         return given
+
+
+def _stages_of(model: nn.Module) -> Sequence[nn.Module]:
+    return model.stages if isinstance(model, Staged) else ()
 
 
 def hold_gradients(named: Iterable[tuple[str, nn.Parameter]], given: Arrays, suffix: str) -> None:
