@@ -3,7 +3,7 @@
 import itertools
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -45,3 +45,29 @@ def covering(*axes: Sequence[Any], pairs: bool = True, name: str = "") -> list[A
 def _parts(case: tuple[int, ...], pairs: bool) -> set[tuple[tuple[int, int], ...]]:
     """What a case covers: values, or pairs of them, each with its argument's number."""
     return set(itertools.combinations(enumerate(case), 2 if pairs and len(case) > 1 else 1))
+
+
+def some(cases: Iterable[Any], *few: Any) -> list[Any]:
+    """All cases, of which `few` are left unmarked.
+
+    Args:
+        cases: values of one argument, or tuples of those of several.
+        few: which of them run by default.
+
+    Returns:
+        Arguments for `pytest.mark.parametrize`, in the order of `cases`.
+
+    Raises:
+        ValueError: one of `few` is no case.
+
+    Example:
+        >>> [bool(case.marks) for case in some("abc", "b")]
+        [True, False, True]
+    """
+    cases = list(cases)
+    if unknown := [one for one in few if one not in cases]:
+        raise ValueError(f"no cases: {unknown}")
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in few else pytest.mark.slow)
+        for case in cases
+    ]

@@ -116,6 +116,7 @@ def test_from_a_step_to_its_files(here, capsys):
     assert "1 to 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_vocabulary_of_a_built_dataset(here, capsys, monkeypatch):
     """The parameters that are planned are those of the model that is trained: its embedding has the build's tokens."""
     monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
@@ -220,6 +221,7 @@ def test_what_inspect_matches(here, capsys):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_ranks_build_what_one_process_builds(here):
     assert run(["data", "build", "--processes", "1", "--out", "one"]) == 0
     command = ["data", "build", "--executor", "rank", "--out", "two"]

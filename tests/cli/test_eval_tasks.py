@@ -65,6 +65,7 @@ def test_base_and_run_are_evaluated_recorded_and_shown(tuned, capsys):
     assert f"{rows['local_choice', 'base'].value:.4f} ± {rows['local_choice', 'base'].stderr:.4f}" in section
 
 
+@pytest.mark.slow
 def test_other_conditions_replace_what_cannot_be_compared(tuned, capsys):
     folder, _ = tuned
     assert evaluate(tuned) == 0

@@ -217,6 +217,7 @@ def test_a_target_that_cannot_be_written_is_a_row_and_the_others_go_on(finished,
     assert len(raised.value.problems) == 2
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(tmp_path):
     """A fine-tuned Qwen3 with LoRA: the file has what the adapted model computes, and the chat template."""
     model = make_model(tmp_path / "model", "qwen3")

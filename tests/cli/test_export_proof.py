@@ -106,6 +106,7 @@ def test_the_folder_and_the_file_of_one_run_begin_texts_alike(finished):
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.slow
 def test_a_chat_model_that_trains_on_text_keeps_template_and_length(data, tmp_path):
     model = make_model(tmp_path / "model", "qwen3")
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -128,6 +129,7 @@ def test_a_chat_model_that_trains_on_text_keeps_template_and_length(data, tmp_pa
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.slow
 def test_a_run_in_integers_is_compared_with_what_it_was_trained_as(data, tmp_path):
     rules = '[{compute = "int4"}]'
     changes = {"train__steps": 30, "model__dim": 64, "optim__lr": 3e-3, "precision__rules": rules}

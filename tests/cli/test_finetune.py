@@ -52,7 +52,7 @@ def losses(folder):
 @pytest.mark.parametrize(
     ("how", "as_users"),
     [
-        pytest.param("lora", False, marks=pytest.mark.slow), ("lora_fp8", False), ("full", False),
+        ("lora", False), pytest.param("lora_fp8", False, marks=pytest.mark.slow), ("full", False),
         # Texts that the run does not learn are evaluated beside it in `training.test_validation` too, and kernels of
         # users' runs train in `training.test_kill`.
         pytest.param("lora_fp8", True, marks=pytest.mark.slow),
@@ -84,6 +84,7 @@ def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, a
 
 
 @OTHER_SLOW
+@pytest.mark.slow
 def test_a_resumed_finetune_equals_one_that_never_stopped(model, talks, tmp_path):
     each = {"train__eval_interval": 3}
     assert finetune(model, talks, "lora", arguments(tmp_path, run__name="parts", train__steps=3, **each)) == 0
@@ -120,7 +121,7 @@ def test_the_adapter_loads_in_peft_with_equal_logits(model, talks, tmp_path, mas
 
 
 @OTHER_SLOW
-@pytest.mark.parametrize("how", [pytest.param("lora", marks=pytest.mark.slow), "lora_fp8", "full"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("lora", "lora_fp8")), "full"])
 def test_a_merged_folder_loads_in_transformers_with_equal_logits(model, talks, how, tmp_path, capsys):
     assert finetune(model, talks, how, arguments(tmp_path)) == 0
     folder, out = tmp_path / "runs" / "tuned", tmp_path / "merged"

@@ -60,6 +60,7 @@ def test_dropout_rslora_and_whole_modules_resume_and_merge(tmp_path, talks, name
         assert (theirs(IDS).logits - our_logits(straight)).abs().max() < 64 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.slow
 def test_gpt2_is_tuned_by_adapters(tmp_path, talks):
     make_folder(tmp_path / "model", "chatml")
     torch.manual_seed(0)

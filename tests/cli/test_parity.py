@@ -79,11 +79,15 @@ def test_of_stages_each_has_a_layer_and_micro_batches_enough():
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
-        ("dp_shard=2", {}),
+        pytest.param("dp_shard=2", {}, marks=pytest.mark.slow),
         pytest.param("pp=2", {"parallel__schedule": "interleaved", "model__num_experts": 4}, marks=pytest.mark.slow),
         ("pp=2", {"data__rows": "documents", "parallel__balance": "on", "train__global_batch_size": 8}),
         pytest.param("ep=2", {"model__num_experts": 4}, marks=pytest.mark.slow),  # as below: in tests/parallel/inside
-        ("tp=2", {"ops__cross_entropy": "native", "model__num_kv_heads": 2, "optim__kind": "adamw"}),
+        pytest.param(
+            "tp=2",
+            {"ops__cross_entropy": "native", "model__num_kv_heads": 2, "optim__kind": "adamw"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("pp=2,dp_shard=2", {}, marks=pytest.mark.slow),
         pytest.param(
             "pp=2,tp=2",

@@ -136,6 +136,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_enough(model, talks, tmp_p
     assert {way["state"] for way in found["ways"]} == {"fits"}
 
 
+@pytest.mark.slow
 def test_what_the_plan_changes_is_named(model, talks, tmp_path, capsys):
     rows = {"train__global_batch_size": 64, "data__seq_len": 256}
     typed = [*settings_of(tmp_path, talks, **rows), "--on", "4090", "--host-memory", "64GiB"]
@@ -153,6 +154,7 @@ def test_what_the_plan_changes_is_named(model, talks, tmp_path, capsys):
         assert way["plan"]["settings"][name] == value
 
 
+@pytest.mark.slow
 def test_what_makes_ranks_fit_is_a_command(model, talks, tmp_path, capsys):
     """Gradients that are whole from one micro-batch to the next: the plan may not decide them, so they are offered."""
     raw = json.loads((model / "config.json").read_text())

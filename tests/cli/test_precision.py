@@ -129,6 +129,7 @@ def test_what_cannot_be_searched_says_why(more, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_run(here, capsys):
     assert run(["train", *arguments(run__name="probe", train__steps="6")]) == 0
     command = ["precision", "search", "--run", "probe", "--out", "from_run.toml", "--json", *FAST]

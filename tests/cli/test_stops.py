@@ -185,6 +185,7 @@ def test_a_tuned_model_with_pieces_ends_where_transformers_ends_it(name, tmp_pat
         pytest.param("full", "qwen3", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_what_a_base_model_was_taught_is_what_its_merged_folder_says(how, kind, tmp_path):
     folder = make(tmp_path / "model", "smollm", kind, vocab_size=1000)
     end, old = ("<|im_end|>", "<|endoftext|>")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.test_train import arguments
 from tests.contracts.observe import fixed_ceilings, write_texts
+from tests.cover import some
 from tilewright.cli.app import run
 
 EVERY_STEP = {"train__eval_interval": "1", "train__eval_batches": "1", "optim__schedule": "constant"}
@@ -51,7 +52,7 @@ def headline(page: str) -> str:
     return found[1].strip().replace("\u00a0", " ")
 
 
-@pytest.mark.parametrize("name", list(DIVERGING))
+@pytest.mark.parametrize("name", some(DIVERGING, "1e4", "1e3, two steps", "controller"))
 def test_a_run_that_diverged_says_so_on_the_page_and_on_the_screen(here, capsys, name):
     settings, code = DIVERGING[name]
     folder = here / "runs" / f"diverging-{list(DIVERGING).index(name)}"

@@ -41,6 +41,7 @@ def test_the_latest_run_is_served_until_it_is_interrupted(tmp_path):
     assert "stopped" in out
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said_and_no_browser_is_no_error(tmp_path):
     make(tmp_path / "runs" / "a", [3.0, 2.0])
     with socket.socket() as taken:

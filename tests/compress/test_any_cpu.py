@@ -97,9 +97,8 @@ def quantized(name):
     return exact, found, empty
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "experts" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_an_artefact_is_right_on_a_cpu_that_clips(name):
     exact, model, empty = quantized(name)
     Counted.clipped = 0
@@ -111,6 +110,7 @@ def test_an_artefact_is_right_on_a_cpu_that_clips(name):
     assert kl <= INT8_KL
 
 
+@pytest.mark.slow
 def test_codes_up_to_127_are_wrong_there(monkeypatch):
     """What the emulation would say of onnxruntime's own scales."""
     monkeypatch.setattr("tilewright.compress.onnx.int8.scale_overrides", lambda *_: {})

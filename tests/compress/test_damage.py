@@ -117,8 +117,8 @@ def test_a_sound_file_passes(name, tmp_path):
     assert row["stored"]["kl"] < 0.5 * TOLERANCES[name].stored
 
 
-FEW = (swap_halves, permute_heads, wrong_norm, swap_tokens)
-"""Of a matrix, of heads, of what is no matrix, of ids."""
+FEW = (permute_heads, swap_tokens)
+"""Of heads, of ids; `test_held` damages each matrix."""
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,11 @@ def proven(target, tmp_path, damage):
     return row
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(ONNX, marks=pytest.mark.slow), ONNX_INT8], ids=lambda target: target.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [ONNX, ONNX_INT8], ids=lambda target: target.name)
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [(swap_halves, 0), *(pytest.param(kind, seed, marks=pytest.mark.slow) for kind in KINDS for seed in range(1, 5))],
+    [(swap_halves, 0), *((kind, seed) for kind in KINDS for seed in range(1, 5))],
 )
 def test_damage_of_an_onnx_file_is_found(target, kind, seed, tmp_path):
     pytest.importorskip("onnxruntime")

@@ -45,6 +45,7 @@ def test_transformers_gives_what_our_model_gives(make, task, tmp_path):
     assert (row["cached_token_s"] is None) == (task == "masked_lm")
 
 
+@pytest.mark.slow
 def test_an_fp8_folder_is_what_a_run_would_load(tmp_path):
     tokenizer = our_tokenizer()
     written = write(FP8, decoder(), tokenizer, tmp_path)

@@ -60,8 +60,8 @@ MODELS = {
     "Qwen3": lambda: hf("Qwen3", tie_word_embeddings=True, head_dim=32),
     "Mistral": lambda: hf("Mistral", sliding_window=None),
 }
-TWINS = ("decoder", "Mistral")
-"""Of a decoder with other heads, and of Llama."""
+TWINS = ("decoder", "Mistral", "Qwen2")
+"""Of a decoder with other heads, of Llama, and of Qwen3."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in TWINS else n for n in MODELS])

@@ -21,7 +21,7 @@ def comparisons(text: str) -> list[str]:
             sides = [node.left, *node.comparators]
         elif isinstance(node, ast.Match):
             sides = [node.subject, *(value for case in node.cases for value in ast.walk(case.pattern))]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             sides = [node.args[1]] if "Executor" in ast.unparse(node.args[1]) else []
         else:
             continue

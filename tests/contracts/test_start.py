@@ -49,6 +49,12 @@ def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported():
     assert "torch" not in loaded_modules(code)
 
 
+def test_a_report_needs_no_torch():
+    """Nor does the download of `watch`, a process for each: they read records of a run."""
+    code = "import tilewright.report.page, tilewright.report.watch.export, tilewright.cli.commands.outputs.report"
+    assert "torch" not in loaded_modules(code)
+
+
 LATER = ("torch._dynamo", "transformers", "tilewright.ops.backends.triton.launch")
 
 

@@ -52,13 +52,21 @@ def words_of(node: ast.expr) -> str:
     return ""
 
 
+@cache
+def every_call() -> list[tuple[str, str, ast.Call]]:
+    """Where each call of the package is, and the name that it calls."""
+    return [
+        (f"{path.name}:{node.lineno}", getattr(node.func, "id", getattr(node.func, "attr", "")), node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+
+
 def calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in names:
-                    yield f"{path.name}:{node.lineno}", node
+    for place, name, node in every_call():
+        if name in names:
+            yield place, node
 
 
 @cache

@@ -92,7 +92,7 @@ def test_an_epoch_has_each_document_once():
         assert sorted(of_domain[:60]) == list(range(60))
 
 
-@examples(12)
+@examples(6)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7), st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 99),
@@ -121,6 +121,7 @@ def test_any_stops_and_numbers_of_ranks_give_the_stream_of_one_run(runs, seed):
     assert [list(whole.samples_of(step)) for step in range(len(before))] == before
 
 
+@pytest.mark.slow
 def test_the_samples_of_far_steps_are_counted_once_and_fast():
     stream, lengths = make(drawn("far", 3000)), []
     for _ in range(700):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.cover import some
 from tests.data.test_stream import make, steps
 from tilewright.data.common.hashing import hash64
 from tilewright.data.mixing.base import DomainSeen, MixEvaluation, shares
@@ -67,7 +68,7 @@ class Process:
         return found, dict(self.weights)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some(POLICIES, "exp3", "aioli"))
 def test_two_hundred_kills_change_no_sample_and_no_weight(policy, tmp_path):
     """A kill loses up to two steps behind the last checkpoint and their moves; another number of ranks goes on."""
     log, expected = tmp_path / "mixture.jsonl", {}

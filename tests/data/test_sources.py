@@ -165,6 +165,7 @@ def test_dependency_closure_is_that_of_the_metadata():
     assert len(names) == len(dependency_closure("tilewright"))
 
 
+@pytest.mark.slow
 def test_installed_text_does_not_depend_on_what_was_imported():
     """setuptools adds packages of its own to sys.path (torch's compiler imports it)."""
     code = (

@@ -278,6 +278,7 @@ def test_dry_run(call, tmp_path):
     assert "exit code" not in again.stdout
 
 
+@pytest.mark.slow
 def test_a_small_part_from_end_to_end(tmp_path):
     """The script's own way, with the part that is quickest on a CPU."""
     env = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}

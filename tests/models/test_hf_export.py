@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.cover import covering
+from tests.cover import covering, some
 from tests.models.test_fp8_io import FP8, plain_decode
 from tilewright.core.errors import CheckpointError
 from tilewright.formats.fp8_layout import to_stored
@@ -101,7 +101,7 @@ def fp8_weights(name, net):
     return values
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, "deepseek_v3", "mixtral", "bert", "vit", "gemma2"))
 def test_fp8_folders_hold_fp8_and_read_as_the_decoded_weights(name, tmp_path):
     model = make(name)
     values = fp8_weights(name, model.net)
@@ -127,7 +127,7 @@ def test_fp8_folders_hold_fp8_and_read_as_the_decoded_weights(name, tmp_path):
     assert torch.equal(logits(model, net.float()), logits(model, reference))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, "qwen3_moe", "bert"))
 def test_transformers_makes_fp8_modules_of_the_fp8_weights_and_no_others(name, tmp_path, monkeypatch):
     """As it does on a GPU: names and shapes of its own FP8 modules must be those in the folder."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

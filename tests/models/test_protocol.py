@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilewright
+from tests.cover import some
 from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
 from tests.models.test_hf_models import CAUSAL, IMAGES, MASKED, make
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -99,7 +100,7 @@ def test_names_of_a_folder_are_those_of_net(name, tmp_path):
     assert {id(param) for param in model.net.parameters()} == {id(param) for param in model.parameters()}
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "llama", "bert", "resnet", "bloom", "gpt2"])
+@pytest.mark.parametrize("name", some([*SHAPES, "llama", "bert", "resnet", "bloom", "gpt2"], *SHAPES, "bert", "resnet"))
 def test_what_is_refused_before_is_what_is_refused_when_it_is_written(name, tmp_path):
     """In FP8, which some models have no layers for."""
     said = []

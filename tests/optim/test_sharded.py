@@ -81,7 +81,7 @@ MATRICES = [
 ] + [Case(((7, 130), (9, 4)), format, muon=True, whole=(1,)) for format in FORMATS if format[0] == BF16]
 
 
-@pytest.mark.parametrize("sizes", [*(pytest.param((n,), marks=pytest.mark.slow) for n in (2, 3)), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((3,), (2, 2)))])
 @pytest.mark.support("muon", "shards", "hsdp")
 def test_a_sharded_matrix_of_muons_has_the_bits_of_the_whole_one(sizes):
     """More and fewer matrices than ranks, and matrices with fewer rows than those."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import some
 from tests.optim import shard_loops as loops
 from tests.optim.shard_cases import BF16, FP32, HYPER, kernels_with, normal
 from tests.ranks import on_ranks
@@ -36,7 +37,7 @@ def test_fsdp2_equals_adamw_on_one_process(sizes):
     on_ranks(torch.Size(sizes).numel(), loops.fsdp_beside_adamw, sizes)
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", some(ODD, "8bit_split24"))
 def test_states_go_through_dcp_and_load_at_any_number_of_ranks(tmp_path, name):
     """Weights and states have the saved bits; at the same number of ranks training goes on with the same bits."""
     saved = pickle.loads(on_ranks(2, loops.save_with_dcp, str(tmp_path), *FORMATS[name])[0])

@@ -195,6 +195,7 @@ def _evaluated(rank, sharding):
     [Sharding(), pytest.param(Sharding(reshard_after_forward=False), marks=pytest.mark.slow)],
     ids=["zero3", "zero2"],
 )
+@pytest.mark.slow
 def test_evaluation_in_fp32_reads_fp32(sharding):
     narrow, wide = {torch.bfloat16}, {torch.float32}
     for found, seen in on_ranks(2, _evaluated, sharding):

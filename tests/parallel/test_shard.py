@@ -42,6 +42,7 @@ TWO_SHARDS = {
 
 
 TWINS = (
+    "mla", "llama-full", "gqa-matmuls", "deepseek-int8",
     "gqa", "llama", "qwen3", "gqa-fp8_tile", "deepseek-fp8_tile", "llama-fp8_tile", "gqa-pure_fp16", "bert-pure_fp16",
     "gqa-full", "llama-selective", "llama-matmuls", "llama-attention", "llama-8bit-inputs", "gqa-tiled-fp32",
     "gqa-tiled-fp8_tile", "llama-int4_a8", "mla-int4", "gqa-kept", "gqa-reduce-each", "llama-lora-fp8",

@@ -132,6 +132,7 @@ def _trained(rank):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_steps_of_deepseek_adam_are_those_of_one_process():
     for found in on_ranks(2, _trained):
         for (ours, theirs), moved in found:

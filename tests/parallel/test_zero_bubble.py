@@ -142,6 +142,7 @@ def check(world, given):
             assert at_once == 0
 
 
+@pytest.mark.slow
 def test_on_two_ranks():
     """Ragged micro-batches and other models: `pipeline/test_parity.py`."""
     check(2, [("InterleavedZeroBubble", 1, "fp32", "full", "gqa"), ("ZBVZeroBubble", 1, "fp8_tile", "full", "tied")])

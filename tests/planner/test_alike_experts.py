@@ -79,10 +79,11 @@ def test_one_expert_counts_for_all_that_are_alike(case):
 
 MODELS = [
     ("mixtral", "fp8_tile", 51, 8),
-    pytest.param("qwen3_moe", "pure_fp16", 16, 72, marks=pytest.mark.slow),
+    ("qwen3_moe", "pure_fp16", 16, 72),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode", "length", "experts"), MODELS)
 def test_a_model_is_traced_as_with_all_experts(name, mode, length, experts, tmp_path):
     recipe = recipe_of(FAMILIES[name], tmp_path, precision={"mode": mode}, data={"seq_len": length})

@@ -142,6 +142,7 @@ def test_rates_of_a_busy_machine_are_measured_again_in_an_hour(machine, tmp_path
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_steady_load_of_another_process_is_seen():
     program = (
         "import os, time; from tilewright.planner.machine.microbench import Load;"

@@ -61,7 +61,7 @@ def test_what_a_foreign_layer_keeps_falls_with_the_kind(tmp_path):
 @pytest.mark.parametrize(
     ("config", "parameters", "counts"),
     [
-        (LLAMA_8B, 8_030_261_248, [32]),
+        pytest.param(LLAMA_8B, 8_030_261_248, [32], marks=pytest.mark.slow),
         (QWEN3_32B, 32_762_123_264, [64]),
         pytest.param(DEEPSEEK_V3, 671_026_404_352, [3, 58], marks=pytest.mark.slow),
     ],

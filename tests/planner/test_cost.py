@@ -131,6 +131,7 @@ KINDS = {"dense": {}, "mla_moe": MLA | MOE}
         tuple(KINDS),
         ("none", "selective", "matmuls", "attention", "full", "full_fp8"),
         ("fp32", "bf16_mixed", "hybrid", "fp8_tile"),
+        pairs=False,
     ),
 )
 def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint):
@@ -160,17 +161,9 @@ def hf_folder(tmp_path):
 INPUTS_IN_8_BITS = {"activation_checkpoint": "full", "checkpoint_inputs": "fp8"}
 
 
-@pytest.mark.parametrize(
-    ("mode", "checkpoint"),
-    [
-        ("bf16_mixed", INPUTS_IN_8_BITS),
-        *(pytest.param(*case, marks=pytest.mark.slow)
-          for case in (
-              ("fp32", {}), ("fp32", INPUTS_IN_8_BITS), ("bf16_mixed", {}), ("fp8_tile", {}),
-              ("fp8_tile", INPUTS_IN_8_BITS),
-          )),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [{}, INPUTS_IN_8_BITS])
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp8_tile"])
 def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
     recipe = make_recipe(
         model={"kind": "hf", "path": str(hf_folder)},

@@ -21,8 +21,8 @@ from tilewright.precision.policy.policy import Policy
 
 pytest.importorskip("transformers")
 CASES = [
-    ("llama", "fp8_tile"),
     ("deepseek_v3", "bf16_mixed"),
+    pytest.param("llama", "fp8_tile", marks=pytest.mark.slow),
     pytest.param("gpt2", "bf16_mixed", marks=pytest.mark.slow),
     pytest.param("mixtral", "fp8_tile", marks=pytest.mark.slow),
     pytest.param("gemma3_text", "fp8_tile", marks=pytest.mark.slow),

@@ -66,7 +66,7 @@ def test_states_of_a_foreign_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "storage", "candidate"),
-    covering([(768, 1024), (2048, 512), (3, 512, 512)], tuple(STORAGE), ("native", "wide")),
+    covering([(768, 1024), (2048, 512), (3, 512, 512)], tuple(STORAGE), ("native", "wide"), pairs=False),
 )
 def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape, candidate):
     """Measured with torch's profiler of memory, which sees each allocation. Bound: the chunks that rounding works on,

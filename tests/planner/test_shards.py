@@ -86,9 +86,9 @@ def test_a_rank_holds_what_its_parts_have(model, optim, shards):
         assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
 
 
-@pytest.mark.parametrize(("shards", "ep"), [(4, 4), (4, 2), (6, 2)])
-@pytest.mark.parametrize("optim", OPTIM)
-def test_a_rank_holds_its_experts(optim, shards, ep):
+@pytest.mark.parametrize(("optim", "sizes"), covering(tuple(OPTIM), ((4, 4), (4, 2), (6, 2)), pairs=False))
+def test_a_rank_holds_its_experts(optim, sizes):
+    shards, ep = sizes
     model = MOE | {"num_experts": 8}
     recipe = make_recipe(model=model, optim=OPTIM[optim], parallel={"dp_shard": shards, "ep": ep})
     weights, setting = ShapeFinder(509, CPU).find(recipe).weights, GlobalConfig.of(recipe)

@@ -29,10 +29,12 @@ KERNELS = Kernels(detect_machine(), compile=False)
 VOCAB, LAYERS = 96, 2
 
 
-def decoder(mode=None, *, checkpoint="none", inputs="exact", moe=False, seed=0, kernels=KERNELS, **settings):
+def decoder(
+    mode=None, *, checkpoint="none", inputs="exact", moe=False, layers=LAYERS, seed=0, kernels=KERNELS, **settings
+):
     """A small decoder with weights of its own, in a mode of precision."""
     experts = {"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 128, "num_dense_layers": 1} if moe else {}
-    sizes = {"dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_dim": 256, "num_layers": LAYERS}
+    sizes = {"dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_dim": 256, "num_layers": layers}
     model = Decoder(DecoderConfig(vocab_size=VOCAB, **sizes, **experts, **settings), kernels)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -41,7 +43,7 @@ def decoder(mode=None, *, checkpoint="none", inputs="exact", moe=False, seed=0, 
     if mode is not None:
         convert(model, mode, kernels=kernels)
     model.checkpoint_inputs = inputs
-    model.checkpointing = [checkpoint] * LAYERS
+    model.checkpointing = [checkpoint] * layers
     keep_fp32_gradients(list(model.parameters()))
     return model
 
@@ -114,7 +116,10 @@ def test_the_same_bits_in_each_mode(mode, moe):
 @pytest.mark.parametrize(
     ("mode", "checkpoint", "inputs"),
     covering(
-        ("fp32", "bf16_mixed", "fp8_tile"), ("none", "full", "selective", "matmuls", "attention"), ("exact", "fp8")
+        ("fp32", "bf16_mixed", "fp8_tile"),
+        ("none", "full", "selective", "matmuls", "attention"),
+        ("exact", "fp8"),
+        pairs=False,
     ),
 )
 def test_with_each_way_of_checkpointing(mode, checkpoint, inputs):

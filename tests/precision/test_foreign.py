@@ -366,6 +366,7 @@ def test_a_forward_replaced_by_another_tool_is_refused():
         convert(model, "bf16_mixed")
 
 
+@pytest.mark.slow
 def test_whole_model_compiles_to_one_graph():
     model = build("llama").train()
     convert(model, Policy("bf16_mixed", fp32_ops=("softmax",)))

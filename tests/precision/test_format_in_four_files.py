@@ -67,6 +67,7 @@ def _overlay(folder: Path) -> Path:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_recipe_trains_in_a_format_that_four_files_name(tmp_path):
     folder = _overlay(tmp_path)
     done = subprocess.run(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.cover import covering, some
 from tests.models.shapes import KERNELS, load_decoder, make_batch, make_decoder
 from tests.models.test_fp8_io import DEEPSEEK_WIDTHS, NETS, write_plain
 from tests.models.test_hf_io import deepseek
@@ -160,7 +161,7 @@ def test_recomputation_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("mode", [None, "bf16_mixed", "fp8_tile"])
+@pytest.mark.parametrize("mode", some((None, "bf16_mixed", "fp8_tile"), "fp8_tile"))
 def test_fine_tuning_loses_loss(mode):
     model = make_decoder("deepseek")
     add_lora(model, rank=8, alpha=16.0, kernels=KERNELS)
@@ -184,8 +185,7 @@ def test_fine_tuning_loses_loss(mode):
 # ---- with precision policies ----
 
 
-@pytest.mark.parametrize("base", ["fp8", "keep"])
-@pytest.mark.parametrize("first", ["convert", "adapters"])
+@pytest.mark.parametrize(("first", "base"), covering(("convert", "adapters"), ("fp8", "keep"), pairs=False))
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
 def test_adapters_act_in_every_mode(base, first, mode):
     """Converted before or after, also where experts are multiplied together."""

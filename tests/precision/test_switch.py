@@ -236,8 +236,9 @@ def plain_backward(model):
 SWITCHES = 24
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("keep", ["qdata", pytest.param("value", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("keep", ["qdata", "value"])
 def test_blocks_are_compiled_once_for_all_formats(keep, recompute):
     """Layers that keep codes have norms and SwiGLU that quantise; the others quantise for themselves."""
     eager, compiled = decoder(keep), decoder(keep)

@@ -1,6 +1,7 @@
 """The tile-scaled linear layer against float64 matmuls of the operands it should have multiplied."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.cover import some
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.quant_error import sqnr_db
@@ -282,11 +284,7 @@ def test_managed_and_unmanaged_weights_give_the_same_bits():
 
 @pytest.mark.parametrize(
     ("mode", "managed"),
-    [
-        *((mode, True) for mode in SCALED_FORMATS),
-        (SCALED_FORMATS[0], False),
-        *(pytest.param(mode, False, marks=pytest.mark.slow) for mode in SCALED_FORMATS[1:]),
-    ],
+    some(itertools.product(SCALED_FORMATS, (True, False)), ("fp8_tile", True), ("nvfp4", True)),
 )
 def test_compiled_equals_eager(mode, managed):
     torch.compiler.reset()

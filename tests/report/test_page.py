@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from tests.cover import covering
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes, format_perplexity
@@ -102,8 +103,7 @@ def spoiled(value, keys: bool):
     return value + EVIL if isinstance(value, str) else value
 
 
-@pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(("name", "keys"), covering(tuple(TEXTS), (False, True), pairs=False))
 def test_text_from_every_file_of_a_run_is_escaped(run_dir, name, keys):
     path = run_dir / name
     lines = path.read_text(encoding="utf-8").splitlines() if name.endswith(".jsonl") else [path.read_text()]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cover import some
 from tests.draws import examples
 from tests.report.synthetic import eval_rows, read, step_rows
 from tests.report.verdict_cases import BAD, CASES, CLEAN, COUNT, GOOD, LOOK, NOT_MEASURED, Case, falling, marked, rise
@@ -163,7 +164,7 @@ def test_chart_of_a_run_whose_first_rule_is_not_measured_is_not_good(tmp_path):
     assert only.state is NOT_MEASURED
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", some(CASES, "divergence", "time plan"))
 def test_repeated_steps_of_a_resumed_run_count_once(tmp_path, name):
     for number, (what, case, state) in enumerate(CASES[name]):
         rows = step_rows(case.losses, **case.columns) + eval_rows(case.evals)

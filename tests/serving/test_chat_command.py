@@ -93,6 +93,7 @@ def test_a_run_its_folder_and_its_merged_folder_answer_alike(model, how, tmp_pat
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_run_in_bf16_is_its_merged_model_in_transformers_bf16(tmp_path):
     """Adapters on an FP8 base, whose codes and rotary tables are buffers; far from the first position too."""
     model, talks = make_model(tmp_path / "model", "qwen3"), make_talks(tmp_path / "talks.jsonl")
@@ -127,6 +128,7 @@ def test_bf16_folders_stay_bf16(tmp_path):
             assert {param.dtype for param in opened.model.parameters()} == {expected}
 
 
+@pytest.mark.slow
 def test_a_server_without_its_extra_says_what_to_install(model):
     code = """
 import sys
@@ -140,6 +142,7 @@ sys.exit(run(["serve", sys.argv[1]]))
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_downloaded_and_pinned(model, tmp_path):
     code = "from tilewright.cli.open_model import open_model; import sys; print(open_model(sys.argv[1]).name)"
     with serving_hub(FakeHub({"org/tiny": {path.name: path.read_bytes() for path in model.iterdir()}})) as hub:

@@ -195,12 +195,8 @@ SETTINGS = {
 step that is poisoned."""
 
 
-QUICK = ("precision.controller.granularity",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_controller(name, data, tmp_path, monkeypatch):
     value, given = SETTINGS[name]
     changes = {key: given[key] for key in given.keys() - {"wrong", "poison"}}

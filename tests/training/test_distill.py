@@ -134,7 +134,9 @@ def test_another_divergence_is_another_run(teacher, data, tmp_path):
     assert len(losses) == 3
 
 
-@pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", [pytest.param(name, marks=pytest.mark.slow) for name in ("standard", "layer_major")]
+)
 def test_resume_equals_never_having_stopped(teacher, data, tmp_path, executor):
     options = {
         "precision__rules": '[{compute = "int4_a8"}]', "distill__teacher": teacher, "distill__temperature": 2.0,
@@ -156,7 +158,7 @@ def test_layer_major_learns_the_same(teacher, data, tmp_path):
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 
 
-@pytest.mark.parametrize("kind", ["run", "folder"])
+@pytest.mark.parametrize("kind", ["run", pytest.param("folder", marks=pytest.mark.slow)])
 def test_the_plan_counts_the_teacher(kind, teacher, tmp_path):
     """Its weights in FP32, and what it hands on of each token of a step: on every process, whole."""
     if kind == "run":

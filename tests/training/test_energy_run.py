@@ -127,6 +127,7 @@ def test_what_was_counted_stays_where_the_run_goes_on_without_a_counter(data, tm
     assert "energy: measured: before this process alone; not counted: no zone of RAPL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_record_that_is_damaged_is_said(data, tmp_path, counted, capsys):
     folder = train(tiny(data, tmp_path, **QUIET, train__steps=4)).run_dir
     (folder / "energy.json").write_text('{"state": "measured", "joules": "many"}')
@@ -135,6 +136,7 @@ def test_a_record_that_is_damaged_is_said(data, tmp_path, counted, capsys):
     assert energy(folder)["total_j"] > 0
 
 
+@pytest.mark.slow
 def test_it_can_be_left_out_and_changes_no_number(data, tmp_path, counted):
     measured = train(tiny(data, tmp_path, **QUIET)).run_dir
     off = train(tiny(data, tmp_path, **QUIET, energy__measure="false", run__name="off")).run_dir
@@ -151,6 +153,7 @@ def _run(rank, data, runs):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ranks_of_one_machine_count_it_once(data, tmp_path):
     assert on_ranks(2, _run, str(data), str(tmp_path)) == [6, 6]
     table = energy(tmp_path / "tiny")

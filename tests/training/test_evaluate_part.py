@@ -14,7 +14,7 @@ def evaluations(data, folder, **changes):
     return run, {row["step"]: row for row in rows(run.run_dir / "metrics.jsonl") if "eval" in row}
 
 
-@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_way_takes_a_part_and_the_end_takes_all(part, data, tmp_path):
     run, found = evaluations(data, tmp_path / "part", train__eval_batches=3, train__eval_part_batches=part)
     _, of_part = evaluations(data, tmp_path / "few", train__eval_batches=part)
@@ -29,7 +29,7 @@ def test_the_way_takes_a_part_and_the_end_takes_all(part, data, tmp_path):
         assert run.evals[domain].loss == last["loss"]
 
 
-@pytest.mark.parametrize("part", [0, 3, 100])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (3, 100))])
 def test_a_part_that_is_all_changes_nothing(part, data, tmp_path):
     _, found = evaluations(data, tmp_path / "part", train__eval_batches=3, train__eval_part_batches=part)
     _, whole = evaluations(data, tmp_path / "all", train__eval_batches=3)

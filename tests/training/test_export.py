@@ -31,7 +31,9 @@ def foreign(name, folder):
     return {"model__kind": "hf", "model__path": folder, "model__task": task}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+)
 def test_a_foreign_model_keeps_its_config(name, data, tmp_path):
     changes = foreign(name, tmp_path / "model")
     folder = train(tiny(data, tmp_path, **ONCE, **changes)).run_dir / "hf"

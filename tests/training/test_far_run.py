@@ -37,6 +37,7 @@ def test_metrics_tell_waiting_reading_and_preparing_apart(dataset, tmp_path):
     assert 0 < told[-1] <= server.num_bytes
 
 
+@pytest.mark.slow
 def test_a_source_that_goes_away_is_left_out_and_returns_by_moves_that_are_told(dataset, tmp_path):
     (one, server), (two, _) = serve(f"{tmp_path.name}-one", dataset), serve(f"{tmp_path.name}-two", dataset)
     sources = f"{{one = '{one}', two = '{two}'}}"
@@ -99,6 +100,7 @@ def test_a_run_that_is_stopped_while_a_source_is_away_continues_without_it(datas
     assert [row["kind"] for row in rows(run / "events.jsonl") if row["kind"].startswith("source")][-1] == "source_back"
 
 
+@pytest.mark.slow
 def test_a_shard_that_stays_damaged_is_told_once_with_its_rows(dataset, tmp_path):
     address, server = serve(tmp_path.name, dataset)
     server.damaged["shards/00000.bin"] = 10**6
@@ -109,6 +111,7 @@ def test_a_shard_that_stays_damaged_is_told_once_with_its_rows(dataset, tmp_path
     assert told["rows"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_from_memory_that_is_stopped_goes_on_as_if_it_had_not(dataset, tmp_path):
     files = fsspec.filesystem("memory")
     for part in ("dataset.json", "tokens", "shards"):

@@ -173,7 +173,7 @@ class Hungry(StepHook):
         self.count = state["count"]
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_call_that_may_be_repeated_is_under_a_smaller_plan(where, data, tmp_path):
     train(tiny(data, tmp_path / "plain", **QUIET), hooks=[lambda *_: Hungry("nowhere", 0)])
     train(tiny(data, tmp_path / "hungry", **QUIET), hooks=[lambda *_: Hungry(where, 1)])

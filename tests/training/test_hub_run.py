@@ -57,6 +57,7 @@ def test_a_run_keeps_the_revision_that_it_began_with(lora, data, tmp_path):
         assert f'"revision": "{name.partition("@")[2]}"' in adapter
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_weights(data, tmp_path):
     folder = decoder_folder(tmp_path / "model")
     save_tokenizer(folder)
@@ -66,6 +67,7 @@ def test_a_plan_needs_no_weights(data, tmp_path):
         assert not [line for line in hub.asked if "model.safetensors" in line]
 
 
+@pytest.mark.slow
 def test_no_such_model_is_told_before_anything_is_made(data, tmp_path):
     with serving(FakeHub()) as hub:
         done = tilewright(["train"], tmp_path, hub.url, settings(data, tmp_path / "runs", **LOAD))

@@ -38,14 +38,8 @@ def differences(run, reference):
     return {name: gap for name, gap in gaps.items() if gap}
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("gpt2", "random"),
-        pytest.param("llama", "random", marks=pytest.mark.slow),
-        pytest.param("llama", "load", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "weights"), [("gpt2", "random"), ("llama", "random"), ("llama", "load")])
 def test_first_values_and_numbers_are_those_of_a_whole_model(data, tmp_path, name, weights):
     options = RUN | {"model__path": data / name, "model__weights": weights}
     whole = train(tiny(data, tmp_path, run__name="whole", **options)).run_dir

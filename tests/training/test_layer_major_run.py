@@ -30,6 +30,7 @@ def test_it_is_the_standard_run(data, tmp_path):
     assert_same_run(sliced, standard)
 
 
+@pytest.mark.slow
 def test_it_is_the_standard_run_for_integers_too(data, tmp_path):
     options = {"model__tie_embeddings": False, "precision__mode": "fp32", "precision__rules": '[{compute = "int4_a8"}]'}
     standard = train(tiny(data, tmp_path, run__name="standard", **options)).run_dir

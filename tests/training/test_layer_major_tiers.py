@@ -35,7 +35,7 @@ def at_home(data):
 @pytest.mark.parametrize(
     "away",
     [
-        AWAY,
+        pytest.param(AWAY, marks=pytest.mark.slow),
         {
             "memory__offload_params": "cpu",
             "memory__offload_optimizer": "disk",
@@ -59,6 +59,7 @@ def written(run):
     return [{name: value for name, value in row.items() if name != "time_s"} for row in rows]
 
 
+@pytest.mark.slow
 def test_resume_in_other_tiers(data, at_home, tmp_path):
     """A checkpoint is the same wherever the slices were stored: it is taken up from disk, host and device."""
     options = LAYERS | {"run__name": "moved", "optim__schedule": "constant", "train__eval_interval": 0}

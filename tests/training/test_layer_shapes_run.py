@@ -61,6 +61,7 @@ def test_stages_hold_what_the_plan_gave_them(data, tmp_path):
     assert losses(tmp_path / "tiny") == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_has_its_bits(whole, data, tmp_path):
     for steps in (2, 4):
         run = train(tiny(data, tmp_path, **OWN | {"train__steps": steps, "optim__schedule": "constant"})).run_dir

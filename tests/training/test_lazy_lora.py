@@ -38,7 +38,7 @@ def make_folder(folder, kind):
     ("stored", "base", "mode", "master"),
     [
         ("bfloat16", "keep", "bf16_mixed", "stochastic"),
-        ("float32", "keep", "bf16_mixed", "fp32"),
+        pytest.param("float32", "keep", "bf16_mixed", "fp32", marks=pytest.mark.slow),
         *(
             pytest.param(stored, "fp8", "fp8_tile", master, marks=pytest.mark.slow)
             for stored in ("bfloat16", "float32", "fp8")

@@ -130,7 +130,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     # Formats by step are formats that change, too.
-    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("standard", "two_modes"))) for one in SHAPES]
+    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one != "layer_major")) for one in SHAPES]
 )  # fmt: skip
 def test_a_run_in_minutes_is_the_run_of_so_many_steps(data, tmp_path, shape, capsys):
     result = train(timed(data, tmp_path / "minutes", **SHAPES[shape]))
@@ -233,6 +233,7 @@ def test_other_minutes_are_counted_from_the_checkpoint(data, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_an_exact_number_goes_before_the_minutes_of_the_folder(data, tmp_path, monkeypatch):
     train(timed(data, tmp_path))
     more = resolved(tmp_path / "tiny")[0] + 2
@@ -274,6 +275,7 @@ def test_minutes_that_have_passed(tmp_path):
     assert with_time_left(loaded, 0, 999.0) is loaded  # no checkpoint: it begins again
 
 
+@pytest.mark.slow
 def test_a_shortage_of_memory_while_steps_are_timed_is_met_as_in_a_run(data, tmp_path, monkeypatch):
     real, calls = StandardExecutor.step, []
 

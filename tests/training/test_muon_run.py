@@ -38,6 +38,7 @@ def test_layer_major_is_the_standard_run(data, tmp_path, options):
     assert losses(standard)[-1] < losses(standard)[0]
 
 
+@pytest.mark.slow
 def test_states_off_the_device_change_nothing(data, tmp_path):
     given = MUON | APART | {"optim__moments": "8bit"} | LAYERS
     here = train(tiny(data, tmp_path, run__name="here", **given)).run_dir
@@ -50,7 +51,7 @@ def test_states_off_the_device_change_nothing(data, tmp_path):
     "options",
     [
         pytest.param(FP32, marks=pytest.mark.slow),
-        {"precision__mode": "fp8_tile"},
+        pytest.param({"precision__mode": "fp8_tile"}, marks=pytest.mark.slow),
         pytest.param(
             {"optim__moments": "bf16", "optim__master_weights": "stochastic", "ops__adam": "ref"},
             marks=pytest.mark.slow,

@@ -106,6 +106,7 @@ def test_a_signal(mesh, data, tmp_path):
     assert (tmp_path / "tiny" / "checkpoints" / "step_00000003").is_dir()
 
 
+@pytest.mark.slow
 def test_minutes_that_have_passed(data, tmp_path):
     found = on_two(data, tmp_path, "copies", "minutes")
     assert [one[0] for one in found] == [6, 6]
@@ -113,6 +114,7 @@ def test_minutes_that_have_passed(data, tmp_path):
     assert saved == [3, 6]
 
 
+@pytest.mark.slow
 def test_memory_that_is_short(data, tmp_path):
     found = on_two(data, tmp_path, "copies", "memory")
     assert [one[0] for one in found] == [6, 6]

@@ -12,7 +12,8 @@ from tilewright.core.config.recipe import TrainSection
 from tilewright.planner.machine import ceilings
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.planning.minutes import LONG_S, long_run
-from tilewright.training.planning.pace import COUNTED, OFF, hold_against_plan
+from tilewright.training.planning.off_plan import OFF
+from tilewright.training.planning.pace import COUNTED, hold_against_plan
 from tilewright.training.session import train
 
 

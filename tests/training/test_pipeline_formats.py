@@ -77,6 +77,7 @@ def _same_decisions(run, alone, data_ranks=1):
 
 
 @pytest.mark.support("controller", "stages")
+@pytest.mark.support("fp8", "stages")
 @pytest.mark.timeout(600)
 def test_decisions_are_those_of_one_process(data, tmp_path):
     _check(data, tmp_path, CASES)

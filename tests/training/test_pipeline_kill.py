@@ -75,6 +75,7 @@ def _check(name, data, folder):
         assert worst < 1e-4, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
 
 
+@pytest.mark.slow
 def test_documents_that_are_balanced(short, tmp_path):  # noqa: F811
     _check("balanced", short, tmp_path)
 

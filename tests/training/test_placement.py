@@ -135,7 +135,8 @@ def test_a_change_between_steps_changes_no_number(name, delayed, tmp_path):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("bf16_mixed", marks=pytest.mark.slow), "fp8_tile"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
 def test_precision_modes(mode, tmp_path):
     """Copies of weights in 16 or 8 bits are made from the weights of the moment, and follow them home."""
     made, want = steps(4), None

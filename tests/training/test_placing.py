@@ -75,7 +75,7 @@ LONGER = (
 @pytest.mark.parametrize(
     ("name", "mode", "mixes"),
     [
-        ("gqa", "fp32", EVERY),
+        pytest.param("gqa", "fp32", EVERY, marks=pytest.mark.slow),
         pytest.param("gqa", "fp8_tile", NEXT, marks=pytest.mark.slow),
         ("deepseek", "bf16_mixed", NEXT),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in LONGER),

@@ -138,6 +138,7 @@ def stop_after_a_step(patched):
     patched.setattr(Run, "_between_steps", stops)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
     train(tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="whole", share=-0.2))
     loaded = tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="parts", share=-0.2)
@@ -179,6 +180,7 @@ def test_a_run_that_need_not_fit_runs_all_the_same(data, tmp_path):
     assert "nothing fits" in events(tmp_path / "all")[0]["message"]
 
 
+@pytest.mark.slow
 def test_adapters_keep_less_where_memory_is_short_and_no_number_changes(data, tmp_path):
     lora = {"lora__rank": 2, "train__steps": 2}
     train(tight(data, tmp_path, run__name="tight", **lora))
@@ -319,6 +321,7 @@ def below_standard(data, runs, **changes):
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_are_written_in_the_foreground_before_a_number_changes(data, tmp_path, monkeypatch):
     changes = {"model__dim": 128, "checkpoint__interval": 2, "train__micro_batch_size": 2}
     wide = load(data, tmp_path, "checkpoint.async_save", **changes, run__name="wide")
@@ -379,6 +382,7 @@ def test_the_executor_changes_where_nothing_else_helps(data, tmp_path):
     assert read_plan(tmp_path / "again" / "plan.toml").layers == read_plan(tmp_path / "sliced" / "plan.toml").layers
 
 
+@pytest.mark.slow
 def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
     sizes = WIDE | {"model__dim": 256, "train__micro_batch_size": 1}
     loaded = load(data, tmp_path, **sizes)
@@ -420,6 +424,7 @@ def test_the_run_can_be_planned_anew(data, tmp_path):
     assert replanner_of(off, where, plan) is None
 
 
+@pytest.mark.slow
 def test_a_foreign_model_is_planned_layer_by_layer(data, tmp_path):
     folder = tmp_path / "llama"
     folder.mkdir()

@@ -66,6 +66,7 @@ def test_it_is_the_run_of_one_process(world, data, tmp_path, alone):
         assert worst < 1e-4, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
 
 
+@pytest.mark.slow
 def test_a_held_out_row_is_evaluated_by_one_rank_and_the_numbers_are_those_of_one_process(data, tmp_path):
     """Before the first step the weights are equal, and so are the losses of each batch: to the last bit."""
     settings = EVALS | {"train__steps": 1, "optim__lr": 1e-30}
@@ -144,8 +145,8 @@ MESHES = {
 }
 
 
-SHORT = {("shards", "muon"), ("hsdp", "adamw"), ("copies", "integers")}
-"""Each mesh and each kind of run once."""
+SHORT = {("hsdp", "muon")}
+"""Shards with copies; AdamW is in most other tests of ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,8 @@ def taught_alone(data, teacher, tmp_path_factory):
     return rows(folder / "tiny" / "metrics.jsonl"), found
 
 
-@pytest.mark.parametrize("mesh", ["shards", *(pytest.param(m, marks=pytest.mark.slow) for m in ("copies", "hsdp"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["shards", "copies", "hsdp"])
 @pytest.mark.support("teacher", "copies", "shards", "hsdp")
 def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, taught_alone, tmp_path):
     """Each rank runs the whole teacher on its rows. All parts of the loss are the means over all ranks."""

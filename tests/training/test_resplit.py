@@ -56,6 +56,7 @@ def ran(data, tmp_path_factory):
     return folder, on_ranks(2, runs, str(data), str(folder))
 
 
+@pytest.mark.slow
 def test_layers_leave_a_slow_rank_at_a_checkpoint(ran):
     folder, splits = ran
     assert splits[0] == splits[1]
@@ -66,6 +67,7 @@ def test_layers_leave_a_slow_rank_at_a_checkpoint(ran):
     assert [e["step"] for e in restarts] == [8]
 
 
+@pytest.mark.slow
 def test_the_run_is_bit_for_bit_the_one_that_is_resumed_by_hand(ran):
     folder, _ = ran
     (moved, meta), (by_hand, other) = (last_state(folder / name) for name in ("moved", "by_hand"))

@@ -238,6 +238,7 @@ def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
     assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_new_weights_survive_a_kill_before_the_next_checkpoint(data, tmp_path):
     """run.toml says them by then, the checkpoint not yet."""
     changed = {"train__steps": 16, "data__weights": "{alpha = 1.0, beta = 0.0}", "train__global_batch_size": 24}

@@ -21,6 +21,7 @@ def launch(data, tmp_path_factory):
     return Launches(data, tmp_path_factory.mktemp("spread_stages"), SETTINGS)
 
 
+@pytest.mark.slow
 def test_it_is_the_run_of_one_process_and_goes_on_on_one(launch):
     launch(1, {"alone": EXPORT})
     launch(4, {"to_one": ZBV | STOP})

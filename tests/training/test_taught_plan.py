@@ -75,8 +75,9 @@ def held(rank, data, runs, world, changes):
     }
 
 
-@pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_mixed"])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.support("teacher", "one", "shards")
 def test_bytes_of_a_teacher_are_those_of_the_plan(world, mode, teacher, data, tmp_path):
     """Weights are whole on each rank, hidden values those of its own rows."""

@@ -120,7 +120,7 @@ def told(run):
     return {name: sum(line[name] for line in lines) for name in ("read", "made", "damaged")}
 
 
-@pytest.mark.parametrize("executor", [pytest.param("standard", marks=pytest.mark.slow), "layer_major"])
+@pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
 def test_a_run_reads_what_an_earlier_one_kept(executor, teacher, data, tmp_path):
     """The second run, of another order and other weights of domains, opens no teacher for rows that are there; the same
     order again gives the same weights, bit for bit."""
@@ -140,6 +140,7 @@ def test_a_run_reads_what_an_earlier_one_kept(executor, teacher, data, tmp_path)
     assert told(third)["read"] > 0
 
 
+@pytest.mark.slow
 def test_resume_equals_never_having_stopped(teacher, data, tmp_path):
     """With a folder of its own each, so that rows are made before the stop and after it."""
     whole = train(

@@ -87,6 +87,7 @@ def test_a_third_executor_trains_the_losses_of_the_standard_one(data, tmp_path):
     assert [one.closed for one in third.made] == [True]
 
 
+@pytest.mark.slow
 def test_its_state_is_in_the_checkpoint(data, tmp_path):
     whole, halves = Kind(), Kind()
     train(tiny(data, tmp_path, run__name="whole", **SETTINGS), executor=whole.kind)

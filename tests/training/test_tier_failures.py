@@ -43,7 +43,7 @@ class FailingDisk:
 @pytest.mark.parametrize(
     ("call", "calls", "fault", "says"),
     [
-        ("pwritev", 30, errno.ENOSPC, "Offload file cannot be written"),
+        pytest.param("pwritev", 30, errno.ENOSPC, "Offload file cannot be written", marks=pytest.mark.slow),
         ("preadv", 45, errno.EIO, "Offload file cannot be read"),
     ],
 )

@@ -38,6 +38,7 @@ def metrics(data, tmp_path_factory):
     return {name: [row for row in found if "loss" in row] for name, found in of_run.items()}
 
 
+@pytest.mark.slow
 def test_stages_count_what_they_pass_on(metrics):
     for row in metrics["stages"]:
         assert row["sent_bytes.pp.send.fp32"] == STREAM, "the first of two stages sends each row forward once"
@@ -45,6 +46,7 @@ def test_stages_count_what_they_pass_on(metrics):
         assert row["exchange_hidden_s.pp"] == 0
 
 
+@pytest.mark.slow
 def test_cut_matrices_count_their_sums(metrics):
     for row in metrics["matrices"]:
         # two sums per layer and direction at the least, of each of which a rank of two sends as much as there is; the
@@ -55,6 +57,7 @@ def test_cut_matrices_count_their_sums(metrics):
         assert row["exchange_exposed_s.tp"] > 0
 
 
+@pytest.mark.slow
 def test_layer_groups_count_their_gradients(metrics):
     for ours, theirs in zip(metrics["layer_major"], metrics["copies"], strict=True):
         name = "sent_bytes.dp_replicate.all_reduce.fp32"

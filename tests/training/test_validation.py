@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.cover import some
 from tests.training.test_dpo import dpo
 from tests.training.test_sft import make_model, sft, talks
 from tests.training.tiny import rows, tiny
@@ -60,7 +61,7 @@ def run(form, files, model, tmp_path, **more):
     return train(tiny(folder, tmp_path, **how))
 
 
-@pytest.mark.parametrize("form", ["text", pytest.param("chat", marks=pytest.mark.slow), "preferences"])
+@pytest.mark.parametrize("form", some(("text", "chat", "preferences"), "text"))
 def test_a_run_with_ones_own_validation_file(files, model, tmp_path, form):
     result = run(form, files, model, tmp_path, data__eval_source=files[form] / "valid.jsonl")
     evals = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row]
@@ -74,7 +75,7 @@ def test_a_run_with_ones_own_validation_file(files, model, tmp_path, form):
     assert render(collect(result.run_dir))
 
 
-@pytest.mark.parametrize("form", ["text", pytest.param("chat", marks=pytest.mark.slow), "preferences"])
+@pytest.mark.parametrize("form", some(("text", "chat", "preferences"), "text"))
 def test_a_run_that_holds_nothing_out(files, model, tmp_path, form):
     result = run(form, files, model, tmp_path)
     assert not [row for row in rows(result.run_dir / "metrics.jsonl") if row.get("eval")]
@@ -100,6 +101,7 @@ def test_the_loss_of_validation_conversations_is_that_of_a_plain_loop(files, mod
     assert held["loss"] == pytest.approx(total / num, rel=64 * torch.finfo(torch.float32).eps * 16)
 
 
+@pytest.mark.slow
 def test_conversations_beside_the_held_out_part_are_read_as_conversations(files, model, tmp_path):
     how = {"data__eval_source": files["chat"] / "valid.jsonl", "data__holdout": 0.1}
     result = run("chat", files, model, tmp_path, **how)
@@ -108,7 +110,8 @@ def test_conversations_beside_the_held_out_part_are_read_as_conversations(files,
     assert last["eval_other"]
 
 
-@pytest.mark.parametrize("rows_per_step", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_per_step", [4, 8])
 def test_preferences_beside_the_held_out_part_are_read_as_preferences(files, model, tmp_path, rows_per_step):
     """Their loss before the first step is log 2: the model is its own reference."""
     how = {"data__eval_source": files["preferences"] / "valid.jsonl", "data__holdout": 0.1}

@@ -135,7 +135,7 @@ def started(case):
     return executor
 
 
-FEW = ("recomputed", "dropout", "fp16", "control", "8bit", "tied", "journal", "exact_fp8", "lagged_8bit")
+FEW = ("dropout", "control", "exact_fp8", "lagged_8bit")
 """Each executor, with experts, and what an update keeps; the others vary these."""
 
 

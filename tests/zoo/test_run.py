@@ -16,8 +16,8 @@ from tilewright.models.folder.fp8_weights import find_weights, has_even_blocks
 from tilewright.models.folder.safetensors import scan_folder
 from tilewright.models.hf.load import load_hf
 
-SAMPLE = ("gpt2", "vit", "qwen3_moe", "mamba2", "t5")
-FP8_SAMPLE = ("bert", "qwen3_moe", "mamba2")
+SAMPLE = ("vit", "qwen3_moe", "mamba2", "t5")
+FP8_SAMPLE = ("qwen3_moe", "mamba2")
 EXPORTED = Path("runs/zoo/hf")
 MAY_CHANGE = {"architectures", "dtype", "transformers_version", "quantization_config"}
 KEEP = {"precision__mode": "bf16_mixed"}

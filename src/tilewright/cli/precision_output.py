@@ -13,7 +13,7 @@ from tilewright.core.config.load import CLI, Loaded
 from tilewright.core.config.toml import RECIPES
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.protocols import Model
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 from tilewright.precision.search.gemm_time import TIMES
 from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import percent, standard_error

@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+from tests.cover import some
 from tests.data.readers.made import COMPRESS, HTML, TEXT, image_bytes, pdf_bytes, read, refusal, tar_bytes, zip_bytes
 from tilewright.core.errors import DataError
 from tilewright.data.readers.limits import ReadLimits
@@ -72,7 +73,10 @@ def test_too_many_members(kind, tmp_path):
     assert reject.value > 10
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.zip", "a.zip.gz"])
+BOMBS = ["a.txt.gz", "a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.zip", "a.zip.gz"]
+
+
+@pytest.mark.parametrize("name", some(BOMBS, "a.txt.zst", "a.zip.gz"))
 def test_a_bomb(name, tmp_path):
     bomb = b"word and line\n" * (1 << 20)
     path = tmp_path / name
@@ -119,7 +123,7 @@ print(peak() - before, size)
 """
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+@pytest.mark.parametrize("suffix", some([".gz", ".xz"], ".xz"))
 def test_a_large_file_is_unpacked_in_bounded_memory(suffix, tmp_path):
     big, small = tmp_path / f"a.txt{suffix}", tmp_path / f"b.txt{suffix}"
     lines = b"".join(b"%d some words of a line\n" % i for i in range(1 << (21 if suffix == ".gz" else 20)))

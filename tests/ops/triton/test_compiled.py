@@ -22,7 +22,7 @@ def program(*args: str) -> dict:
 @pytest.mark.parametrize(
     ("arch", "only"),
     [
-        (80, FEW),
+        pytest.param(80, FEW, marks=pytest.mark.slow),
         (90, (*FEW, "tile_gemm e4m3 tensorwise", "low_bit_adam split24", "follow")),
         pytest.param(89, ("tile_gemm e4m3 128x128", "quantize_both e4m3"), marks=pytest.mark.slow),
         pytest.param(120, ("tile_gemm e4m3 128x128", "quantize_both e4m3"), marks=pytest.mark.slow),
@@ -54,6 +54,7 @@ def test_compiles(arch, only):
         assert found[name][0]["registers"] <= 64, f"{name}: no room for four programs on a multiprocessor"
 
 
+@pytest.mark.slow
 def test_traced():
     """One launch an operation in the graph of torch.compile(fullgraph=True)."""
     found = program("tests.ops.triton.traced")

@@ -156,6 +156,7 @@ def approximate(sign):
     return {"create_exp": create_exp, "create_fdiv": lambda self, a, b: off(divide(self, a, b), -(2.0**-22))}
 
 
+@pytest.mark.slow
 def test_swiglu_of_every_gate_is_off_by_one_unit_at_most_on_a_gpu():
     """In BF16, and seldom: where the exact result is near the middle of two numbers."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)

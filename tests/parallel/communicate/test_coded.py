@@ -158,7 +158,7 @@ def compared(rank, sizes, cases):
     ("sizes", "names"),
     [
         ((1, 2), ("kept", "several formats")),
-        ((1, 3), ("llama",)),
+        pytest.param((1, 3), ("llama",), marks=pytest.mark.slow),
         pytest.param((1, 2), tuple(CASES), marks=pytest.mark.slow),
         pytest.param((1, 3), tuple(CASES), marks=pytest.mark.slow),
         pytest.param((2, 2), ("wide", "several formats", "experts"), marks=pytest.mark.slow),
@@ -215,6 +215,7 @@ def moved(rank):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_where_matmuls_leave_8_bits_weights_are_gathered_as_they_are_and_it_is_said():
     for alike, evaluations, coded, lines in on_ranks(2, moved):
         assert alike == [True] * 3

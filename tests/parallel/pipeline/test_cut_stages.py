@@ -42,6 +42,7 @@ def test_more_on_four_ranks():
     _check(MORE, on_ranks(4, _cases, MORE, seconds=500))
 
 
+@pytest.mark.slow
 def test_with_shards_on_eight_ranks():
     cases = [_cut("1f1b", "tied_even", 2)]
     _check(cases, on_ranks(8, _cases, cases))

@@ -148,6 +148,7 @@ def test_updates_checkpoints_and_norms(tmp_path):
     _check(cases, on_ranks(2, _cases, cases, tmp_path))
 
 
+@pytest.mark.slow
 def test_with_shards_and_between_far_ranks(tmp_path):
     cases = [(Pipeline(2, "interleaved", 2), 2, "8 bit"), (Pipeline(4), 1, "muon")]
     _check(cases, on_ranks(4, _cases, cases, tmp_path))

@@ -60,7 +60,7 @@ def search(
     files = {suffix: out.with_suffix(suffix) for suffix in (".toml", ".json", ".svg")}
     _check_files(files, loaded.path, force)
     from tilewright.cli import precision_output as output
-    from tilewright.report.figures.precision_figures import tradeoff_svg
+    from tilewright.report.figures.tradeoff_figure import tradeoff_svg
     from tilewright.training.precision_search import SearchSettings, search
 
     settings = SearchSettings(share, batches, rows, warmup, time)

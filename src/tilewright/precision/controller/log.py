@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.stats import GemmStats, QuantStats, TensorStats
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 TENSORS = ("input", "weight", "gradient", "input_column", "gradient_column")
 """Operands of matmuls: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""

@@ -18,8 +18,7 @@ from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.formats.scaling import TENSORWISE, ScaleSpec, Tile
 from tilewright.formats.spec import E4M3, E5M2, SPECS, FloatSpec
 from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, NVFP4, NVFP4_BLOCK, OperandFormat, fp8_format
-
-GEMM_NAMES = ("fprop", "dgrad", "wgrad")
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 
 @dataclass(frozen=True)

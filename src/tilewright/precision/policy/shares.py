@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewright.core.units import format_share
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 
 def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:

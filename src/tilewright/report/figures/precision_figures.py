@@ -11,16 +11,13 @@ from tilewright.core.units import format_bits
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.log import History
 from tilewright.precision.controller.stats import LayerStats
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES
-from tilewright.precision.search.gemm_time import TIMES
-from tilewright.precision.search.search import PolicyCandidate
+from tilewright.precision.policy.gemm_names import GEMM_NAMES
 from tilewright.report.figures.run_figures import Figure, domain_colours
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import compressor_lines, domain_bits, held_out_bits, part_note
 from tilewright.report.svg.axes import format_number, format_percent
-from tilewright.report.svg.charts import Series, line_chart, standalone
+from tilewright.report.svg.charts import Series, line_chart
 from tilewright.report.svg.heatmap import Bar, heat_map
-from tilewright.training.precision_search import SearchResult
 
 COLOURS = {"fp8_tile": 2, "bf16": 1, "fp32": 3}
 """Colours of formats: a calm one for the cheapest, warmer ones for wider formats."""
@@ -178,35 +175,3 @@ def bits_figure(run: RunData) -> Figure | None:
         "runs. Below the lines of gzip and xz a model has learned more than repetition."
     )
     return Figure("Held-out bits per byte", svg, reading, legend, part_note(run))
-
-
-_SIZE = (760, 420)
-
-
-def tradeoff_svg(found: SearchResult, title: str) -> str:
-    """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
-
-    Args:
-        found: what a search found.
-        title: of the picture.
-    """
-    base = next(mark for mark in found.baselines if mark.name == "all BF16")
-    points = sorted(found.curve, key=lambda point: (point.predicted.change, point.seconds))
-    series = [_series("fastest policy", points, base, 0, "step")]
-    named = [found.chosen, *found.baselines]
-    series += [_series(point.name, [point], base, colour, "dots") for colour, point in enumerate(named, start=1)]
-    chart = line_chart(
-        [one for one in series if one.xs],
-        label=title,
-        y_label="linear matmuls, times as fast as all BF16",
-        x_label="predicted loss change, percent",
-        size=_SIZE,
-    )
-    legend = [f"fastest policy within a budget; speed: {TIMES[found.time]}"]
-    legend += [f"{point.name}: {point.predicted}, {base.seconds / point.seconds:.3g}x" for point in named]
-    return standalone(chart, title, legend, _SIZE)
-
-
-def _series(name: str, points: Sequence[PolicyCandidate], base: PolicyCandidate, colour: int, kind: str) -> Series:
-    xs = [100 * point.predicted.change for point in points]
-    return Series(name, xs, [base.seconds / point.seconds for point in points], colour, kind)

@@ -9,8 +9,8 @@ from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import planned_peak, quarters, training_peak
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
-from tilewright.training.planning.pace import OFF
-from tilewright.training.planning.pace import off_plan as off_plan_by
+from tilewright.training.planning.off_plan import OFF
+from tilewright.training.planning.off_plan import off_plan as off_plan_by
 
 FEWEST_TIMED = 3
 """Steps after the first below which no seconds are judged."""

@@ -12,21 +12,10 @@ from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.planning.minutes import long_run
+from tilewright.training.planning.off_plan import OFF, off_plan
 
-OFF = 1.5
-"""Measured over planned seconds, or planned over measured, from which on a plan was wrong."""
 COUNTED = 4
 """Steps of a process that are held against the plan: the first one, which compiles, and three more."""
-
-
-def off_plan(planned_s: float, measured_s: float) -> float:
-    """How many times longer than planned a step takes, or how many times shorter.
-
-    Example:
-        >>> off_plan(6.5, 13.0), off_plan(6.0, 1.5)
-        (2.0, 4.0)
-    """
-    return max(measured_s / planned_s, planned_s / measured_s)
 
 
 def told_before(

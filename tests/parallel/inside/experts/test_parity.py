@@ -29,6 +29,7 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
 @pytest.mark.support("experts", "experts_spread")
 @pytest.mark.support("checkpointing", "experts_spread")
 @pytest.mark.support("accumulation", "experts_spread")
+@pytest.mark.slow
 def test_on_two_ranks():
     cases = [Case(2, kind=kind) for kind in KINDS]
     cases += [Case(2, settings={"activation_checkpoint": "selective"})]

@@ -86,5 +86,6 @@ def check(of_ranks):
 
 
 @pytest.mark.support("controller", "tensor")
+@pytest.mark.slow
 def test_ranks_decide_alike_and_as_one_process_does():
     check(on_ranks(2, _decided, ["own", "foreign"]))

@@ -11,6 +11,7 @@ FULL = {"activation_checkpoint": "full"}
 
 
 @pytest.mark.support("experts", "tensor")
+@pytest.mark.slow
 def test_on_two_ranks():
     """The rest is whole then, but for what is cut; a rank without tokens of a row still meets the others."""
     cases = [Case(2, kind="moe"), Case(2, ep=2, kind="latent_moe", settings=FULL), Case(2, kind="moe", chunks=2)]

@@ -22,6 +22,7 @@ def check(cases, of_ranks, bound=LIKE_ONE_PROCESS):
 @pytest.mark.support("decoder", "tensor")
 @pytest.mark.support("accumulation", "tensor")
 @pytest.mark.support("teacher", "tensor")
+@pytest.mark.slow
 def test_on_two_ranks():
     cases = [Case(2), Case(2, kind="mla_q", settings=FULL), Case(2, kind="odd_vocabulary", chunks=2, number=3)]
     cases += [Case(2, taught=True, number=1), Case(2, kind="untied", taught=True, number=1, slices=False)]
@@ -53,6 +54,7 @@ def test_more_on_four_ranks():
     check(cases, on_ranks(4, compare, cases))
 
 
+@pytest.mark.slow
 def test_copies():
     """Of what is cut, and of experts in parts over the same ranks."""
     cases = [Case(2, copies=2, ep=2, kind="moe", settings=FULL)]

@@ -26,6 +26,7 @@ def test_on_two_ranks():
     check(cases, on_ranks(2, compare, cases))
 
 
+@pytest.mark.slow
 def test_on_four_ranks():
     """Two positions over four ranks, some of which have none; slices of shards."""
     cases = [Case(4, kind="moe", length=2), Case(2, 2, kind="mla_q", length=11, options={"reduce_each": True})]

@@ -15,13 +15,11 @@ CASES = {
     "ZeRO-2": FULL | {"parallel.reshard_after_forward": "false"},
     "8-bit moments": FULL | {"optim.moments": "8bit"},
 }
-SHORT = ["recomputed"]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_rank_of_shards_holds_what_torch_counts(name):
     settings = SMALL | CASES[name]
     found, counted = apart(settings, 8, timeout_s=300.0), planned(settings, 8)
