@@ -60,6 +60,11 @@ CASES = [
     ({"data.weights": "{ a = -1 }"}, "Mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 0 }"}, "Mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "Weights for domains that data.domains leaves out"),
+    (
+        {"data.source": "https://me:secret@host/data"},
+        "Address with a password or a query in it",
+    ),
+    ({"data.sources": '{ a = "http://host/data?key=secret" }'}, "Address with a password or a query in it"),
     ({"precision.start_mode": "bf16_mixed"}, "Start mode equals the mode"),
     (
         {"precision.start_mode": "pure_fp16"},
@@ -90,6 +95,17 @@ def test_each_conflict(settings, what):
     assert problem.need
     assert problem.try_
     assert any(f"--{name} on the command line" in problem.where for name in settings)
+
+
+def test_a_login_in_an_address_is_not_repeated():
+    """Where it belongs is said. User names alone, and what other schemes have before an @, are none."""
+    for address in ("https://me:secret@host:8443/data", "http://host/data?token=secret"):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(None, {"data.source": address}, {})
+        assert "secret" not in str(caught.value)
+        assert "FSSPEC_HTTP" in caught.value.problems[0].try_
+    for address in ("sftp://me@host/data", "github://org:name@main/data", "s3://bucket/a?b", "http://host/data"):
+        load_recipe(None, {"data.source": address}, {})
 
 
 def test_two_experts_per_group_can_be_exported():

@@ -192,3 +192,12 @@ def test_linear_layers_one_by_one_are_the_uniform_decoder():
     assert listed.attention == "linear"
     assert not listed.layers
     assert listed == DecoderConfig.of(**sizes | {"num_kv_heads": 4}, attention="linear")
+
+
+def test_settings_without_effect_are_no_part_of_the_shape():
+    """So that a search may change some layers of such a decoder, and a recipe describes what it finds."""
+    sizes = {"vocab_size": 61, "dim": 64, "num_layers": 2, "num_heads": 4, "attention": "linear"}
+    config = DecoderConfig.of(**sizes, num_kv_heads=3, sliding_window=8)
+    assert config == DecoderConfig.of(**sizes)
+    made = config.with_layers([replace(config.shape, ffn_dim=32), config.shape])
+    assert DecoderConfig.of(61, **made.section_values()) == made

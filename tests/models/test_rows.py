@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tests.models.shapes import KERNELS, SHAPES, make_decoder
 from tests.models.test_cache import hf_model
+from tests.zoo.families import FAMILIES
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.hf.load import load_hf
@@ -188,3 +189,26 @@ def test_a_model_that_attends_within_chunks_runs_its_rows_one_by_one():
         whole = model.next_token_logits(torch.tensor([ids + tokens]))[0]
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
     assert any("within chunks" in note for note in model.notes)
+
+
+OTHERS = ("falcon_h1", "qwen3_next", "lfm2", "minimax", "gemma2")
+
+
+@pytest.mark.parametrize("name", ["jamba", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_long_prompt_is_what_the_whole_row_gives(name):
+    """In pieces, or in one pass where layers would forget their state between two of them; then memory is reserved for
+    the states too."""
+    family = next(one for one in FAMILIES if one.name == name)
+    model = family.model().eval()
+    init_weights(model, 0)
+    rows = RowBatch(model, CPU, chunk=9)
+    ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(1))
+    row = rows.begin(ids.tolist(), 1)
+    while (found := rows.prefill(row)) is None:
+        pass
+    with torch.no_grad():
+        whole = model.net(input_ids=ids[None], use_cache=False).logits[0, -1]
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4)
+    assert row.num_run == 40
+    assert any("in one pass" in note for note in model.notes) == (name == "jamba")
+    assert RowBatch(model, CPU).row_bytes().of(40) >= row.cache.num_bytes > 0

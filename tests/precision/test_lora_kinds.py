@@ -173,7 +173,22 @@ def test_what_cannot_be_is_told_and_changes_nothing(bases, options, text):
         assert "*c_attn" in problem.try_
 
 
-@pytest.mark.parametrize("change", [{"lora_dropout": 2}, {"modules_to_save": "lm_head"}, {"use_dora": True}])
+OTHER_KINDS = (
+    *(
+        {"init_lora_weights": name}
+        for name in ("pissa", "pissa_niter_4", "corda", "olora", "OLoRA", "loftq", "lora_ga")
+    ),
+    *(
+        {"alora_invocation_tokens": [5]},
+        {"lora_bias": True},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"use_qalora": True},
+    ),
+    *({"lora_dropout": 2}, {"modules_to_save": "lm_head"}, {"use_dora": True}),
+)
+
+
+@pytest.mark.parametrize("change", OTHER_KINDS, ids=str)
 def test_configs_that_cannot_be(bases, tmp_path, change):
     save_adapter(ours_of(bases, "gpt2", False, 0.0, False), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | change

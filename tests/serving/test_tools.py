@@ -171,6 +171,53 @@ def test_nothing_is_lost_of_what_is_no_call_in_other_formats(kind, parts, cuts):
     assert all(name in NAMES for name, _ in calls)
 
 
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text("a\ud83d\udd8a", max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("a\ud83d", max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def written(kind, name, arguments):
+    """A call as a model writes it, the name and arguments being any JSON, or what Python takes for JSON."""
+    value, key = json.dumps(arguments), "parameters" if kind == "llama3" else "arguments"
+    whole = json.dumps({"name": name, key: arguments})
+    return {
+        "hermes": f"<tool_call>{whole}</tool_call>",
+        "llama3": whole,
+        "mistral": f"[TOOL_CALLS][{whole}]",
+        "glm": f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value></tool_call>",
+        "qwen3_coder": f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>",
+        "deepseek": f"{DEEPSEEK[0]}{DEEPSEEK[2]}f{DEEPSEEK[4]}{value}{DEEPSEEK[3]}{DEEPSEEK[1]}",
+    }[kind]
+
+
+@examples(200)
+@given(
+    st.sampled_from([*FAMILIES, "glm", "qwen3_coder", "deepseek"]),
+    st.just("f") | ODD,
+    ODD,
+    st.lists(st.integers(0, 99)),
+)
+def test_whatever_json_a_model_writes_can_be_sent(kind, name, arguments, cuts):
+    """Names that are no names, halves of surrogate pairs, and numbers that JSON does not have."""
+    whole = written(kind, name, arguments)
+    parser, text, calls = CallParser(kind, NAMES), "", []
+    for found in [*map(parser.push, in_pieces(whole, cuts)), parser.flush()]:
+        text, calls = text + found.text, calls + found.calls
+    assert calls or text == whole
+    for call in calls:
+        assert json.dumps(call.to_json(), ensure_ascii=False).encode()
+        assert call.name == "f"
+        if not isinstance(arguments, str):
+            json.loads(call.arguments, parse_constant=pytest.fail)
+
+
+def test_arguments_that_are_nested_without_end_are_text():
+    whole = '<tool_call>{"name": "f", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}</tool_call>"
+    assert parsed("hermes", [whole]) == (whole, [])
+
+
 def test_values_without_a_schema_are_json_or_text():
     whole = said("glm", [("f", {"a": "x", "b": 1, "c": [True]})]).replace("[true]", "True")
     assert parsed("glm", [whole]) == ("", [("f", {"a": "x", "b": 1, "c": True})])

@@ -1,7 +1,8 @@
 """Rows that are continued side by side: each begins and ends when it likes, and all take their next token together.
 
 Decoding reads all weights for each pass, so a pass of eight rows takes about as long as a pass of one. A prompt is run
-in chunks, so that rows which are being drawn wait for one chunk and not for a prompt.
+in chunks, so that rows which are being drawn wait for one chunk and not for a prompt. That of a model which
+forgets where a row is continued by several tokens runs in one pass.
 
 A row's logits do not depend on the others but for their last bits: matmuls of another number of rows add up in another
 order. Where these matter, passes are filled up to one width. Then, since chunks have one size and attention is each
@@ -115,8 +116,10 @@ class RowBatch:
     def prefill(self, row: Row) -> Tensor | None:
         """Run the next chunk of a prompt. FP32 [V] on the CPU at its end, else None."""
         whole = row.cache is None
-        chunk = row.ids if whole else row.ids[row.num_run : row.num_run + self.chunk]
+        chunk = row.ids[0 if whole else row.num_run :]
         with inference(self._model):
+            if len(chunk) > self.chunk and not whole and row.cache.takes_pieces:
+                chunk = chunk[: self.chunk]
             logits_BV = self._model.next_token_logits(self._ids([chunk]), row.cache)
         row.num_run = len(row.ids) if whole else row.num_run + len(chunk)
         return None if row.in_prompt else logits_BV[0].cpu()

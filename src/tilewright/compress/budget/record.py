@@ -2,6 +2,7 @@
 the verdict."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,38 @@ from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.json_text import to_json
 
 FILE, FORMAT = "compress.json", 4
+STAGES = ("cut", "artefacts")
+"""Folders of a compression: what run folders of stages are made of, and what is made of them."""
 Record = dict[str, Any]
 
 
-def read_record(folder: Path, name: str = FILE) -> Record | None:
-    """The record of a folder; None where there is none, or it is damaged or of another format."""
+def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) -> Record | None:
+    """The record of a folder; None where there is none yet.
+
+    Args:
+        folder: of stages.
+        name: of the record.
+        stages: folders of stages, which are written behind the record.
+
+    Raises:
+        ConfigError: it is missing, damaged or of another format beside stages, of which it would say what they are of.
+    """
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+        found = None
+    if isinstance(found, dict) and found.get("format") == FORMAT:
+        return found
+    left = [stage for stage in stages if (folder / stage).exists()]
+    if left:
+        raise ConfigError(
+            "Folder holds stages without their record",
+            got=f"{', '.join(left)} in {folder}, and no {name} of format {FORMAT}",
+            need=f"the {name} that was written with them, or a new folder",
+            try_=f"--out {folder}-2",
+            where="--out",
+        )
+    return None
 
 
 def asked_of(source: ExportSource, weights: str) -> Record:
@@ -42,20 +65,23 @@ def asked_of(source: ExportSource, weights: str) -> Record:
     }
 
 
-def record_of(folder: Path, name: str, asked: Record, *, what: str, need: str) -> Record | None:
+def record_of(
+    folder: Path, name: str, asked: Record, stages: Sequence[str] = STAGES, *, what: str, need: str
+) -> Record | None:
     """The record of a folder, made for the same; None where there is none.
 
     Args:
         folder: of the stages.
         name: of the file.
         asked: entries that have to be the same.
+        stages: see `read_record`.
         what: stages the folder has where they are not, in words.
         need: what has to be the same, in words.
 
     Raises:
-        ConfigError: the folder has stages of something else.
+        ConfigError: the folder has stages of something else, or without a record.
     """
-    before = read_record(folder, name)
+    before = read_record(folder, name, stages)
     if before is None:
         return None
     differing = [key for key, value in asked.items() if before.get(key) != value]

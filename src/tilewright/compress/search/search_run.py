@@ -44,6 +44,8 @@ from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
 
 FILE, RECIPE = "search.json", "search.toml"
+STAGES = ("blocks", "shapes")
+"""Folders of the library, and of what the best shapes begin with."""
 _TOLERANCE = 0.1
 """Of latencies: how far above a limit the measured one may be of a shape whose predicted one holds it."""
 _FEW_PLACES = 8
@@ -144,6 +146,7 @@ class LayerSearch:
         """Library, scores and latency table: what is not in the record yet."""
         rows, scores = self.record["library"], self.record["scores"]
         folder = self.out / "blocks"
+        self._write()  # before the first file that it is of
 
         def trained(key: str, row: TrainedPart) -> None:
             rows[key] = row.to_json()
@@ -341,7 +344,7 @@ class LayerSearch:
         """
         asked = asked_of(self.source, weights_hash(self.model)) | {"measured": self.settings.measured()}
         need = "the same run or model, data, settings, --rows, --block-steps and --context"
-        before = record_of(self.out, FILE, asked, what="another search", need=need)
+        before = record_of(self.out, FILE, asked, STAGES, what="another search", need=need)
         empty: Record = {name: {} for name in ("library", "scores", "latency", "candidates")}
         new = asked | {"loss": self.whole.loss, "domains": self.whole.by_domain()} | empty
         return (before or new) | {"settings": self.settings.to_json(), "kept_whole": self.kept_whole()}

@@ -81,6 +81,11 @@ class KeyValueCache(Protocol):
         """
         ...
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether several tokens may follow those in it in one pass; False: after the first pass one by one."""
+        ...
+
     def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":
         """This cache and others of the same model, each of one row, as one for passes of one token of each row.
 

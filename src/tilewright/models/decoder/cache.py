@@ -130,6 +130,9 @@ class DecoderCache:
         torch.Size([1, 4, 2])
     """
 
+    takes_pieces = True
+    """See `protocols.KeyValueCache`."""
+
     def __init__(self, num_layers: int, rows: int, capacity: int):
         self.rows, self.capacity = rows, capacity
         self.length = 0
@@ -184,6 +187,9 @@ class JoinedCache:
             nowhere. With one width each row's values are the same bits whatever the other rows are, where the
             matmuls of the machine give equal rows equal bits.
     """
+
+    takes_pieces = False
+    """See `protocols.KeyValueCache`."""
 
     def __init__(self, caches: Sequence[DecoderCache], width: int):
         self._caches, self._width = caches, max(width, len(caches))

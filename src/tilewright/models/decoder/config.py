@@ -117,6 +117,8 @@ class DecoderConfig:
             raise ConfigError.from_problems(_problems(wrong))
         values["architecture"] = section.kind
         values["num_kv_heads"] = section.num_kv_heads or section.num_heads
+        if section.attention == "linear":  # which has neither, as in a list of layers
+            values |= {"num_kv_heads": section.num_heads, "sliding_window": 0}
         values["head_dim"] = section.head_dim or section.dim // section.num_heads
         values["ffn_dim"] = section.hidden_width
         if section.num_experts:

@@ -10,7 +10,7 @@ What a folder asks for that the decoder cannot do exactly (rope scaling, biases,
 of it at once; nothing is ignored that would change a logit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ _MISTRAL_WINDOW = 4096
 """What transformers takes where a folder of Mistral's layout says nothing; null is none. Its mask lets a position see
 keys behind its own less the window, as ours does."""
 _ARCHITECTURE = {LLAMA: "LlamaForCausalLM", MISTRAL: "MistralForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
+_FROM_ZERO = ("n_shared_experts", "first_k_dense_replace")
+"""Sizes that may be 0."""
+_FACTOR = "routed_scaling_factor"
+"""What is needed and is no size."""
 _SHARED_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -45,7 +49,7 @@ _DEEPSEEK_KEYS = {
     "first_k_dense_replace": "num_dense_layers",
     "n_group": "num_expert_groups",
     "topk_group": "num_limited_groups",
-    "routed_scaling_factor": "routed_scaling",
+    _FACTOR: "routed_scaling",
 }
 _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -73,7 +77,7 @@ def read_config(folder: Path | str) -> DecoderConfig:
     layout = raw.get("model_type")
     if layout == OWN:
         return _read_own(raw, where)
-    if layout not in _ARCHITECTURE:
+    if not isinstance(layout, str) or layout not in _ARCHITECTURE:
         raise CheckpointError(
             "Model type is not supported by the decoder",
             got=f"model_type {layout!r}",
@@ -82,14 +86,14 @@ def read_config(folder: Path | str) -> DecoderConfig:
             where=where,
         )
     keys = _SHARED_KEYS | (_DEEPSEEK_KEYS if layout == DEEPSEEK else {})
-    problems = [*_missing(raw, keys, where), *_unsupported(raw, where)]
+    problems = [*_missing(raw, keys, where), *(_mistyped(raw, where) or _unsupported(raw, where))]
     if problems:
         raise CheckpointError.from_problems(problems)
     values = {ours: raw[theirs] for theirs, ours in keys.items()}
     values |= {
         "rope_theta": _rope(raw).get("rope_theta", 10_000.0),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "tie_embeddings": raw.get("tie_word_embeddings", False),
+        "tie_embeddings": raw.get("tie_word_embeddings") or False,
         "init_std": raw.get("initializer_range", 0.02),
         "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
@@ -198,15 +202,49 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _missing(raw: Mapping[str, Any], keys: Mapping[str, str], where: str) -> list[Problem]:
-    bad = [f"{key} = {raw.get(key)!r}" for key in keys if not _is_size(raw.get(key))]
+    bad = [f"{key} = {raw.get(key)!r}" for key in keys if not _is_needed(key, raw.get(key))]
     if not bad:
         return []
-    need = "a number that is not negative for each"
+    need = f"a whole number of at least 1 for each, or 0 of {', '.join(_FROM_ZERO)}"
     return [Problem("Sizes are missing from config.json", got=", ".join(bad), need=need, try_="add them", where=where)]
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+def _is_needed(key: str, value: Any) -> bool:
+    return _is_real(value) if key == _FACTOR else _is_size(value, key not in _FROM_ZERO)
+
+
+def _is_size(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2**31
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e300
+
+
+_FITS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "q_lora_rank"), (lambda x: x is None or _is_size(x, 0), "a whole number")
+    ),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), (_is_real, "a number")),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters", "quantization_config"),
+        (lambda x: x is None or isinstance(x, dict), "an object"),
+    ),
+    "tie_word_embeddings": (lambda x: x is None or isinstance(x, bool), "true or false"),
+}
+"""What keys that may be absent can be, and in words."""
+
+
+def _mistyped(raw: Mapping[str, Any], where: str) -> list[Problem]:
+    wrong = [
+        (f"{key} = {raw[key]!r}", need) for key, (fits, need) in _FITS.items() if key in raw and not fits(raw[key])
+    ]
+    if not wrong and not (_is_real(theta := _rope(raw).get("rope_theta", 1.0)) and theta):
+        wrong.append((f"rope_theta = {theta!r}", "a number above 0"))
+    return [
+        Problem("Value in config.json is not of its kind", got=got, need=need, try_="copy the file again", where=where)
+        for got, need in wrong
+    ]
 
 
 def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:

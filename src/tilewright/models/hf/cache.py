@@ -22,6 +22,9 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, AttributeError, No
 _TOLERANCE = 0.1
 """Of the change that forgetting makes. Rounding stays far below it, also in 8 bits; a cache that is ignored or a
 position that is off by one is at about 1."""
+_ROUNDINGS, _SMALL = 4, 1e-3
+"""Of what tokens one by one are off, and of the change that forgetting makes: a state that is lost may show little in a
+few tokens, and be all that is known of a long row."""
 
 
 class HFCache:
@@ -29,12 +32,13 @@ class HFCache:
 
     Args:
         joins: whether rows of the model can run together, asked when the first of them do.
+        pieces: whether several tokens may follow in one pass, asked when they would.
     """
 
-    def __init__(self, joins: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, joins: Callable[[], bool] = lambda: False, pieces: Callable[[], bool] = lambda: True) -> None:
         self.length = 0
         self.past: Any = None
-        self._joins = joins
+        self._joins, self._pieces = joins, pieces
 
     @property
     def num_bytes(self) -> int:
@@ -52,14 +56,21 @@ class HFCache:
     def _layers(self) -> Sequence[Any]:
         return getattr(self.past, "layers", ())
 
+    @property
+    def takes_pieces(self) -> bool:
+        """See `protocols.KeyValueCache`."""
+        return self._pieces()
+
     def joined(self, rest: Sequence["HFCache"], width: int) -> JoinedHFCache | None:
         """This cache and others, each of one row; see `protocols.KeyValueCache`."""
         return JoinedHFCache((self, *rest), width) if self._joins() else None
 
 
 def _held_bytes(layer: Any) -> int:
-    """Of the memory behind a layer's tensors, of which some may be views of a part."""
-    return sum(t.untyped_storage().nbytes() for t in vars(layer).values() if isinstance(t, Tensor))
+    """Of the memory behind a layer's tensors: some may be views of a part, and states stand by number."""
+    held = [*vars(layer).values()]
+    held += [state for states in held if isinstance(states, dict) for state in states.values()]
+    return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor))
 
 
 def cache_name(net: nn.Module) -> str | None:
@@ -116,6 +127,34 @@ def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
     if not bool(error <= _TOLERANCE * effect):
         return f"with that of {name} logits are {float(error):.3g} from those of the whole row"
     return None
+
+
+@torch.no_grad()
+def why_no_pieces(net: nn.Module, vocab_size: int) -> str | None:
+    """Why a row cannot be run in pieces of several tokens, or None where these give what the whole row gives: many
+    layers that keep a state begin with an empty one in each pass of more than one token."""
+    name = type(net).__name__
+    ids_BS = torch.arange(2, 18, device=net.device)[None] * 7 % vocab_size
+    with evaluation(net):
+        try:
+            whole_V, alone_V = (next_logits(net, ids, None)[0] for ids in (ids_BS, ids_BS[:, -8:]))
+            singly_V, pieces_V = (_continued(net, ids_BS, sizes) for sizes in ((14, 1, 1), (8, 8)))
+        except _REFUSALS as error:
+            said = str(error).splitlines()[0][:120] if str(error) else ""
+            return f"{name} refuses pieces of them ({type(error).__name__}: {said})"
+    rounding, error, effect = ((x - whole_V).norm() for x in (singly_V, pieces_V, alone_V))
+    if not bool(error <= _ROUNDINGS * rounding + _SMALL * effect):
+        return f"in pieces their logits are {float(error):.3g} from those of the whole row with {name}"
+    return None
+
+
+def _continued(net: nn.Module, ids_BS: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Logits [V] after a row that is handed over in pieces."""
+    cache, end = HFCache(), 0
+    for size in sizes:
+        logits_BV = next_logits(net, ids_BS[:, end : end + size], cache)
+        end += size
+    return logits_BV[0]
 
 
 @torch.no_grad()

@@ -29,6 +29,9 @@ class JoinedHFCache:
         width: see `protocols.KeyValueCache.joined`.
     """
 
+    takes_pieces = False
+    """See `protocols.KeyValueCache`."""
+
     def __init__(self, caches: Sequence[Any], width: int):
         self._caches, self._width = caches, max(width, len(caches))
         self.past = _Pasts([cache.past for cache in caches])

@@ -34,7 +34,7 @@ from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.base.routers import find_routers
 from tilewright.models.distill.loss import batch_loss, is_taught
-from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_not_joined
+from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_no_pieces, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
 from tilewright.models.hf.probe import InputStyle, check_taught, probe_language_model, short_images, short_texts
@@ -72,6 +72,7 @@ class HFModel(Model):
         self._style: InputStyle | None = None
         self._caches: bool | None = None
         self._joins: bool | None = None
+        self._pieces: bool | None = None
         self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
         self._checkpoint_inputs: CheckpointInputs = "exact"
         self._from_qdata = Fp8Checkpoint(self.kernels, self._note)
@@ -184,7 +185,7 @@ class HFModel(Model):
             if reason is not None:
                 self._note(f"No key/value cache: {reason}. Rows are run whole for each new token.")
             self._caches = reason is None
-        return HFCache(self._rows_join) if self._caches else None
+        return HFCache(self._rows_join, self._takes_pieces) if self._caches else None
 
     def _rows_join(self) -> bool:
         if self._joins is None:
@@ -193,6 +194,14 @@ class HFModel(Model):
                 self._note(f"Rows run one after another: {reason}.")
             self._joins = reason is None
         return self._joins
+
+    def _takes_pieces(self) -> bool:
+        if self._pieces is None:
+            reason = why_no_pieces(self.net, self.vocab_size)
+            if reason is not None:
+                self._note(f"Prompts run in one pass: {reason}.")
+            self._pieces = reason is None
+        return self._pieces
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: HFCache | None = None) -> Tensor:
         """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""

@@ -1,7 +1,8 @@
 """Adapters in files: the layout of the package peft (adapter_config.json, adapter_model.safetensors).
 
 Names are those of the base model's layers, without our wrapper around Hugging Face models. What peft can say and
-`lora` cannot do (another rank for some layers, DoRA, trained biases) is an error. peft itself is not needed.
+`lora` cannot do (another rank for some layers, DoRA, trained biases, a base model that the adapter's beginning changed)
+is an error. peft itself is not needed.
 """
 
 import math
@@ -33,6 +34,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,),
     "target_parameters": (None, []),
 }
+_UNWRITTEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False, None)),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices"), (None, [], {})),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config"), (None,)),
+}
+"""The same of keys that older versions of peft do not know."""
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""How `init_lora_weights` begins where peft has taken the adapter's first values from the base model's weights: on the
+weights as they were such an adapter is another model."""
 
 
 def save_adapter(
@@ -179,9 +189,12 @@ def _check_shared(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Pat
 
 
 def _check_kinds(config: dict[str, Any], folder: Path) -> None:
+    only = _ONLY | _UNWRITTEN
     wrong = [
-        f"{key} = {config[key]!r}" for key, allowed in _ONLY.items() if key in config and config[key] not in allowed
+        f"{key} = {config[key]!r}" for key, allowed in only.items() if key in config and config[key] not in allowed
     ]
+    first = config.get("init_lora_weights")
+    wrong += [f"init_lora_weights = {first!r}"] if str(first).lower().startswith(_CHANGES_BASE) else []
     rank, alpha = config.get("r"), config.get("lora_alpha")
     wrong += [f"r = {rank!r}"] if type(rank) is not int or rank < 1 else []
     wrong += [f"lora_alpha = {alpha!r}"] if not _is_positive(alpha) else []
@@ -194,7 +207,7 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
         raise CheckpointError(
             "Unsupported kind of adapter",
             got=", ".join(wrong),
-            need="LoRA of one rank and alpha, without trained biases",
+            need="LoRA of one rank and alpha on the base model's own weights, without trained biases",
             try_="merge the adapter with peft, and load the merged model",
             where=str(folder / CONFIG),
         )

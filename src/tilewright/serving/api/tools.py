@@ -39,6 +39,8 @@ TOKENS: Mapping[Kind, tuple[str, ...]] = {
 """Tokens that are a part of calls, and that decoding leaves out where they are special."""
 ENFORCED = ("hermes", "mistral", "llama3")
 """Formats of which a call can be made certain."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can say and no text can hold."""
 _PYTHON = {"True": True, "False": False, "None": None}
 """Constants as templates write them that print values of Python."""
 
@@ -223,11 +225,13 @@ class CallParser:
     def _made(self, values: Sequence[Any]) -> list[FunctionCall]:
         calls = []
         for value in values:
-            if not isinstance(value, dict) or value.get("name") not in self._names:
+            name = value.get("name") if isinstance(value, dict) else None
+            if not isinstance(name, str) or name not in self._names:
                 return []
-            arguments = value.get("arguments", value.get("parameters", {}))
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append(FunctionCall(value["name"], text, self._new_id()))
+            text = _arguments(value.get("arguments", value.get("parameters", {})))
+            if text is None:
+                return []
+            calls.append(FunctionCall(name, text, self._new_id()))
         return calls
 
     def _new_id(self) -> str:
@@ -285,6 +289,16 @@ def _deepseek(text: str) -> list[Any]:
         value = _json(arguments)
         found.append({"name": name.strip(), "arguments": value} if isinstance(value, dict) else None)
     return found if found and not first.strip() else [None]
+
+
+def _arguments(given: Any) -> str | None:
+    """Arguments as JSON that UTF-8 can hold: halves of surrogate pairs stay escapes. None where JSON cannot say them,
+    as numbers beyond all bounds."""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def _typed(text: str, schema: Any) -> Any:

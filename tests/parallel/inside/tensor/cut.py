@@ -34,6 +34,12 @@ CONFIGS = {
     "untied": DecoderConfig.of(**WIDE, num_kv_heads=4, tie_embeddings=False),
     "mla": DecoderConfig.of(**WIDE, **LATENT),
     "mla_q": DecoderConfig.of(**WIDE, **LATENT, q_lora_rank=24, tie_embeddings=False),
+    "windows": DecoderConfig.of(
+        **WIDE, num_kv_heads=4, layers=({"sliding_window": 4}, {"ffn_dim": 48, "num_heads": 4})
+    ),
+    "three": DecoderConfig.of(
+        vocab_size=66, dim=24, num_heads=6, num_kv_heads=3, head_dim=6, ffn_dim=36, num_layers=2, sliding_window=5
+    ),
     "odd_vocabulary": replace(DecoderConfig.of(**WIDE, num_kv_heads=4), vocab_size=61),
 }
 

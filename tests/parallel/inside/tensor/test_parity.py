@@ -71,3 +71,20 @@ def test_copies_of_what_is_cut_without_slices():
 def test_copies_of_shards():
     cases = [Case(2, 2, copies=2), Case(2, 2, ep=4, copies=2, kind="moe", settings=FULL)]
     check(cases, on_ranks(8, compare, cases))
+
+
+@pytest.mark.slow
+def test_windows_and_layers_of_their_own_shape():
+    cases = [Case(2, kind="windows", documents=True), Case(2, kind="windows", lora="keep", slices=False)]
+    check(cases, on_ranks(2, compare, cases))
+
+
+@pytest.mark.slow
+def test_on_three_ranks():
+    """Heads, widths and words that no power of two divides, rows whose slices do not come out even."""
+    cases = [
+        Case(3, kind="three"),
+        Case(3, kind="three", length=14, documents=True),
+        Case(3, kind="three", lora="keep"),
+    ]
+    check(cases, on_ranks(3, compare, cases))

@@ -140,4 +140,29 @@ def _mixing(recipe: Recipe) -> Iterator[Conflict]:
             )
 
 
-DATA_CHECKS = (_data, _preferences, _mixing)
+_WITH_LOGIN = ("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs")
+"""Schemes whose addresses may begin with user:password@."""
+
+
+def _addresses(recipe: Recipe) -> Iterator[Conflict]:
+    """Addresses that hold a password, which run.toml and the report would repeat, or no folder's but a signed one's."""
+    data = recipe.data
+    given = {
+        "data.source": [data.source],
+        "data.sources": data.sources.values(),
+        "data.eval_source": [data.eval_source],
+    }
+    for field, address in ((field, text) for field, texts in given.items() for text in texts):
+        scheme, _, rest = address.partition("://")
+        login, _, host = rest.partition("?")[0].partition("/")[0].rpartition("@")
+        if scheme in _WITH_LOGIN and (":" in login or (scheme in ("http", "https") and "?" in rest)):
+            yield Conflict(
+                (field,),
+                "Address with a password or a query in it",
+                f"{scheme}://{'***@' * bool(login)}{host}/...{'?***' * ('?' in rest)}",
+                "a folder's address, to which names of files are added; a login would stand in run.toml and the report",
+                f"{scheme}://{host}/..., and fsspec's arguments as JSON in the environment: FSSPEC_{scheme.upper()}",
+            )
+
+
+DATA_CHECKS = (_data, _addresses, _preferences, _mixing)

@@ -1,0 +1,22 @@
+"""The record of a folder of stages: without it nothing says what they are of."""
+
+import pytest
+
+from tests.optim.test_citizen import assert_in_words
+from tilewright.compress.budget.record import FILE, read_record, write_record
+from tilewright.core.errors import ConfigError
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", '{"format": 0}', "[" * 100_000])
+def test_stages_without_their_record_are_refused(text, tmp_path):
+    """They would be taken for stages of whatever run is compressed next."""
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    assert read_record(tmp_path) is None
+    (tmp_path / "blocks").mkdir()
+    assert read_record(tmp_path) is None
+    with pytest.raises(ConfigError) as caught:
+        read_record(tmp_path, FILE, ("blocks", "shapes"))
+    assert_in_words(caught.value, "blocks in", "new folder")
+    write_record(tmp_path, {"run": "a"})
+    assert read_record(tmp_path, FILE, ("blocks", "shapes"))["run"] == "a"
