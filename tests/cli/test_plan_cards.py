@@ -35,6 +35,7 @@ def test_each_has_the_plan_that_it_has_alone_and_the_least_comes_first(capsys):
     shown = planned(capsys, "--on", "4090,h100").out
     first = min(alone, key=lambda name: alone[name]["step_s"])
     assert shown.startswith(f"Least time: {first}, ")
+    assert shown.count(" kWh") == 2
     assert "without host and cooling" in shown
 
 

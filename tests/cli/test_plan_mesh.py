@@ -38,7 +38,15 @@ def test_the_best_are_shown_with_what_binds_and_why_others_lost(capsys):
     out = capsys.readouterr().out
     assert "h100 x 4: " in out
     assert "MFU" in out
-    for text in ("2 lost: ", "5 lost: ", "searched: ", "published, not measured", "nvlink4", "guessed: collectives"):
+    for text in (
+        "2 lost: ",
+        "5 lost: ",
+        "4 x 700 W",
+        "searched: ",
+        "published, not measured",
+        "nvlink4",
+        "guessed: collectives",
+    ):
         assert text in out, text
 
 
@@ -55,6 +63,7 @@ def test_what_is_written_is_a_recipe_that_train_reads(capsys, tmp_path):
         assert (list(read) if isinstance(read, tuple) else read) == value or f"# {name} = " in text, name
     assert len(found["best"]) == 5
     assert sum(best["parts"].values()) == pytest.approx(1)
+    assert found["energy"]["boards"] == 4
     assert [one["seconds"] for one in found["best"]] == sorted(one["seconds"] for one in found["best"])
 
 

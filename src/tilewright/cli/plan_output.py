@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.cli.common import echo, show_table
-from tilewright.core.units import J_PER_KWH, format_bytes, format_count, format_seconds, ranges
+from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.describe import kept_in_words
-from tilewright.planner.advice.energy import planned_energy
+from tilewright.planner.advice.energy import PlannedEnergy, planned_energy
 from tilewright.planner.cost.rows import places
 from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
@@ -57,8 +57,8 @@ def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
         echo(f"length: {length_in_words(plan.recipe, plan.step_s)}")
     if plan.setting.shards.ranks > 1:
         echo(f"communication: {communication(plan)}")
-    if energy := energy_of(plan):
-        echo(f"energy: {'at most ' if 'boards' in energy else ''}{energy['kwh']:,.3g} kWh: {energy['assumed']}")
+    if energy := _energy_of(plan):
+        echo(f"energy: {energy.words}")
     if told.faster is not None:
         echo(f"\nFaster than what train does: {told.faster}")
     if told.changes and plan.state == "fits":  # else they are in the error
@@ -114,16 +114,8 @@ def communication(plan: Plan) -> str:
     return f"{known}, {format_bytes(sent.total)} a step ({sizes})"
 
 
-def energy_of(plan: Plan) -> dict[str, Any] | None:
-    """Energy that the GPUs take at most for the planned steps, or machines of `energy.assume_watts`, with the
-    assumption; None where it is not known."""
-    if plan.shape.unknown:
-        return None
-    found = planned_energy(plan, expected_steps(plan.recipe, plan.step_s))
-    if found is None:
-        return None
-    told = {"kwh": found.joules / J_PER_KWH, "watts": found.watts, "assumed": found.assumed}
-    return told | {"boards" if found.boards else "machines": found.units}
+def _energy_of(plan: Plan) -> PlannedEnergy | None:
+    return None if plan.shape.unknown else planned_energy(plan, expected_steps(plan.recipe, plan.step_s))
 
 
 def numbers(plan: Plan) -> dict[str, str]:
@@ -148,13 +140,13 @@ def to_json(
     plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
 ) -> dict[str, Any]:  # fmt: skip
     """Contents of the tables, as plain types; None where they are not known."""
-    known, faster = not plan.shape.unknown, told.faster
+    known, faster, energy = not plan.shape.unknown, told.faster, _energy_of(plan)
     return {
         "verdict": plan.verdict,
         "state": plan.state,
         "unknown": plan.shape.unknown,
         "family": plan.shape.family,
-        "energy": energy_of(plan),
+        "energy": energy and energy.to_json(),
         "num_parameters": plan.shape.num_parameters,
         "num_layers": plan.shape.num_layers,
         "machine": plan.machine.device_name,

@@ -170,6 +170,17 @@ def format_share(share: float) -> str:
     return "> 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
 
 
+def format_kwh(joules: float) -> str:
+    """Joules in kWh, whatever their size.
+
+    Example:
+        >>> format_kwh(7.2e6), format_kwh(3.6e5), format_kwh(2.73e11)
+        ('2 kWh', '0.1 kWh', '75,833 kWh')
+    """
+    kwh = joules / J_PER_KWH
+    return f"{kwh:,.0f} kWh" if kwh >= 1000 else f"{kwh:.3g} kWh"
+
+
 def format_joules(joules: float) -> str:
     """Joules with a unit that fits.
 
@@ -180,7 +191,7 @@ def format_joules(joules: float) -> str:
         ('42 µJ', '250 pJ', '0 J')
     """
     if joules >= J_PER_KWH / 10:
-        return f"{joules / J_PER_KWH:,.3g} kWh"
+        return format_kwh(joules)
     for size, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "\N{MICRO SIGN}J"), (1e-9, "nJ")):
         if joules >= size:
             return f"{joules / size:.3g} {unit}"

@@ -1,8 +1,9 @@
 """What a plan says of energy: joules of all its steps, and the FLOPs of a token's matmuls; with the assumption."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from tilewright.core.units import format_seconds
+from tilewright.core.units import J_PER_KWH, format_kwh, format_seconds
 from tilewright.planner.advice.step_gemms import step_gemms, total_flops
 from tilewright.planner.machine.gpu_specs import board_watts
 from tilewright.planner.plan import Plan
@@ -45,6 +46,16 @@ class PlannedEnergy:
         beside = "; without host and cooling" if self.boards else ""
         comma = "," if self.boards else ""
         return f"{self.units} x {self.watts:g} W{comma} {whose}, for all of {format_seconds(self.seconds)}{beside}"
+
+    @property
+    def words(self) -> str:
+        """In a line, with the assumption."""
+        return f"{'at most ' if self.boards else ''}{format_kwh(self.joules)}: {self.assumed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON types."""
+        told = {"kwh": self.joules / J_PER_KWH, "watts": self.watts, "assumed": self.assumed}
+        return told | {"boards" if self.boards else "machines": self.units}
 
 
 def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy | None:

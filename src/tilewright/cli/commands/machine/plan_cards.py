@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tilewright.cli.common import echo, print_json, show_table
 from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError, FitError
-from tilewright.core.units import J_PER_KWH, format_bytes, format_joules, format_seconds
+from tilewright.core.units import J_PER_KWH, format_bytes, format_joules, format_kwh, format_seconds
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
@@ -139,7 +139,7 @@ def _show(loaded: "Loaded", found: Sequence[CardPlan], by: By) -> None:
     fitting = [row for row in found if row.plan is not None]
     if fitting:
         first = fitting[0]
-        number = format_seconds(first.seconds) if by == "time" else f"at most {_kwh(first)}"
+        number = format_seconds(first.seconds) if by == "time" else f"at most {format_kwh(first.joules)}"
         echo(f"Least {by}: {first.name}, {number} for all steps of {loaded.name}.\n")
     columns = ["on", "device", "step", "all steps", "at most", "per token", "settings"]
     show_table(columns, [_row(row) for row in found])
@@ -149,16 +149,11 @@ def _show(loaded: "Loaded", found: Sequence[CardPlan], by: By) -> None:
     )
 
 
-def _kwh(row: CardPlan) -> str:
-    """In one unit, whatever the size: these are compared."""
-    return f"{row.joules / J_PER_KWH:,.3g} kWh"
-
-
 def _row(row: CardPlan) -> list[str]:
     plan = row.plan
     if plan is None:
         return [row.name, "does not fit", *["-"] * 5]
     settings = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in plan.narrowed.items())
     memory = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget.device)}"
-    energy = (_kwh(row), format_joules(row.joules / row.tokens))
+    energy = (format_kwh(row.joules), format_joules(row.joules / row.tokens))
     return [row.name, memory, format_seconds(plan.step_s), format_seconds(row.seconds), *energy, settings or "as asked"]

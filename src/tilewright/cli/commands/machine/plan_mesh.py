@@ -11,8 +11,9 @@ from tilewright.core.units import format_bytes
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
+    from tilewright.planner.advice.energy import PlannedEnergy
     from tilewright.planner.simulate.mesh.find import MeshChange, MeshFinder
-    from tilewright.planner.simulate.mesh.search import BestMeshes, Tables
+    from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep, Tables
 
 BEST = 5
 """Settings that are shown."""
@@ -96,7 +97,8 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
     if lines:
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
     elif as_json:
-        print_json(describe.to_json(found, changes) | {"notes": list(notes)} | ({"compared": other} if other else {}))
+        told = {"notes": list(notes), "energy": _energy(loaded, found.best[0], world, options["on"]).to_json()}
+        print_json(describe.to_json(found, changes) | told | ({"compared": other} if other else {}))
     else:
         _show(found, changes, world, loaded, options, notes)
         if other:
@@ -174,9 +176,20 @@ def _show(
         echo(f"faster, but changes what is learned: {option}: {tokens} tokens/s, {gain} more ({setting})")
     for name, why_not in describe.refused_by_train(loaded.recipe, best).items():
         echo(f"not in train: {name} = {best.setting.settings()[name]} ({why_not})")
+    echo(f"energy: {_energy(loaded, best, world, options['on']).words}")
     echo(f"searched: {found.settings:,} settings, {found.simulated:,} simulated; the others do not fit or are slower")
     for note in notes:
         echo(f"note: {note}")
+
+
+def _energy(loaded: "Loaded", best: "MeshStep", world: int, on: str) -> "PlannedEnergy":
+    """Of all steps in the best mesh."""
+    from tilewright.planner.advice.energy import PlannedEnergy
+    from tilewright.planner.machine.gpu_specs import find_published
+    from tilewright.training.planning.minutes import expected_steps
+
+    seconds = expected_steps(loaded.recipe, best.seconds) * best.seconds
+    return PlannedEnergy(find_published(on).watts, world, True, seconds)
 
 
 def _write(
