@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
+from tilewright.core import mip
 from tilewright.core.errors import FitError
 from tilewright.core.mip import Column, LinearRow, minimise
 
@@ -54,16 +55,31 @@ def market_split(size):
     return [Column(whole=True, upper=1) for _ in range(size)], rows
 
 
-def test_no_answer_in_time_is_no_answer_that_nothing_fits():
-    with pytest.raises(FitError, match="Solver ran out of time before it found a plan that fits"):
-        minimise(*market_split(50), gap=0.0, patience_s=0.3)
+@pytest.mark.parametrize("limit", [{"nodes": 1}, {"patience_s": 0.3}])
+def test_no_answer_within_limits_is_no_answer_that_nothing_fits(limit):
+    with pytest.raises(FitError, match="Solver was stopped before it found a plan that fits"):
+        minimise(*market_split(50), gap=0.0, **limit)
 
 
-def test_an_answer_in_time_says_how_far_it_may_be_from_the_best():
-    size = 60
+def knapsacks(size):
+    """Four limits over items of nearly equal worth: an answer at once, no proof for long."""
     weights = [(i * 7919) % 997 + 1000 for i in range(size)]
     columns = [Column(-(weight + i * 31 % 17), upper=1, whole=True) for i, weight in enumerate(weights)]
-    knapsacks = [LinearRow({i: weights[(i * k) % size] for i in range(size)}, upper=20000) for k in (1, 7, 11, 13)]
-    found = minimise(columns, knapsacks, gap=0.0, patience_s=0.3)
+    rows = [LinearRow({i: weights[(i * k) % size] for i in range(size)}, upper=20000) for k in (1, 7, 11, 13)]
+    return columns, rows
+
+
+@pytest.mark.parametrize(("limit", "by_clock"), [({"nodes": 5}, False), ({"patience_s": 0.3}, True)])
+def test_an_answer_within_limits_says_how_far_it_may_be_from_the_best(limit, by_clock):
+    found = minimise(*knapsacks(60 if by_clock else 30), gap=0.0, **limit)
     assert found is not None
     assert found.gap > 0
+    assert found.by_clock is by_clock
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(12, 1), (20, 3), (30, 5)])
+def test_a_limit_on_nodes_gives_the_same_answer_twice(size, nodes):
+    """A solver that is stopped by the clock gives what it has then, and that is another thing each time."""
+    first = minimise(*knapsacks(size), gap=0.0, nodes=nodes)
+    mip._solved.cache_clear()
+    assert minimise(*knapsacks(size), gap=0.0, nodes=nodes) == first

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 from tilewright.core.errors import FitError
 
-PATIENCE_S = 20.0
-"""Seconds after which the best that was found counts."""
+NODES = 20_000
+"""Nodes of the search tree after which the best that was found counts, on a busy machine as on a quiet one."""
+NO_LIMIT = 2**31 - 1
+"""Nodes where the best is to be proven, however long that takes."""
+PATIENCE_S = 120.0
+"""Seconds after which the same holds, far beyond what those nodes take: the last resort, and answers say so."""
 
 
 class OutOfTime(FitError):
-    """Nothing was found in time, nor that there is nothing."""
+    """Nothing was found within the limits, nor that there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,21 @@ RowContent = tuple[tuple[tuple[int, float], ...], float, float]
 
 @dataclass(frozen=True)
 class Solution:
-    """Values of the columns. `gap`: share of its cost by which another solution might still be better."""
+    """Values of the columns. `gap`: share of its cost by which another solution might still be better. `by_clock`: the
+    clock ended the search, so that a faster machine, or one with less to do, may find a better one."""
 
     values: tuple[float, ...]
     gap: float
+    by_clock: bool = False
 
 
 def minimise(
-    columns: Sequence[Column], rows: Sequence[LinearRow], *, gap: float, patience_s: float = PATIENCE_S
+    columns: Sequence[Column],
+    rows: Sequence[LinearRow],
+    *,
+    gap: float,
+    nodes: int = NODES,
+    patience_s: float = PATIENCE_S,
 ) -> Solution | None:
     """The cheapest values that hold all constraints; None where there are none. Equal programs are solved once.
 
@@ -63,28 +74,32 @@ def minimise(
         columns: variables.
         rows: constraints, by the columns' places.
         gap: share of the cost by which the answer may miss the least.
-        patience_s: seconds after which the best that was found counts, with the gap that is known then.
+        nodes: of the search tree after which the best that was found counts, with the gap that is known then.
+        patience_s: seconds after which the same holds.
 
     Raises:
-        OutOfTime: nothing was found in that time, nor that there is nothing.
+        OutOfTime: nothing was found within these limits, nor that there is nothing.
 
     Example:
         >>> coins = [Column(1, whole=True), Column(1, whole=True)]  # of 5 and of 3, as few as possible
         >>> minimise(coins, [LinearRow({0: 5, 1: 3}, 11, 11)], gap=0).values
         (1.0, 2.0)
     """
-    return _solved(tuple(columns), tuple(row.content for row in rows), gap, patience_s)
+    return _solved(tuple(columns), tuple(row.content for row in rows), gap, nodes, patience_s)
 
 
 @functools.lru_cache(maxsize=256)
 def _solved(
-    columns: tuple[Column, ...], rows: tuple[RowContent, ...], gap: float, patience_s: float
+    columns: tuple[Column, ...], rows: tuple[RowContent, ...], gap: float, nodes: int, patience_s: float
 ) -> Solution | None:
     import highspy  # here: most commands need no solver
     import numpy as np
 
     solver = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "mip_abs_gap": 0.0, "time_limit": patience_s}
+    options = {
+        "output_flag": False, "threads": 1, "mip_rel_gap": gap, "mip_abs_gap": 0.0,
+        "mip_max_nodes": nodes, "time_limit": patience_s,
+    }  # fmt: skip
     for name, value in options.items():
         solver.setOptionValue(name, value)
     for place, column in enumerate(columns):
@@ -97,15 +112,16 @@ def _solved(
         values = np.fromiter((value for _, value in entries), np.float64, len(entries))
         solver.addRow(lower, upper, len(entries), places, values)
     solver.run()
-    info = solver.getInfo()
+    info, status = solver.getInfo(), solver.getModelStatus()
+    by_clock = status == highspy.HighsModelStatus.kTimeLimit
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         whole = any(column.whole for column in columns)
-        return Solution(tuple(solver.getSolution().col_value), info.mip_gap if whole else 0.0)
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kTimeLimit:
+        return Solution(tuple(solver.getSolution().col_value), info.mip_gap if whole else 0.0, by_clock)
+    if by_clock or status == highspy.HighsModelStatus.kSolutionLimit:  # what HiGHS calls its limit on nodes
+        spent = f"{patience_s:g} s" if by_clock else f"{nodes:,} nodes"
         raise OutOfTime(
-            "Solver ran out of time before it found a plan that fits",
-            got=f"{patience_s:g} s, {len(columns)} variables, {len(rows)} constraints",
+            "Solver was stopped before it found a plan that fits",
+            got=f"{spent}, {len(columns)} variables, {len(rows)} constraints",
             need="a budget with more room",
             try_="a larger budget, or fix some of what is open in the recipe",
         )

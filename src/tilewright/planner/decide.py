@@ -116,7 +116,7 @@ def decide(
 
     Raises:
         UnknownFitError: how is `fastest`, and the model cannot be traced.
-        OutOfTime: the solver found nothing in its time.
+        OutOfTime: the solver was stopped and had found nothing.
     """
     loaded = on_machine(loaded, site.machine)
     recipe = site.at_mesh(loaded.recipe)

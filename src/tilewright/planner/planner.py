@@ -14,7 +14,7 @@ from tilewright.core.config.edit import CPU_LOSS_CHUNK, changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
-from tilewright.core.mip import PATIENCE_S, OutOfTime
+from tilewright.core.mip import OutOfTime
 from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes
@@ -31,7 +31,17 @@ from tilewright.planner.cost.phases import (
     rollback_bytes,
 )
 from tilewright.planner.cost.rows import PlanRow, documents_notes, recomputed
-from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
+from tilewright.planner.cost.solve import (
+    Answer,
+    ChoiceGroup,
+    Counts,
+    PlanProblem,
+    least_seconds,
+    left_out_note,
+    seconds,
+    solve,
+    stopped_note,
+)
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
 from tilewright.planner.cost.traffic import communication, cut_traffic
 from tilewright.planner.machine.ceilings import Ceilings
@@ -163,7 +173,7 @@ class Planner:
 
         Raises:
             UnknownFitError: the model cannot be traced.
-            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+            OutOfTime: the solver was stopped and had found nothing, and where it had an end, nothing fits.
         """
         for recipe, narrowed in self._recipes():
             best: tuple[float, _Table, Answer] | None = None
@@ -214,7 +224,7 @@ class Planner:
         """The plan with the least device memory within the host's budget; None where the host's is too small.
 
         Raises:
-            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+            OutOfTime: the solver was stopped and had found nothing, and where it had an end, nothing fits.
         """
         best: tuple[float, Plan] | None = None
         late: list[OutOfTime] = []
@@ -339,7 +349,7 @@ class Planner:
 
     def _decided(self, table: _Table, answer: Answer, better: str, late: Sequence[OutOfTime]) -> Plan:
         """The solver's answer. `better`: than it another one may be; `late`: settings without one."""
-        notes = (*_stopped(answer.gap, better), *_left_out(late))
+        notes = (*stopped_note(answer, better, GAP), *left_out_note(len(late)))
         return replace(self._assembled(table, tuple(_rows(table, answer.counts)), notes), decided=True)
 
     def _assembled(self, table: _Table, rows: tuple[PlanRow, ...], more: tuple[str, ...] = ()) -> Plan:
@@ -373,20 +383,6 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
     if budget.links.guessed and away:
         found.append(budget.links.guessed)
     return tuple(found)
-
-
-def _stopped(gap: float, better: str) -> tuple[str, ...]:
-    """A note where the solver had no time to prove that a plan is the best."""
-    if gap <= 2 * GAP:
-        return ()
-    return (f"the solver was stopped after {PATIENCE_S:g} s: a plan up to {gap:.2%} {better} may exist",)
-
-
-def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
-    """A note where other settings than the plan's own were not brought to an end."""
-    if not late:
-        return ()
-    return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)
 
 
 def _rows(table: _Table, counts: Counts) -> Iterator[PlanRow]:

@@ -78,7 +78,7 @@ def best_shapes(
         distance: places at which each differs from those before, at least.
 
     Raises:
-        OutOfTime: the solver found nothing in its time.
+        OutOfTime: the solver was stopped and had found nothing.
     """
     found: list[ChosenShape] = []
     rows = [*_one_each(options), *(_limit(options, rest, name, limit) for name, limit in limits.items())]

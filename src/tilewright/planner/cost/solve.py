@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.core.mip import NODES, PATIENCE_S, Column, LinearRow, minimise
 from tilewright.planner.cost.operations import Holding
 
 Transient = Literal["none", "forward", "backward"]
@@ -109,10 +109,12 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """Counts, and the share of their seconds (of their peak) that the best may be below them."""
+    """Counts, the share of their seconds (of their peak) that the best may be below them, and whether the clock has
+    ended the search."""
 
     counts: Counts
     gap: float = 0.0
+    by_clock: bool = False
 
 
 def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
@@ -155,10 +157,10 @@ def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) ->
     Args:
         problem: groups, phases and budgets.
         smallest: minimise the device's peak instead, whatever the device's budget; those of host and disk still hold.
-        gap: share of the optimum by which the answer may miss it. It misses it by more where the solver takes too long.
+        gap: share of the optimum by which the answer may miss it. It misses it by more where the solver is stopped.
 
     Raises:
-        OutOfTime: the solver took too long and found nothing.
+        OutOfTime: the solver was stopped and had found nothing.
     """
     if not smallest and _plainly_too_large(problem):
         return None
@@ -180,6 +182,29 @@ def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) ->
             wide[i] = count
         counts.append(tuple(wide))
     return replace(found, counts=tuple(counts))
+
+
+def stopped_note(answer: Answer, better: str, gap: float) -> tuple[str, ...]:
+    """A note where the solver was stopped before it had proven that a plan is the best.
+
+    Args:
+        answer: of the solver.
+        better: than the plan another one may be.
+        gap: that was asked for.
+    """
+    if answer.gap <= 2 * gap:
+        return ()
+    after = f"after {NODES:,} nodes"
+    if answer.by_clock:
+        after = f"by the clock after {PATIENCE_S:g} s, so a machine with less to do may find another plan"
+    return (f"the solver was stopped {after}: a plan up to {answer.gap:.2%} {better} may exist",)
+
+
+def left_out_note(number: int) -> tuple[str, ...]:
+    """A note where other settings than the plan's own were not brought to an end, so many."""
+    if not number:
+        return ()
+    return (f"the solver was stopped before it found anything for {number} of the settings, which are left out",)
 
 
 def _plainly_too_large(problem: PlanProblem) -> bool:
@@ -244,7 +269,8 @@ def _integer_program(problem: PlanProblem, smallest: bool, gap: float) -> Answer
     if found is None:
         return None
     values = iter(round(value) for value in found.values[: len(counts)])
-    return Answer(tuple(tuple(next(values) for _ in group.costs) for group in problem.groups), found.gap)
+    counts_by_group = tuple(tuple(next(values) for _ in group.costs) for group in problem.groups)
+    return Answer(counts_by_group, found.gap, found.by_clock)
 
 
 def _rows(problem: PlanProblem, columns: _Columns, unit: float, smallest: bool) -> list[LinearRow]:

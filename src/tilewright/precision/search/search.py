@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.core.errors import FitError
-from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.core.mip import NO_LIMIT, Column, LinearRow, minimise
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.search.gemm_time import UnitTime
 from tilewright.precision.search.layer_stats import SearchUnit
@@ -169,7 +169,7 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
     columns += [Column(gain / scale, upper=1.0) for gain in gains[len(matmuls) :]]
     rows = [LinearRow({quantisation: 1.0, matmul: -1.0}, lower=0.0) for matmul, quantisation in needs]
     rows.append(LinearRow({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
-    found = minimise(columns, rows, gap=GAP, patience_s=math.inf)
+    found = minimise(columns, rows, gap=GAP, nodes=NO_LIMIT, patience_s=math.inf)
     if found is None:
         raise AssertionError("the solver found nothing within a budget that is possible")
     return frozenset(matmul for matmul, i in index.items() if found.values[i] > 0.5)
