@@ -139,7 +139,7 @@ def test_adapters_are_planned(capsys):
 
 def test_files_that_cannot_be_written(capsys, tmp_path):
     message = error_of(capsys, "--out", str(tmp_path / "none" / "plan.toml"))
-    assert "Plan cannot be written" in message
+    assert "File of --out cannot be written" in message
 
 
 def test_on_a_cpu(capsys):

@@ -69,7 +69,7 @@ from tests.planner.rates import make_rates
 from tilewright.core.subprocess_call import answer
 from tilewright.planner.machine import ceilings
 
-def measured(machine, key, threads, progress):
+def measured(machine, key, threads, progress, *_):
     progress("measuring")
     return dataclasses.replace(make_rates(), key=key, threads=threads)
 
@@ -254,7 +254,9 @@ def test_a_product_takes_what_it_takes_to_start_and_what_its_rows_take():
     assert timed.rate == pytest.approx(6000)
     assert timed.start == pytest.approx(1.0)
     others = [replace(timed, few_s=2.0, many_s=2.2), replace(timed, few_s=1.0, many_s=9.0)]
-    assert microbench.Timed.middle([timed, *others]) == timed
+    assert microbench.Timed.of_rounds([timed, *others], statistics.median) == timed
+    best = microbench.Timed.of_rounds([timed, *others], min)
+    assert (best.few_s, best.many_s) == (1.0, 2.2)
     backwards = microbench.Timed(
         width=10, few=4, few_s=3.0, many=14, many_s=2.0
     )  # an impossible timing still gives a rate

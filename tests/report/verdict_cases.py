@@ -93,6 +93,11 @@ def norms_with_spikes(count: int) -> list[float]:
     ]
 
 
+def corrected(step_s: float) -> dict[str, Any]:
+    """The plan of one second a step, corrected beside the first steps."""
+    return PLAN | {"corrected": {"step": 4, "step_s": step_s, "tokens_per_s": 1.0}}
+
+
 def memory(planned: float) -> dict[str, Any]:
     return {"plan": {"step_phase": "backward", "phases": {"backward": {"activations": planned * 2**30}}}}
 
@@ -220,6 +225,10 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("one step that compiles", Case(columns={"step_s": [90.0] + [1.0] * (COUNT - 1)}), GOOD),
         ("three steps", Case(falling(3), {"step_s": [9.0, 2.0, 2.0]}, evals={}), NOT_MEASURED),
         ("four steps", Case(falling(4), {"step_s": [9.0, 2.0, 2.0, 2.0]}, evals={}), LOOK),
+        ("corrected to what it takes", Case(columns={"step_s": noisy(3.3)}, files={"plan": corrected(3.0)}), GOOD),
+        ("corrected the wrong way", Case(files={"plan": corrected(3.3)}), LOOK),
+        ("corrected, and slower still", Case(columns={"step_s": noisy(7.0)}, files={"plan": corrected(2.0)}), BAD),
+        ("a correction that is damaged", Case(files={"plan": PLAN | {"corrected": [1]}}), GOOD),
         ("no plan", Case(files={"plan": None}), NOT_MEASURED),
         ("seconds not known", Case(files={"plan": PLAN | {"step_s": None}}), NOT_MEASURED),
         ("no seconds", Case(columns={"step_s": [None] * COUNT}), NOT_MEASURED),

@@ -10,48 +10,91 @@ from tests.planner.rates import make_rates
 from tests.training.tiny import rows, tiny
 from tilewright.core.config.recipe import TrainSection
 from tilewright.planner.machine import ceilings
+from tilewright.planner.machine.microbench import WAITED
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.planning.minutes import LONG_S, long_run
-from tilewright.training.planning.off_plan import OFF
-from tilewright.training.planning.pace import COUNTED, hold_against_plan
+from tilewright.training.planning.off_plan import OFF, off_plan
+from tilewright.training.planning.pace import COUNTED, WORTH_S, PlannedSeconds, StepSeconds, hold_against_plan
 from tilewright.training.session import train
 
 
-def told(planned_s, seconds, steps=100):
-    """What is recorded of first steps of so many seconds."""
-    found = []
-    record = lambda step, kind, text, **numbers: found.append((step, kind, text, numbers))  # noqa: E731
-    hold_against_plan(record, planned_s, seconds, len(seconds), steps)
-    return found
+def told(planned, found, step=COUNTED, steps=100, correct=None):
+    """What is recorded of first steps of so many seconds, and by how much the plan was corrected."""
+    events = []
+    record = lambda step, kind, text, **numbers: events.append((step, kind, text, numbers))  # noqa: E731
+    corrected = hold_against_plan(record, planned, found, step, steps, correct)
+    return events, corrected
 
 
-@given(planned_s=st.floats(1e-3, 1e3), factor=st.floats(0.01, 100), first_s=st.floats(0, 1e4))
-def test_steps_far_off_are_told(planned_s, factor, first_s):
-    found = told(planned_s, [first_s] + [factor * planned_s] * (COUNTED - 1))
+FACTOR = st.floats(0.01, 100)
+
+
+@given(planned_s=st.floats(1e-3, 1e3), factor=FACTOR)
+def test_steps_far_off_are_told(planned_s, factor):
+    """On a machine that others do not use."""
+    events, corrected = told(PlannedSeconds(planned_s), StepSeconds(factor * planned_s, factor * planned_s))
+    assert corrected is None
     off = max(factor, 1 / factor)
     if off > OFF * 1.001:
-        ((step, kind, text, numbers),) = found
+        ((step, kind, text, numbers),) = events
         assert (step, kind) == (4, "pace")
         assert numbers["measured_s"] / numbers["planned_s"] == pytest.approx(factor)
         assert "96 that are left" in text
         assert ("doctor" in text) is (factor > 1), "a slow run has its cause named"
     elif off < OFF * 0.999:
-        assert found == []
+        assert events == []
+
+
+@given(planned_s=st.floats(1e-3, 1e3), own=FACTOR, others=st.floats(1, 20), fresh=FACTOR, steps=st.integers(4, 10**6))
+def test_a_plan_is_corrected_where_the_steps_own_work_is_far_off(planned_s, own, others, fresh, steps):
+    """Own work as planned, or not, beside other programs that take the processors, or not. A correction is asked for
+    once, only where it is the plan that is wrong, and only where the run is long enough to be worth it."""
+    clock, asked = planned_s * own * others, []
+    found = StepSeconds(clock, planned_s * own)
+    events, corrected = told(
+        PlannedSeconds(planned_s), found, steps=steps, correct=lambda s: asked.append(s) or planned_s * fresh
+    )
+    wrong = off_plan(planned_s, found.own) >= OFF
+    worth = (steps - COUNTED) * abs(clock - planned_s) > WORTH_S
+    expected = bool(events) and wrong and worth
+    assert bool(events) == (off_plan(planned_s, clock) >= OFF)
+    assert asked == [found.own] * expected
+    assert (corrected == planned_s * fresh) if expected else corrected is None
+    for _, _, text, numbers in events:
+        assert ("the plan is corrected" in text) is expected
+        assert numbers.get("correction", fresh) == pytest.approx(fresh)
+        assert ("have a processor" in text) is (others > WAITED)
+        if others > WAITED:
+            assert (", as planned;" in text) is not wrong
+            assert numbers["processor_s"] == pytest.approx(planned_s * own)
+
+
+def test_seconds_of_links_are_no_work():
+    """A step of 1 s, of which the disk has 0.8: 2 s with 0.2 s on a processor are the disk's, and no rate is wrong."""
+    planned, asked = PlannedSeconds(1.0, moved=0.8), []
+    ((_, _, text, _),), _ = told(planned, StepSeconds(2.0, 0.2), steps=10**6, correct=asked.append)
+    assert asked == []
+    assert "as planned; in the rest they wait" in text
+
+
+def test_a_gpus_seconds_are_those_of_the_clock():
+    found = StepSeconds.of([9.0, 2.0, 2.0, 2.0], [9.0, 0.1, 0.1, 0.1], on_cpu=False)
+    assert (found.own, found.shared) == (2.0, False)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "count"),
+    ("seconds", "middle"),
     [
-        ([9.0, 9.0, 1.0, 1.0], 0),  # one that was slow is not the middle one
-        ([9.0, 9.0, 9.0, 1.0], 1),
+        ([9.0, 9.0, 1.0, 1.0], 1.0),  # one that was slow is not the middle one
+        ([9.0, 9.0, 9.0, 1.0], 9.0),
     ],
 )
-def test_the_middle_one_of_three_counts(seconds, count):
-    assert len(told(1.0, seconds)) == count
+def test_the_middle_one_of_three_counts(seconds, middle):
+    assert StepSeconds.of(seconds, seconds, on_cpu=True) == StepSeconds(middle, middle)
 
 
 def test_nothing_is_told_where_nothing_was_planned():
-    assert told(0.0, [1.0] * 9) == []
+    assert told(PlannedSeconds(0.0), StepSeconds(1.0, 1.0)) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import click
 
 from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 
@@ -188,3 +188,30 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
     return str(value)
+
+
+def write_answer(option: str, path: str, text: str, *, quiet: bool) -> None:
+    """Write a file that an option asks for, whole or not at all, and say so.
+
+    Args:
+        option: its name, as `--html`.
+        path: that was typed.
+        text: of the file.
+        quiet: standard output is for a program.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    from tilewright.core.atomic_io import write_whole
+
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        raise DataError(
+            f"File of {option} cannot be written",
+            got=str(error),
+            need="a folder in which files can be made",
+            try_=f"another path for {option}",
+            where=path,
+        ) from error
+    say(f"wrote {path}", error=quiet)

@@ -52,7 +52,7 @@ from tilewright.training.planning.minutes import (
     with_known_steps,
     with_time_left,
 )
-from tilewright.training.planning.pace import Pace
+from tilewright.training.planning.pace import pace_of
 from tilewright.training.planning.ranks import LoneWatch, check_world, facts_of, settings_of, watch_of
 from tilewright.training.planning.resolve import load_run_plan, write_plan
 from tilewright.training.planning.trial import time_steps
@@ -291,10 +291,11 @@ class TrainSession:
                 agreement = self.watch.agreement(self.folder, setup.plan, parts)
                 replanner = replanner_for(setup, parts, recorder, agreement=agreement)
                 first = parts.modes.last_from(parts.counters.step + 1)
-                pace = Pace(setup.plan.known_step_s, first, recipe.train.steps)
+                steps, measures = recipe.train.steps, setup.world.is_first
+                pace = pace_of(setup.plan, setup.site, first, steps, measures=measures)
                 counts = () if self.energy is None or not shown else (self.energy.hook(parts),)
                 # Ranks agree on the rows' length before memory is planned for it, and memory is before it is taken.
-                hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, pace, *counts
+                hooks = *((agreement,) * (not agreement.alone)), replanner, *parts.hooks, *(pace,) * shown, *counts
                 yield Run(
                     setup, parts, parts.state(), self.store, self.folder, recorder, replanner, agreement, hooks,
                     resumed=resumed, left_out=frozenset(self.left_out),

@@ -14,11 +14,10 @@ import click
 from tilewright.cli.commands.chat_models.plan_model import named_model, plan_model
 from tilewright.cli.commands.machine.plan_cards import names_of, plan_cards
 from tilewright.cli.commands.machine.plan_mesh import check_options, plan_mesh
-from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity
+from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity, write_answer
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import gc_paused
-from tilewright.core.errors import ConfigError, DataError, FitError
-from tilewright.core.log import say
+from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -206,24 +205,13 @@ def _why(loaded: "Loaded", site: "Site", found: "Plan", text: str) -> list[str]:
 def _write_files(
     plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change"], out: str, html: str, *, quiet: bool
 ) -> None:
-    from tilewright.core.atomic_io import write_whole
     from tilewright.planner.plan_file import to_toml
 
-    try:
-        if out:
-            write_whole(Path(out), to_toml(plan))
-            say(f"wrote {out}", error=quiet)
-        if html:
-            from tilewright.cli.plan_output import layer_table
-            from tilewright.report.plan_page import render_plan
+    if out:
+        write_answer("--out", out, to_toml(plan), quiet=quiet)
+    if html:
+        from tilewright.cli.plan_output import layer_table
+        from tilewright.report.plan_page import render_plan
 
-            write_whole(Path(html), render_plan(plan, curve, layer_table(plan), [str(change) for change in changes]))
-            say(f"wrote {html}", error=quiet)
-    except OSError as error:
-        raise DataError(
-            "Plan cannot be written",
-            got=str(error),
-            need="a folder in which files can be made",
-            try_="another path for --out and --html",
-            where=out or html,
-        ) from error
+        page = render_plan(plan, curve, layer_table(plan), [str(change) for change in changes])
+        write_answer("--html", html, page, quiet=quiet)

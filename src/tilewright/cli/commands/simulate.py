@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import echo, json_option, print_json, show_table, verbosity
+from tilewright.cli.common import echo, json_option, print_json, show_table, verbosity, write_answer
 from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,10 +127,9 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
     failures = _failures(options, given)
     rungs = _ladder(options) if ladder else [_one(options, given)]
     if html:
-        from tilewright.core.atomic_io import write_whole
         from tilewright.report.pages.simulate_page import render_simulation
 
-        write_whole(Path(html), render_simulation(rungs, failures))
+        write_answer("--html", html, render_simulation(rungs, failures), quiet=as_json)
     if as_json:
         more = {} if failures is None else {"goodput": failures.goodput, "best_interval_s": failures.best_interval_s}
         print_json({"rungs": [rung.to_json() for rung in rungs]} | more)

@@ -4,7 +4,8 @@ Every rate is measured through `ops`, forward and backward together, at a few si
 the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
 (steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
 seconds, and some in which it runs faster than it can keep up. On a CPU whose processors others took meanwhile, seconds
-are those of the processor that a call had (`microbench.Clock`): by the clock a plan was 13 times too long.
+are those of the processor that a call had (`microbench.Clock`), and of the rounds the best one's, as others share
+caches and memory too: by the clock a plan was 13 times too long. `again` corrects them beside the steps of a run.
 Of what runs compiled only the optimizer is compiled for it, which takes some seconds and is cached by torch for the
 run: its eager form is up to 25 times slower. What other compiled loops reach is bounded by `bandwidth` and `exp`. The
 cache file is keyed by machine, torch, kernels and thread count; pass `refresh` to measure again. Where others took the
@@ -16,7 +17,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +35,12 @@ from tilewright.planner.machine.microbench import Load, RateProbe, Timed
 
 _FORMAT = 11
 """Raise when the meaning of a field changes, so that old cache files are not read."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUNDS = 3
 _BUSY, _OTHERS = 1.3, 0.15
 """Scatter of the timings, and share of the processors' time that others took: above them, rates are those of a busy
 machine. Steady load scatters nothing and shows in the second one only."""
-_BUSY_FOR_S = 3600.0
+BUSY_FOR_S = 3600.0
 """How long rates of a busy machine are used."""
 _log = get_logger(__name__)
 
@@ -202,6 +203,33 @@ def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | N
     return None if found is None else found.slowed(machine.core_share)
 
 
+def keep(machine: Machine, ceilings: Ceilings, cache_dir: str | Path | None = None) -> None:
+    """Put other rates of a machine in the place of those that were measured before.
+
+    Args:
+        machine: whose they are.
+        ceilings: of one process alone.
+        cache_dir: see `measure`.
+    """
+    folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
+    _write(folder / "ceilings" / f"{_key(machine)}.json", ceilings)
+
+
+def one_round(machine: Machine, formats: Collection[str], progress: Callable[[str], None]) -> Ceilings:
+    """One round of what `measure` measures, in a process of its own: seconds, not a quarter of a minute.
+
+    Args:
+        machine: facts about this machine.
+        formats: of `DTYPES`; the others are not measured.
+        progress: called with a line of text before each measurement.
+
+    Raises:
+        HardwareError: the process was killed.
+    """
+    arguments = {"device": machine.device, "key": _key(machine), "threads": torch.get_num_threads()}
+    return Ceilings.from_json(call_module(__name__, progress, **arguments, rounds=1, formats=sorted(formats)))
+
+
 def _kernels(machine: Machine) -> Kernels:
     return Kernels(machine, compile=False)
 
@@ -220,7 +248,7 @@ def _key(machine: Machine) -> str:
 def _read(path: Path) -> Ceilings | None:
     try:
         found = Ceilings.from_json(json.loads(path.read_text(encoding="utf-8")))
-        return found if found.quiet or time.time() - path.stat().st_mtime < _BUSY_FOR_S else None
+        return found if found.quiet or time.time() - path.stat().st_mtime < BUSY_FOR_S else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -242,16 +270,25 @@ def _in_silence(line: str) -> None:
     """Progress that was not asked for."""
 
 
-def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:
+def _measure_all(
+    machine: Machine,
+    key: str,
+    threads: int,
+    progress: Callable[[str], None],
+    rounds: int = _ROUNDS,
+    formats: Collection[str] = tuple(DTYPES),
+) -> Ceilings:
     torch.set_num_threads(threads)
     device = torch.device(machine.device)
     probe, in_runs = RateProbe(_kernels(machine), device), RateProbe(Kernels(machine), device)
     began, load = time.perf_counter(), Load()
-    progress(f"measuring this machine once: {machine.device_name}")
-    matmuls = _middle_timings([_matmuls(probe, machine) for _ in range(_ROUNDS)])
+    progress(f"measuring this machine{' once' if rounds > 1 else ''}: {machine.device_name}")
+    measured = [_matmuls(probe, machine, formats) for _ in range(rounds)]
+    matmuls = _timings(measured, best=load.others() > _OTHERS)
     matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in matmuls.items()}
     progress("  attention, loss, element-wise work, optimizer (compiled once), memory")
-    rest = _middle([_rest(probe, in_runs, matmul) for _ in range(_ROUNDS)])
+    rates = [_rest(probe, in_runs, matmul, formats) for _ in range(rounds)]
+    rest = _of_rounds(rates, max if load.others() > _OTHERS else statistics.median)
     ceilings = Ceilings(
         key=key,
         matmul=matmul,
@@ -271,52 +308,61 @@ def middle(several: Sequence[Ceilings]) -> Ceilings:
     """Of several measurements of one machine, the middle one of each rate."""
     same = {"format": _FORMAT, "key": several[0].key, "threads": several[0].threads}
     facts = [{name: value for name, value in one.to_json().items() if name not in same} for one in several]
-    return Ceilings.from_json(same | _middle(facts))
+    return Ceilings.from_json(same | _of_rounds(facts, statistics.median))
 
 
-def _middle(rounds: Sequence[Any]) -> Any:
-    """The middle one of each rate."""
+def _of_rounds(rounds: Sequence[Any], pick: Callable[[Sequence[float]], float]) -> Any:
+    """Of each rate the one that `pick` takes."""
     if not isinstance(rounds[0], Mapping):
-        return statistics.median(rounds)
-    return {name: _middle([found[name] for found in rounds]) for name in rounds[0]}
+        return pick(rounds)
+    return {name: _of_rounds([found[name] for found in rounds], pick) for name in rounds[0]}
 
 
-def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict[str, dict[int, Timed]]:
-    """The same of matmuls."""
+def _timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]], *, best: bool) -> dict[str, dict[int, Timed]]:
+    """The same of matmuls: the middle seconds, or the fewest."""
+    pick = min if best else statistics.median
     return {
-        fmt: {width: Timed.middle([found[fmt][width] for found in rounds]) for width in row}
+        fmt: {width: Timed.of_rounds([found[fmt][width] for found in rounds], pick) for width in row}
         for fmt, row in rounds[0].items()
     }
 
 
-def _matmuls(probe: RateProbe, machine: Machine) -> dict[str, dict[int, Timed]]:
+def _matmuls(probe: RateProbe, machine: Machine, formats: Collection[str]) -> dict[str, dict[int, Timed]]:
     """Matrix matmuls by format and width."""
-    found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
-    found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
+    found = {fmt: probe.matmul(DTYPES[fmt]) for fmt in formats}
+    if "fp32" in found:
+        found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
     if machine.capability is not None and machine.capability >= (8, 9):
         found["fp8"] = probe.matmul_fp8()
     return found
 
 
-def _rest(probe: RateProbe, in_runs: RateProbe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+def _rest(
+    probe: RateProbe, in_runs: RateProbe, matmul: Mapping[str, Mapping[int, float]], formats: Collection[str]
+) -> dict[str, Any]:
     """All other rates, by the names of their fields; the optimizer's with the kernels of a run, compiled ones too."""
+    dtypes = {fmt: DTYPES[fmt] for fmt in formats}
     by_format = {
-        "attention": {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()},
-        "loss": {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()},
-        "elementwise": {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()},
+        "attention": {fmt: probe.attention(dtype) for fmt, dtype in dtypes.items()},
+        "loss": {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in dtypes.items()},
+        "elementwise": {fmt: probe.elementwise(dtype) for fmt, dtype in dtypes.items()},
     }
-    adam = {fmt: in_runs.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": in_runs.low_bit_adam()}
+    alike = {"tf32": "fp32"} if "fp32" in dtypes else {}
+    adam = {fmt: in_runs.adam(DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": in_runs.low_bit_adam()}
     return {
-        **{name: rates | {"tf32": rates["fp32"]} for name, rates in by_format.items()},
+        **{name: rates | {a: rates[b] for a, b in alike.items()} for name, rates in by_format.items()},
         "adam": adam,
         "bandwidth": probe.bandwidth(),
         "exp": probe.exp(),
     }
 
 
-def _measure_here(device: str, key: str, threads: int) -> dict[str, object]:
+def _measure_here(
+    device: str, key: str, threads: int, rounds: int = _ROUNDS, formats: Sequence[str] = tuple(DTYPES)
+) -> dict[str, object]:
     """The measurement, in a process of its own."""
-    return _measure_all(detect_machine(device), key, threads, functools.partial(print, flush=True)).to_json()
+    told = functools.partial(print, flush=True)
+    return _measure_all(detect_machine(device), key, threads, told, rounds, formats).to_json()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Legend: N tokens, D width, K inputs, M outputs, V vocabulary, B rows, H heads, S
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -23,7 +23,7 @@ from tilewright.planner.trace.byte_counter import LiveBytes
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
 _BUDGET_S = 0.05
 _FEWEST, _MOST = 2, 100
-_WAITED = 1.25
+WAITED = 1.25
 """Seconds over those in which the calling thread had a processor, from which on others have taken it."""
 _FEW, _FEW_TILED = 16, 128
 """Rows; of 8-bit operands a whole tile."""
@@ -51,9 +51,9 @@ class Timed:
         return max(0.0, self.few_s - 6 * self.few * self.width**2 / self.rate)
 
     @classmethod
-    def middle(cls, timings: Sequence["Timed"]) -> "Timed":
-        """The middle one of each."""
-        few_s, many_s = (statistics.median(getattr(one, name) for one in timings) for name in ("few_s", "many_s"))
+    def of_rounds(cls, timings: Sequence["Timed"], pick: Callable[[Iterable[float]], float]) -> "Timed":
+        """Of each seconds those that `pick` takes, as the middle ones."""
+        few_s, many_s = (pick(getattr(one, name) for one in timings) for name in ("few_s", "many_s"))
         return replace(timings[0], few_s=few_s, many_s=many_s)
 
 
@@ -81,7 +81,7 @@ class Clock:
             processor.append(time.thread_time() - used)
             times.append(time.perf_counter() - start)
         self.ratios.append(statistics.median(times) / min(times))
-        if self.device.type == "cpu" and sum(times) > _WAITED * sum(processor) > 0:
+        if self.device.type == "cpu" and sum(times) > WAITED * sum(processor) > 0:
             return min(processor)
         return statistics.median(times)
 

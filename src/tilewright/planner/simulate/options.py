@@ -108,7 +108,8 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
     """Links from `inter=50GB/s` or `intra=400GB/s,5us` (with latency). Others take no time.
 
     Raises:
-        ConfigError: no such link, a rate that is none, or links over which nothing travels.
+        ConfigError: no such link, a rate that is none, links over which nothing travels, or nodes and messages that
+            no link makes take time.
     """
     links: dict[str, Link] = {}
     for text in texts:
@@ -139,6 +140,16 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
             need="how many bytes a micro-batch sends from stage to stage",
             try_="--message 64MiB",
             where="--message",
+        )
+    idle = ["--message"] if message and not links else ["--node"] if ranks_per_node > 1 and not links else []
+    if idle or ("intra" in links and ranks_per_node == 1):
+        option, link = ("--node", "intra") if not idle else (idle[0], "inter")
+        raise ConfigError(
+            "Messages between stages take no time" if idle else "Link inside of nodes of one rank has no effect",
+            got=f"{option} and no --link" if idle else f"--link intra and --node {ranks_per_node}",
+            need="the rate of a link" if idle else "how many ranks share a node",
+            try_=f"--link {link}=50GB/s with {option}" if idle else "--node 8",
+            where=option,
         )
     return Network(ranks_per_node, links.get("intra", Link()), links.get("inter", Link()))
 

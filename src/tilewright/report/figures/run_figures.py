@@ -209,6 +209,9 @@ def throughput_figure(run: RunData) -> Figure | None:
     if planned is not None:
         series.append(Series("planned", [steps[0], steps[-1]], [planned, planned], 1, "rule"))
         legend.append((1, "planned", f"{format_number(planned)} tokens/s"))
+    if (corrected := run.corrected("tokens_per_s")) is not None:
+        series.append(Series("planned, corrected", [steps[0], steps[-1]], [corrected, corrected], 2, "rule"))
+        legend.append((2, "planned, corrected beside the first steps", f"{format_number(corrected)} tokens/s"))
     svg = line_chart(series, label="tokens per second", y_label="tokens/s", zero=True, y_format="count")
     reading = "The first steps compile and are slow; dips are evaluations, checkpoints or other programs."
     return Figure("Throughput", svg, reading, legend)

@@ -78,6 +78,11 @@ class RunData:
         """A number of the plan, None where it is not recorded or not known."""
         return number((self.plan or {}).get(key))
 
+    def corrected(self, key: str) -> float | None:
+        """The same of the plan as it was corrected beside the first steps; None where it was not."""
+        corrected = (self.plan or {}).get("corrected")
+        return number(corrected.get(key)) if isinstance(corrected, Mapping) else None
+
     def setting(self, section: str, name: str) -> Any:
         """A value of the resolved recipe, None where it is not recorded."""
         values = self.recipe.get(section)

@@ -33,8 +33,8 @@ OFF_PACE = VerdictRule(
     name="time plan",
     chart="throughput",
     measures=(
-        "median seconds of the steps after the first over the planned ones, or the inverse if that is more, which is "
-        "worth a look at most"
+        "median seconds of the steps after the first over the planned ones (as corrected beside the first steps, where "
+        "they were), or the inverse if that is more, which is worth a look at most"
     ),
     unit="times",
     look=OFF,
@@ -114,6 +114,9 @@ def off_pace(run: RunData) -> Verdict:
     if found <= 0:
         return OFF_PACE.not_measured("The time of the steps is not recorded.")
     text = f"A step took {format_seconds(found)}, {format_seconds(planned)} were planned."
+    if corrected := run.corrected("step_s"):
+        text += f" Rates of the machine, measured again beside the first steps, give {format_seconds(corrected)}."
+        planned = corrected
     return OFF_PACE.judge(off_plan_by(planned, found), text, harmless=found < planned)
 
 

@@ -56,6 +56,9 @@ class StepResult:
     """Of each row, or whole document, that this rank read the sum of its targets' losses and their number, each [R], in
     the order of its micro-batches; the sums on its device, the numbers on the host. None where the model tells sums of
     batches only."""
+    processor_s: float = 0.0
+    """Of `seconds` those in which the calling thread had a processor; in the rest it waited for other programs, a disk,
+    a device or other ranks. 0 where they are not counted."""
 
     @classmethod
     def left_out(cls, microbatches: Sequence[Batch]) -> "StepResult":

@@ -175,7 +175,7 @@ class LayerMajorExecutor:
             UnrecoverableStepError, PartialUpdateError: a bad gradient, or out of memory, after the first update, and
                 no rollback buffer. The weights are of no use.
         """
-        started = time.perf_counter()
+        started, ran = time.perf_counter(), time.thread_time()
         num_targets, num_tokens = count_over(self._data, microbatches, self.device)
         if not num_targets:
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, time.perf_counter() - started)
@@ -206,9 +206,9 @@ class LayerMajorExecutor:
         self.run.offloader.flush()
         data = self._data if attempt.skipped is None else None  # one that is left out may have had nothing to tell
         aux = mean_over(data, attempt.aux, sum(attempt.targets), self.device)
-        seconds = time.perf_counter() - started
+        seconds, ran = time.perf_counter() - started, time.thread_time() - ran
         rows = sums_of_rows(zip(self.run.each, microbatches, strict=False))  # a step that ended early has none
-        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux, rows=rows)
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, aux, None, rows, ran)
 
     @property
     def memory_plan(self) -> MemoryPlan:

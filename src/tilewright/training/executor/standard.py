@@ -164,7 +164,7 @@ class StandardExecutor:
             NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights
                 are those of the last good step.
         """
-        started = time.perf_counter()
+        started, ran = time.perf_counter(), time.thread_time()
         progress = StepProgress()
         with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, progress)) as before:
             self._check_alike(microbatches)
@@ -196,6 +196,7 @@ class StandardExecutor:
             told,
             redone,
             attempt.rows,
+            time.thread_time() - ran,
         )
 
     def stateful(self) -> dict[str, Stateful]:

@@ -1,14 +1,28 @@
-"""Seconds of a run beside the plan's: how long it will take, before it starts; steps that are far off, early."""
+"""Seconds of a run beside the plan's: how long it will take, before it starts; steps that are far off, early.
+
+Steps that are far off have one of three causes. Other programs have the processors: the steps take what was planned of
+a processor's time, and longer by the clock. The rates that the plan rests on are not this machine's of now: they are
+measured again, and the plan is corrected once (`pace_of`). Or something is slow that no rate tells.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.units import format_seconds
+from tilewright.core.json_text import from_json
+from tilewright.core.log import say
+from tilewright.core.units import format_seconds, format_share
 from tilewright.planner.cost.mode_speed import slow_mode_notes
-from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.machine.again import measured_again, reached
+from tilewright.planner.machine.ceilings import DTYPES, Ceilings
+from tilewright.planner.machine.microbench import WAITED
+from tilewright.planner.model.gemms import multiplied_in
+from tilewright.planner.model.roofline import BOUND_BY
+from tilewright.planner.plan import Plan
+from tilewright.planner.site import Site
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.planning.minutes import long_run
@@ -16,6 +30,11 @@ from tilewright.training.planning.off_plan import OFF, off_plan
 
 COUNTED = 4
 """Steps of a process that are held against the plan: the first one, which compiles, and three more."""
+PLAN_JSON = "plan.json"
+MULTIPLIED = ("matmuls", "recompute", "head")
+"""Parts of a step at the rates of its matmuls."""
+WORTH_S = 30.0
+"""Seconds by which the end of the run is off, from which on rates are measured again, which takes some."""
 
 
 def told_before(
@@ -36,44 +55,194 @@ def told_before(
         yield "slow_mode", text
 
 
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of the first steps of a process, the middle one's, the first left out. `processor`: of the calling thread; where
+    it says nothing of the work (a GPU), the same as `clock`."""
+
+    clock: float
+    processor: float
+
+    @classmethod
+    def of(cls, clock: Sequence[float], processor: Sequence[float], *, on_cpu: bool) -> "StepSeconds":
+        """Of the first `COUNTED` steps in the mode that was planned; the first one compiles, and does not count."""
+        seconds = median(clock[1:])
+        return cls(seconds, median(processor[1:]) if on_cpu else seconds)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the thread waited for long: for other programs, a disk, other ranks."""
+        return self.clock > WAITED * self.processor > 0
+
+    @property
+    def own(self) -> float:
+        """What the steps would take if it had not."""
+        return self.processor if self.shared else self.clock
+
+
+@dataclass(frozen=True)
+class PlannedSeconds:
+    """Of a step; 0 where they are not known. `moved`: those of links and other ranks, in which no processor works."""
+
+    step: float
+    moved: float = 0.0
+
+    def off(self, found: StepSeconds) -> float:
+        """How far the steps' own work is off."""
+        return off_plan(max(self.step - self.moved, 1e-9) if found.shared else self.step, found.own)
+
+
 def hold_against_plan(
-    record_event: Callable[..., None], planned_s: float, seconds: Sequence[float], step: int, steps: int
-) -> None:
-    """Record where the first steps of a process are far off the plan.
+    record_event: Callable[..., None],
+    planned: PlannedSeconds,
+    found: StepSeconds,
+    step: int,
+    steps: int,
+    correct: Callable[[float], float] | None = None,
+) -> float | None:
+    """Record where the first steps of a process are far off the plan; give the seconds of a step by the corrected plan,
+    where it was corrected.
 
     Args:
         record_event: step, kind, text, numbers.
-        planned_s: seconds of a step; 0 where they are not known.
-        seconds: of the first `COUNTED` steps in the mode that was planned. The first one compiles, and does not count.
+        planned: before.
+        found: measured.
         step: steps done.
         steps: of the run.
+        correct: gives the seconds of a step by rates that are measured now, from what the steps' own work takes; None:
+            they cannot be measured here.
     """
-    found, left = median(seconds[1:]), steps - step
-    if not planned_s or off_plan(planned_s, found) < OFF:
-        return
-    text = f"steps take {format_seconds(found)}, {found / planned_s:.2g} times the planned {format_seconds(planned_s)}"
-    text += f": the {left:,} that are left take {format_seconds(left * found)}"
-    if found > planned_s:
+    left = steps - step
+    if not planned.step or off_plan(planned.step, found.clock) < OFF:
+        return None
+    times = found.clock / planned.step
+    text = f"steps take {format_seconds(found.clock)}, {times:.2g} times the planned {format_seconds(planned.step)}"
+    numbers = {"planned_s": planned.step, "measured_s": found.clock, "processor_s": found.own, "threshold": OFF}
+    far, corrected = planned.off(found) >= OFF, None
+    if far and correct is not None and abs(left * (found.clock - planned.step)) > WORTH_S:
+        corrected = correct(found.own)
+        change = corrected / planned.step
+        text += (
+            f". Rates of this machine, measured again beside them, give {format_seconds(corrected)}: the plan is "
+            f"corrected, to {change:.2g} times what it was"
+        )
+        numbers |= {"corrected_s": corrected, "correction": change}
+    text += f": the {left:,} that are left take {format_seconds(left * found.clock)}"
+    if found.shared:
+        as_planned = "" if far else ", as planned"
+        text += (
+            f". In {format_share(found.own / found.clock)} of that they have a processor{as_planned}; in the rest they "
+            "wait for other programs, a disk or other ranks"
+        )
+    elif times > 1 and corrected is None:
         text += ". Other programs, or a format that this machine is slow in (tilewright doctor), may be the cause"
-    record_event(step, "pace", text, planned_s=planned_s, measured_s=found, threshold=OFF)
+    record_event(step, "pace", text, **numbers)
+    return corrected
 
 
 class Pace(StepHook):
     """Says where steps are far off the plan, once.
 
     Args:
-        planned_s: seconds of a step; 0 where they are not known.
+        planned: of a step.
         first: step, counted from 1, from which on the process runs what was planned.
         steps: of the run.
+        on_cpu: where the steps are computed.
+        correct: see `hold_against_plan`.
+        keep: given the seconds of a step by the corrected plan, where it was corrected.
     """
 
-    def __init__(self, planned_s: float, first: float, steps: int) -> None:
-        self._planned_s, self._steps = planned_s, steps
+    def __init__(
+        self,
+        planned: PlannedSeconds,
+        first: float,
+        steps: int,
+        *,
+        on_cpu: bool,
+        correct: Callable[[float], float] | None,
+        keep: Callable[[Step, float], None],
+    ) -> None:
+        self._planned, self._steps, self._on_cpu = planned, steps, on_cpu
+        self._correct, self._keep = correct, keep
         self.next_step = first + COUNTED - 1
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Compare the step and those before it."""
-        if step.number >= self.next_step:
-            self.next_step = math.inf
-            seconds = list(step.recorder.log.recent_s)[-COUNTED:]
-            hold_against_plan(step.recorder.event, self._planned_s, seconds, step.number, self._steps)
+        if step.number < self.next_step:
+            return
+        self.next_step, log = math.inf, step.recorder.log
+        clock, processor = (list(seconds)[-COUNTED:] for seconds in (log.recent_s, log.recent_processor_s))
+        found = StepSeconds.of(clock, processor, on_cpu=self._on_cpu)
+        corrected = hold_against_plan(
+            step.recorder.event, self._planned, found, step.number, self._steps, self._correct
+        )
+        if corrected is not None:
+            self._keep(step, corrected)
+
+
+# ---- the plan corrected ----
+
+
+def pace_of(plan: Plan, site: Site, first: float, steps: int, *, measures: bool) -> Pace:
+    """Holds a run against its plan, which it corrects where its rates are wrong.
+
+    Args:
+        plan, site: of the run.
+        first: step, counted from 1, from which on the process runs what was planned.
+        steps: of the run.
+        measures: whether this process may measure rates: of several the first one.
+    """
+    moved = sum(seconds for part, seconds in plan.seconds.items() if BOUND_BY[part] == "transfers")
+    on_cpu = site.machine.device == "cpu"  # on a GPU there is no room for measurements beside a run
+    return Pace(
+        PlannedSeconds(plan.known_step_s, moved),
+        first,
+        steps,
+        on_cpu=on_cpu,
+        correct=corrector(plan, site) if measures and on_cpu else None,
+        keep=keep_corrected,
+    )
+
+
+def corrector(plan: Plan, site: Site) -> Callable[[float], float]:
+    """Gives the seconds of a step of this plan at rates that are measured when it is called, from what the work of the
+    steps took. A step is not faster than its matmuls: where they alone are planned to take longer, they are faster."""
+
+    def correct(own_s: float) -> float:
+        formats = formats_of(plan, site.rates)
+        rates = measured_again(site.machine, site.rates, formats, progress=say)
+        found = at_rates(plan, site, rates)
+        times = sum(found.seconds.get(part, 0.0) for part in MULTIPLIED) / own_s
+        if times > 1:
+            found = at_rates(plan, site, reached(site.machine, rates, formats, times))
+        return found.step_s
+
+    return correct
+
+
+def formats_of(plan: Plan, rates: Ceilings) -> frozenset[str]:
+    """Formats whose rates matter to a plan: those of its matmuls, and of what they are multiplied in."""
+    shape, units = plan.shape, rates.matmul
+    layers = (*shape.classes, shape.rest)
+    used = {multiplied_in(form, units) for layer in layers for matmul in layer.matmuls for form in matmul.gemms.formats}
+    used |= {shape.matmul_format} | ({shape.direction_format} if plan.setting.optimizer == "muon" else set())
+    return frozenset("fp32" if name not in DTYPES else name for name in used)
+
+
+def at_rates(plan: Plan, site: Site, rates: Ceilings) -> Plan:
+    """A plan with the seconds that other rates give it, in proportion to what the planner says of both."""
+
+    def priced(at: Ceilings) -> float:
+        planner = replace(site, rates=at, finder=site.shapes).planner(plan.recipe).with_shape(plan.shape)
+        return planner.priced(plan.setting, plan.memory_plan, plan.budget).step_s
+
+    return plan.scaled(1.0, priced(rates) / priced(site.rates))
+
+
+def keep_corrected(step: Step, corrected_s: float) -> None:
+    """The corrected seconds of a step beside the planned ones, in the run's plan.json."""
+    path = step.folder.path / PLAN_JSON
+    plan = from_json(path.read_text(encoding="utf-8"))
+    tokens_per_s = plan["tokens_per_step"] / corrected_s
+    corrected = {"step": step.number, "step_s": corrected_s, "tokens_per_s": tokens_per_s}
+    step.folder.write_json(PLAN_JSON, plan | {"corrected": corrected})

@@ -172,6 +172,8 @@ class RunLog:
         self._interval = Interval()
         self.recent_s: deque[float] = deque(maxlen=8)
         """Seconds of the last steps."""
+        self.recent_processor_s: deque[float] = deque(maxlen=8)
+        """Of these the calling thread's on a processor; see `StepResult.processor_s`."""
         self.step_done = resumed_step or 0
         """Last step that was counted."""
 
@@ -220,6 +222,7 @@ class RunLog:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
             row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
         self.recent_s.append(result.seconds)
+        self.recent_processor_s.append(result.processor_s)
         self._interval.steps += 1
         self._interval.tokens += result.num_tokens
         self._interval.seconds += seconds

@@ -1,12 +1,11 @@
 """`tilewright plan RECIPE --world N`: the fastest meshes for a recipe on many GPUs that are not at hand."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.common import echo, print_json, show_table
+from tilewright.cli.common import echo, print_json, show_table, write_answer
 from tilewright.core.env import gc_paused
-from tilewright.core.errors import ConfigError, DataError, FitError
+from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ BEST = 5
 
 
 def check_options(world: int, options: Mapping[str, Any]) -> None:
-    """Raise where options of a mesh and of one recipe's plan contradict each other.
+    """Raise where options contradict each other: those of a mesh and of one recipe's plan; what one leaves unsaid.
 
     Args:
         world: of `--world`; 0: a plan of the recipe as it is.
@@ -38,7 +37,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             try_=f"--world 8 --{of_mesh[0]} ...",
             where=f"--{of_mesh[0]}",
         )
-    of_one = [name for name in ("fastest", "largest", "disk_memory") if options[name]]
+    of_one = [name for name in ("fastest", "largest", "host_memory", "disk_memory") if options[name]]
     if world and of_one:
         option = f"--{of_one[0].replace('_', '-')}"
         raise ConfigError(
@@ -47,6 +46,15 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             need="one of them",
             try_=f"tilewright plan RECIPE --world {world} --on h100",
             where=option,
+        )
+    unseen = [name for name in ("compare", *(() if world else ("out", "html"))) if options[name]]
+    if options["why"] and unseen:
+        raise ConfigError(
+            f"--why and --{unseen[0]} contradict each other",
+            got=f"--why {options['why']}, which explains one {'line' if world else 'layer'} alone, and --{unseen[0]}",
+            need="one of them",
+            try_=f"two commands, one with --why and one with --{unseen[0]}",
+            where="--why",
         )
     if world and not options["on"]:
         raise ConfigError(
@@ -203,28 +211,15 @@ def _write(
     quiet: bool,
 ) -> None:
     """The files that are asked for."""
-    from tilewright.core.atomic_io import write_whole
-    from tilewright.core.log import say
     from tilewright.planner.simulate.mesh import describe
 
-    verdict, texts = describe.verdict(found, world, options["on"]), {}
+    verdict = describe.verdict(found, world, options["on"])
     if options["out"]:
         head = [f"tilewright plan {loaded.name} --world {world} --on {options['on']}", verdict]
-        texts[options["out"]] = describe.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
+        text = describe.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
+        write_answer("--out", options["out"], text, quiet=quiet)
     if options["html"]:
         from tilewright.report.pages.mesh_page import render_meshes
 
         rows = [describe.change_row(change) for change in changes]
-        texts[options["html"]] = render_meshes(found, verdict, rows, notes)
-    for path, text in texts.items():
-        try:
-            write_whole(Path(path), text)
-        except OSError as error:
-            raise DataError(
-                "Plan cannot be written",
-                got=str(error),
-                need="a folder in which files can be made",
-                try_="another path for --out and --html",
-                where=path,
-            ) from error
-        say(f"wrote {path}", error=quiet)
+        write_answer("--html", options["html"], render_meshes(found, verdict, rows, notes), quiet=quiet)
