@@ -58,6 +58,35 @@ def test_text_comes_back(language, encoding):
     assert not decoded.lost
 
 
+@pytest.mark.parametrize(("language", "encoding"), [("French", "cp1252"), ("Russian", "cp866"), ("French", "utf-8")])
+@pytest.mark.parametrize("size", [1, 100])
+def test_the_end_of_a_file_of_dos_is_no_text(language, encoding, size, tmp_path):
+    """Nor a reason to take the text for bytes of no encoding."""
+    text = _text(language).replace("\n", "\r\n").encode(encoding)
+    (tmp_path / "a.txt").write_bytes(text + b"\x1a" * size)
+    (record,), rejects = read(tmp_path / "a.txt")
+    assert not rejects
+    assert (record.text, record.stop) == (text.decode(encoding), len(text))
+
+
+@pytest.mark.parametrize("encoding", ["mac_roman", "utf-8"])
+def test_lines_of_old_macs_are_lines(encoding):
+    """One that is damaged loses itself alone."""
+    lines = _text("French", 50).strip().encode(encoding).split(b"\n")
+    damaged = [*lines[:20], b"\xff\xfe\x00 broken", *lines[20:]]
+    assert decode_text(b"\r".join(lines)).text == _text("French", 50).strip().replace("\n", "\r")
+    if encoding == "utf-8":
+        decoded = decode_text(b"\r".join(damaged))
+        assert (decoded.text, decoded.lost) == (_text("French", 50).strip().replace("\n", "\r"), [damaged[20]])
+
+
+def test_chinese_in_seven_bits():
+    text = _text("Chinese")
+    assert decode_text(text.encode("hz")) == (text, "hz", [], "")
+    for other in ("a~{b}~} c", "~{", "x = ~{1} ~~ ~}"):
+        assert decode_text(other.encode()).text == other
+
+
 @pytest.mark.parametrize("language", WIDE)
 @pytest.mark.parametrize("line_end", ["\n", ""])
 def test_text_above_the_sample_is_not_cut_inside_a_character(language, line_end):

@@ -211,6 +211,8 @@ def _pair(row: Mapping[str, Any]) -> Row:
         raise ChatError("chosen and rejected are equal")
     if not prompt:
         raise ChatError("preferences without a prompt")
+    if not chosen or not rejected:
+        raise ChatError("preferences without an answer behind the prompt")
     for answer in (chosen, rejected):
         check_messages([*prompt, *answer])
         if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
@@ -223,7 +225,7 @@ def _prompt(row: Mapping[str, Any]) -> list[Row]:
     if row.get("prompt"):
         return _messages(row["prompt"], "user")
     listed = parsed(next((row[name] for name in _LISTS if row.get(name)), None))
-    if isinstance(listed, list) and (messages := read_messages(listed))[-1]["role"] != "assistant":
+    if isinstance(listed, list) and listed and (messages := read_messages(listed))[-1]["role"] != "assistant":
         return messages
     return [*_history(row), say("user", _question(row))] if row.get("instruction") else []
 

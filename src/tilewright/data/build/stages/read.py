@@ -179,7 +179,7 @@ def _id(record: Record) -> str:
 
 
 READ = BuildStage(
-    *("read", "reading files", 4, per_shard, read_shard),
+    *("read", "reading files", 5, per_shard, read_shard),
     ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media"),
     {"files": ShardFiles()},
 )

@@ -20,6 +20,8 @@ _CP1252 = (
     "\u201c\u201d\u2022\u2013\u2014\u02dc\u2122\u0161\u203a\u0153\u017e\u0178"
 )
 """What the bytes 0x80 to 0xbf are in Latin-1 and in Windows-1252."""
+_CHINESE, _LEAST_CHINESE = re.compile(r"[\u4e00-\u9fff]"), 4
+"""Characters, and how many of them tell HZ (RFC 1843), whose bytes are those of ASCII, from a text with a `~{`."""
 _SUSPECT = re.compile(
     rf"[\xc2-\xdf\u0102\u0139][{_CP1252}\u0105\u0142]|[\xe0-\xef][{_CP1252}]{{2}}|\xf0[{_CP1252}]{{3}}"
     r"|(?:[\u0420\u0421][\u0400-\u040f\u0450-\u045f\xa0-\xbf\u0401\u0404\u0406\u0407\u2010-\u203a\u20ac\u2116\u2122]){2}"
@@ -99,10 +101,13 @@ def decode_text(data: bytes, hint: str = "") -> Decoded:
             text = try_decode(data, name)
             if text is not None:
                 return Decoded(text, name, [])
+    if b"~{" in data and (text := try_decode(data, "hz")) is not None and len(_CHINESE.findall(text)) >= _LEAST_CHINESE:
+        return Decoded(text, "hz", [])
     try:
         return Decoded(data.decode("utf-8"), "utf-8", [])
     except UnicodeDecodeError:
-        lines = data.split(b"\n")
+        end = b"\n" if b"\n" in data or b"\r" not in data else b"\r"  # which alone ended lines on old Macs
+        lines = data.split(end)
     bad = [number for number, line in enumerate(lines) if not _is_utf8(line)]
     doubt, legacy = "", hint
     if not hint or hint == "utf_8" or sum(try_decode(lines[i], hint) is None for i in bad) > _DAMAGED_SHARE * len(bad):
@@ -124,7 +129,7 @@ def decode_text(data: bytes, hint: str = "") -> Decoded:
         else:
             texts.append(text)
     names = (["utf-8"] if good else []) + ([legacy] if len(lost) < len(bad) else [])
-    return Decoded("\n".join(texts), " + ".join(names), lost, doubt)
+    return Decoded(end.decode().join(texts), " + ".join(names), lost, doubt)
 
 
 def _is_utf8(line: bytes) -> bool:

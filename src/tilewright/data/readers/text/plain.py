@@ -17,6 +17,8 @@ from tilewright.data.sources.lines import segment_lines
 
 BLOCK_BYTES = 1 << 20
 """Text of a large file comes in records of about this size."""
+END_OF_FILE = b"\x1a"
+"""With which programs of DOS end a text, or fill up its last block."""
 _FRONT_MATTER = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)??---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _TITLE = re.compile(r"^(?:#[ \t]+|title:[ \t]*)(.{1,200})", re.MULTILINE)
 
@@ -58,6 +60,8 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
             continue
         if not at and block.startswith(b"\xef\xbb\xbf"):
             at, block = 3, block[3:]
+        if at + len(block) == size:
+            block = block.rstrip(END_OF_FILE)
         if looks_binary(block):
             yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=len(block))
             continue

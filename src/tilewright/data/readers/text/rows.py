@@ -13,7 +13,7 @@ from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
-from tilewright.data.readers.text.plain import BLOCK_BYTES, Items, text_record
+from tilewright.data.readers.text.plain import BLOCK_BYTES, END_OF_FILE, Items, text_record
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
 from tilewright.data.sources.documents import Document, Part, Reject
@@ -59,7 +59,7 @@ def _of_parts(parts: Iterable[Part | Reject]) -> Iterator[Document | Reject]:
 def _legacy_encoding(entry: Entry) -> str:
     """The encoding of a file of rows whose first MiB is in none of Unicode's, and in one alone; else ""."""
     with entry.path.open("rb") as file:
-        head = file.read(BLOCK_BYTES)
+        head = file.read(BLOCK_BYTES).rstrip(END_OF_FILE)
     if begins_as_utf8(head):
         return ""
     whole = head[: head.rfind(b"\n") + 1] or head

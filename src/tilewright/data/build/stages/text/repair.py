@@ -61,6 +61,6 @@ def repair_shard(
 
 
 REPAIR = BuildStage(
-    *("repair", "repairing text", 1, per_shard, repair_shard, ("repair",)),
+    *("repair", "repairing text", 2, per_shard, repair_shard, ("repair",)),
     {"source": Same("read"), "common_lines": Every("common_lines", line_ranges)},
 )

@@ -23,11 +23,11 @@ def repaired(text: str, repair: RepairSection | SimpleNamespace) -> tuple[str, l
     """The repaired text, and what was changed besides line ends and blank edges.
 
     Example:
-        >>> repaired("\\r\\nWrite to a.b@example.org\\0\\r\\n", RepairSection(mask=("email",)))
+        >>> repaired("\\rWrite to a.b@example.org\\0\\r\\n", RepairSection(mask=("email",)))
         ('Write to <email>', ['NUL characters removed', 'email masked'])
     """
     notes = []
-    text = text.replace("\r\n", "\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text:
         text = text.replace("\0", "")
         notes.append("NUL characters removed")
