@@ -1,13 +1,14 @@
 """Whether what `tilewright search` predicts is so: latency by its table, and the order of shapes by predicted loss.
 
-A small run is trained, and its library, scores and latency table are made, once for each seed. Then 20 random shapes of
-the library are built and timed beside what the table says, and 12 others are trained with the run as their teacher: the
-order of their losses beside the predicted one, that by FLOPs alone, and random ones.
+For each seed a small run is trained until its parts matter, and its library, scores and latency table are made. Then 20
+random shapes of the library are built and timed beside what the table says, and 12 others are trained with the run as
+their teacher: the order of their losses beside the predicted one, that by FLOPs alone, and random ones.
 
-Each part is kept when it ends; the same command continues in its folder. With `--recipe cpu_10m --size recipe` it goes
-on in a folder of `benchmarks.search_uniform`.
+Each part is kept when it ends; the same command continues in its folder. With `--size recipe` the run is that of the
+recipe, and a folder of `benchmarks.search_uniform` is continued.
 
-python -m benchmarks.search_predictions --work FOLDER [--seeds 1] [--steps 160] [--block-steps 60] [--threads 1]
+python -m benchmarks.search_predictions --work FOLDER [--seeds 1] [--steps 600] [--block-steps 60]
+    [--shape-steps 60] [--threads 1]
 """
 
 import argparse
@@ -50,6 +51,7 @@ SMALL = {
     "checkpoint.interval_minutes": 60,
 }
 SMALL_CONTEXT = 128
+ASKED = ("recipe", "size", "steps", "kinds", "block_steps", "shape_steps", "threads")
 
 
 def drawn(study: Study, generator: random.Random, number: int) -> list[ChosenShape]:
@@ -101,7 +103,8 @@ def ranks(study: Study) -> dict[str, Any]:
     found: dict[str, Any] = {name: float(spearmanr(values, losses).statistic) for name, values in by.items()}
     chance = [float(spearmanr(generator.sample(range(RANKED), RANKED), losses).statistic) for _ in range(ORDERS)]
     middle = statistics.quantiles(chance, n=40)
-    return found | {"random": [middle[0], middle[-1]], "losses": losses, "by": by}
+    errors = [row["error"] for row in rows]
+    return found | {"random": [middle[0], middle[-1]], "losses": losses, "errors": errors, "by": by}
 
 
 def main() -> None:
@@ -111,10 +114,11 @@ def main() -> None:
     parser.add_argument("--recipe", default="cpu_10m")
     parser.add_argument("--size", choices=("small", "recipe"), default="small")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--limits", default="token=80%")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--block-steps", type=int, default=60)
+    parser.add_argument("--shape-steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     changes, context = (SMALL, SMALL_CONTEXT) if args.size == "small" else (NO_CHANGES, CONTEXT)
@@ -123,7 +127,7 @@ def main() -> None:
         study = Study(args, seed, changes, context)
         study.search.measure()
         seeds[str(seed)] = {"table": table(study, context), "ranks": study.case("ranks", lambda s=study: ranks(s))}
-        asked = {name: getattr(args, name) for name in ("recipe", "size", "steps", "kinds", "block_steps", "threads")}
+        asked = {name: getattr(args, name) for name in ASKED}
         write_result("search_predictions", CLAIM, {**asked, "clock": machine_clock()[0], "seeds": seeds})
 
 

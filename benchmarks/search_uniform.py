@@ -9,7 +9,9 @@ predicts.
 The file is written after each part; the same command continues in its folder.
 
 python -m benchmarks.search_uniform --work FOLDER [--steps 160] [--seeds 3] [--limits token=80%] [--kinds ffn,heads]
-    [--block-steps 100] [--threads 2]
+    [--block-steps 100] [--shape-steps 0] [--threads 2]
+
+`--shape-steps`: of shapes that begin with the run's weights; 0: a quarter of `--steps`.
 """
 
 import argparse
@@ -60,18 +62,22 @@ class Study:
     ) -> None:
         self.args, self.seed, self.folder = args, seed, args.work / f"seed-{seed}"
         self.source = open_to_export(self.trained("run", args.recipe, changes))
-        settings = LayerSearchSettings.of(args.limits, args.kinds, context=context, block_steps=args.block_steps)
+        settings = LayerSearchSettings.of(
+            args.limits, args.kinds, context=context, block_steps=args.block_steps, steps=args.shape_steps
+        )
         self.search = LayerSearch(
             self.source, settings, self.folder / "searched", open_to_export, lambda text: print(text, flush=True)
         )
 
     def trained(self, name: str, recipe: str | Path, settings: Mapping[str, Any]) -> Path:
-        """The folder of a run from scratch."""
+        """The folder of a run from scratch, at its last step."""
         own: dict[str, Any] = {"run.dir": self.folder, "run.name": name, "run.seed": self.seed, "train.minutes": 0}
         own |= {"train.steps": self.args.steps, "run.threads": self.args.threads, "log.report": False}
         own |= {"train.eval_interval": 0, "train.sample_tokens": 0, "energy.idle_seconds": 0} | dict(settings)
         done = train(load_recipe(recipe, {key: str(value) for key, value in own.items()}, environ={}))
         assert done.run_dir is not None
+        if done.step < self.args.steps:  # a signal; the run is saved
+            raise SystemExit(f"{name} was stopped at step {done.step}; the same command continues")
         return done.run_dir
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("--limits", default="token=80%")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--block-steps", type=int, default=100)
+    parser.add_argument("--shape-steps", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     seeds: dict[str, Any] = {}
