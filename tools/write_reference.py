@@ -151,6 +151,7 @@ RECIPE_RULES = (
 
 PUBLIC = {
     "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "StepHook", "plan", "Plan"),
+    "Filters of a data build": ("RecordFilter", "DropReason"),
     "Precision of a model": (
         *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
         *("QuantizedWeights", "FP8Quantizer", "IntegerQuantizer", "dynamic_quantize"),

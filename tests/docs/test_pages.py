@@ -1,5 +1,6 @@
 """README and docs run: Python blocks, quick console blocks and recipes in TOML blocks, each page in an empty folder."""
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -44,6 +45,13 @@ def load_toml(example: Example) -> None:
         assert loaded.notes == ()
 
 
+def write_module(example: Example) -> None:
+    """A Python block that begins with `# NAME.py` is the file of that name, too."""
+    text = str(example.parsed)
+    if named := re.match(r"# (\w+\.py)\n", text):
+        Path(named[1]).write_text(text, encoding="utf-8")
+
+
 PARSERS = [
     PythonCodeBlockParser(),
     CodeBlockParser("console", run_console),
@@ -58,4 +66,5 @@ def test_page(page, tmp_path, monkeypatch):
     workers_from_fork_server(monkeypatch)
     document = Document.parse(str(page), *PARSERS, encoding="utf-8")
     for example in document.examples():
+        write_module(example)
         example.evaluate()

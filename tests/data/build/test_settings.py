@@ -15,10 +15,20 @@ from tilewright.data.build.inputs import list_inputs
 from tilewright.data.build.stages import read
 from tilewright.data.readers.limits import ReadLimits
 
-# setting -> (value that changes the dataset, settings that it needs)
+FILTER = """
+import tilewright
+
+class Long(tilewright.RecordFilter):
+    def __init__(self, least=600, names=None):
+        self.least = least if names is None else 0
+
+    def judge(self, record):
+        return tilewright.DropReason("least") if len(record.text) < self.least else None
+"""
+# setting -> (value that changes the dataset, settings that it needs); HERE is the folder of the corpus
 PROBES: dict[str, tuple[object, dict]] = {
-    "read.source": ("in/rows", {}),
-    "read.sources": ({"one": "in/rows"}, {}),
+    "read.source": ("HERE/in/rows", {}),
+    "read.sources": ({"one": "HERE/in/rows"}, {}),
     "read.text_field": ("other", {}),
     "read.suffixes": ({".jsonl": "none"}, {}),
     "read.domains": (("rows",), {}),
@@ -56,6 +66,9 @@ PROBES: dict[str, tuple[object, dict]] = {
     "rules.max_short_lines": (0.5, {}),
     "rules.min_sentences": (1, {}),
     "rules.max_curly_brackets": (0, {}),
+    "filters.use": ({"long": "HERE/long.py:Long"}, {}),
+    "filters.settings": ({"long": {"least": 1500}}, {"filters": {"use": {"long": "HERE/long.py:Long"}}}),
+    "filters.files": ({"long": {"names": "HERE/long.py"}}, {"filters": {"use": {"long": "HERE/long.py:Long"}}}),
     "duplicates.exact": (False, {"duplicates": {"near": False}}),
     "duplicates.near": (False, {}),
     "duplicates.threshold": (1.0, {}),
@@ -72,7 +85,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "chunk.tokens": (64, {}),
     "chunk.overlap": (0.5, {"chunk": {"tokens": 64}}),
     "chunk.overlap_loss": ("train", {"chunk": {"tokens": 64}}),
-    "tokenizer.path": ("tokenizer.json", {}),
+    "tokenizer.path": ("HERE/tokenizer.json", {}),
     "tokenizer.vocab_size": (500, {}),
     "shards.bytes": (2000, {}),
 }
@@ -106,6 +119,7 @@ def here(tmp_path_factory) -> Path:
     from tilewright.data.common.tokenizer import train_tokenizer
 
     train_tokenizer(["other text " * 50], 300).save(folder / "tokenizer.json")
+    (folder / "long.py").write_text(FILTER)
     return folder
 
 
@@ -129,21 +143,24 @@ def test_limits_reach_the_readers(tmp_path, monkeypatch):
 def test_every_setting_has_an_effect(here, tmp_path, setting):
     value, needed = PROBES[setting]
     section, _, name = setting.partition(".")
-    if setting in ("read.source", "tokenizer.path"):
-        value = str(here / str(value))
-    if setting == "read.sources":
-        value = {key: str(here / path) for key, path in value.items()}
-    with_needed = {key: dict(values) for key, values in needed.items()}
+    value, with_needed = (_placed(one, here) for one in (value, needed))
     base = here / "base"
     if needed:
         base = tmp_path / "base"
-        build(settings(here / "in", **{key: dict(values) for key, values in needed.items()}), base)
+        build(settings(here / "in", **_placed(needed, here)), base)
     with_needed.setdefault(section, {})[name] = value
     build(settings(here / "in", **with_needed), tmp_path / "out")
     found = [json.loads((folder / "dataset.json").read_bytes()) for folder in (base, tmp_path / "out")]
     names = ("fingerprint", "shards")
     told = [(len(one["stages"]), one["stages"]["read"], *(one[name] for name in names)) for one in found]
     assert told[0] != told[1]
+
+
+def _placed(value, here: Path):
+    """A value, or a copy of a table, with the folder of the corpus in its paths."""
+    if isinstance(value, dict):
+        return {key: _placed(one, here) for key, one in value.items()}
+    return value.replace("HERE", str(here)) if isinstance(value, str) else value
 
 
 def test_a_setting_without_effect_is_told(tmp_path, caplog):

@@ -253,6 +253,8 @@ def _describe(annotation: object) -> str:
         return 'a table of texts like { one = "a", two = "b" }'
     if origin is dict and int in typing.get_args(args[1]):
         return "a table of whole numbers like { 2 = 5, 5 = 11 }"
+    if origin is dict and typing.get_origin(args[1]) is dict:
+        return "a table of tables like { one = { limit = 4 } }"
     if origin is dict:
         return "a table of numbers like { code = 1.0, prose = 0.5 }"
     raise AssertionError(f"core.schema has no words for {annotation}")

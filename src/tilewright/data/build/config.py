@@ -6,7 +6,9 @@ value is a good first one: Gopher is Rae et al. 2021 (arXiv 2112.11446, appendix
 """
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,6 +29,7 @@ log = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("shipped")
 _NEAR = ("threshold", "keep", "image_distance")
+_CLASS = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 Share = Annotated[float, Field(ge=0, le=1)] | None
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)] | None
@@ -149,6 +152,23 @@ class RulesSection(Section):
     """Most curly brackets (C4: 0, which drops code)."""
 
 
+FilterValue = bool | int | float | str | tuple[str, ...] | tuple[float, ...]
+
+
+class FiltersSection(Section):
+    use: dict[str, str] = Field(default={})
+    """Filters of your own by a name of your choice, in the order in which they judge: `FILE.py:Class`, relative to the
+    data.toml, or `package.module:Class`. Each is a `tilewright.RecordFilter`."""
+    settings: dict[str, dict[str, FilterValue]] = Field(default={})
+    """What the constructor of a filter gets: arguments by its name in `use`."""
+    files: dict[str, dict[str, str]] = Field(default={})
+    """More of its arguments: paths of files whose content decides, relative to the data.toml."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.use)
+
+
 class DuplicatesSection(Section):
     exact: bool = True
     """Keep one of several records with the same text."""
@@ -215,6 +235,7 @@ class DataBuild(Section):
     limits: LimitsSection = LimitsSection()
     repair: RepairSection = RepairSection()
     rules: RulesSection = RulesSection()
+    filters: FiltersSection = FiltersSection()
     quality: QualitySection = QualitySection()
     noise: NoiseSection = NoiseSection()
     duplicates: DuplicatesSection = DuplicatesSection()
@@ -282,6 +303,7 @@ def without_effect(build: DataBuild) -> dict[str, str]:
     """Settings that the others make void, with what does it."""
     void = (
         (bool(build.read.sources), "read.sources are given", ("read.source",)),
+        (not build.filters.use, "filters.use is empty", ("filters.settings", "filters.files")),
         (not build.read.max_bytes, "read.max_bytes = 0", ("read.seed",)),
         (not build.repair.repeated_lines, "repair.repeated_lines = 0", ("repair.repeated_line_chars",)),
         (not build.duplicates.near, "duplicates.near = false", tuple(f"duplicates.{n}" for n in _NEAR)),
@@ -315,6 +337,8 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
             setting = f"rules.{name}"
             got = f"{name} = {low}, {name.replace('min_', 'max_', 1)} = {high}"
             problems.append(Problem("No record passes these two rules", got, "min <= max", "", places.get(setting, "")))
+    for setting, problem in _wrong_filters(build.filters):
+        problems.append(replace(problem, where=places.get(setting, "")))
     if 0 < build.chunk.tokens < 16:
         got = f"chunk.tokens = {build.chunk.tokens}"
         problems.append(
@@ -327,6 +351,18 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
         place = places["rules.min_language_score"]
         problems.append(Problem("Score of a language without languages", "", need, 'languages = ["en"]', place))
     return problems
+
+
+def _wrong_filters(filters: FiltersSection) -> Iterator[tuple[str, Problem]]:
+    """(setting, problem): classes that are named in another way, and arguments of filters that are not there."""
+    for name, use in filters.use.items():
+        if not _CLASS.fullmatch(use):
+            need = "FILE.py:Class, or package.module:Class"
+            yield "filters.use", Problem("Filter has no class", f"{name} = {use!r}", need, f'{name} = "FILE.py:Class"')
+    for setting in ("settings", "files") if filters.use else ():
+        for name in sorted(set(getattr(filters, setting)) - set(filters.use)):
+            need = "some of: " + ", ".join(filters.use)
+            yield f"filters.{setting}", Problem("Arguments of no filter", f"filters.{setting}.{name}", need, "")
 
 
 def _absolute(build: DataBuild, folder: Path) -> DataBuild:
@@ -342,5 +378,9 @@ def _absolute(build: DataBuild, folder: Path) -> DataBuild:
     tokenizer = build.tokenizer
     if tokenizer.path:
         tokenizer = tokenizer.model_copy(update={"path": path(tokenizer.path)})
+    filters = build.filters
+    use = {name: path(text) if ".py:" in text else text for name, text in filters.use.items()}
+    files = {name: {key: path(text) for key, text in given.items()} for name, given in filters.files.items()}
+    filters = filters.model_copy(update={"use": use, "files": files})
     learned = {name: scores.absolute(getattr(build, name), folder) for name in ("quality", "noise", "sample")}
-    return build.model_copy(update={"read": read, "tokenizer": tokenizer, **learned})
+    return build.model_copy(update={"read": read, "tokenizer": tokenizer, "filters": filters, **learned})

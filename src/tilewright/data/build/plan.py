@@ -24,6 +24,7 @@ from tilewright.data.build.stages.read import READ
 from tilewright.data.build.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE
 from tilewright.data.build.stages.split import SPLIT
 from tilewright.data.build.stages.text.lines import COMMON_LINES, LINES
+from tilewright.data.build.stages.text.own import FILTERS
 from tilewright.data.build.stages.text.repair import REPAIR
 from tilewright.data.build.stages.text.rules import RULES
 
@@ -36,7 +37,7 @@ def _publish(index: int, settings: SimpleNamespace, folder: Path, *, dataset: Pa
 
 
 STAGES = (
-    *(READ, LINES, COMMON_LINES, REPAIR, RULES, *QUALITY_AND_NOISE),
+    *(READ, LINES, COMMON_LINES, REPAIR, RULES, FILTERS, *QUALITY_AND_NOISE),
     *(DIGESTS, EXACT, SKETCHES, PAIRS, SHINGLES, VERIFY, NEAR, IMAGES, UNIQUE),
     *(*SAMPLE, SPLIT, GATHER_MEDIA, TOKENIZER, ENCODER_CHOICE, ENCODE, DATASET_STAGE),
     BuildStage(

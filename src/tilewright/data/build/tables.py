@@ -81,6 +81,18 @@ def record_row(record: Record) -> dict[str, Any]:
     return row | {name: json.dumps(dict(row[name]), sort_keys=True) for name in ("facts", "scores")}
 
 
+def record_of(row: Mapping[str, Any]) -> Record:
+    """The record of a row of `RECORDS`, without arrays.
+
+    Example:
+        >>> record = Record("", "image", "ants", "an ant", facts={"width": 3})
+        >>> record_of(record_row(record)) == record
+        True
+    """
+    values = {name: row[name] for name in RECORDS.names}
+    return Record(**values | {name: json.loads(row[name]) for name in ("facts", "scores")})
+
+
 def reject_row(reject: Rejected) -> dict[str, Any]:
     """A reject as a row of `REJECTS`. Numbers become text, excerpts are cut, and what is no UTF-8 is escaped."""
     row = {name: getattr(reject, name) for name in REJECTS.names}

@@ -4,9 +4,10 @@ The order of the stages is in `plan`; what a stage is, in `engine.stage`.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.engine.units import Units, fingerprint_of
@@ -35,6 +36,7 @@ class Context:
         self.contents = Contents(out / WORK / CONTENTS)
         self._digests: dict[str, str] = {}
         self._set_aside: set[Item] = set()
+        self._once: dict[str, Any] = {}
 
     @cached_property
     def listing(self) -> Listing:
@@ -45,6 +47,12 @@ class Context:
     def references(self) -> dict[str, Listing]:
         """What scores are learned from, by setting; all of it is there."""
         return list_references(self.build, self.listing.domains(), self.contents)
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        """What `find` gives when it is asked for first; the same for the whole build."""
+        if name not in self._once:
+            self._once[name] = find()
+        return self._once[name]
 
     def set_aside(self, items: Iterable[Item]) -> None:
         """Hand these files to no unit of this build any more: they killed the processes that read them."""

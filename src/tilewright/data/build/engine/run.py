@@ -21,6 +21,7 @@ from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.finished.remote.index import INDEX
 from tilewright.data.build.plan import SHARDS, STAGES
 from tilewright.data.build.stages.encode import encoder_of
+from tilewright.data.build.stages.text.own import FILTERS
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 
@@ -65,6 +66,7 @@ def build_dataset(
     with _locked(out, alone=executor.is_first):
         progress.phase("listing files")
         context.references  # noqa: B018  and the listing, before anything is written: what is not there is said at once
+        FILTERS.inputs["filters"].value(context, 0)
         if executor.is_first:
             context.contents.save()
         context.units.clean(executor.mark)

@@ -13,6 +13,7 @@ from tilewright.data.build.engine.run import PARTS, build_dataset
 from tilewright.data.build.engine.units import link_or_copy
 from tilewright.data.build.finished.open_built import DATASET
 from tilewright.data.build.plan import SHARDS, STAGES
+from tilewright.data.build.stages.text.own import FILTERS
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Source
 
@@ -41,8 +42,10 @@ def build_key(build: DataBuild) -> str:
     """What the content of a build depends on besides the files: its settings, and the version of each stage."""
     settings = build.model_dump(mode="json")
     settings["tokenizer"].pop("path")  # its content counts, not where it is
-    settings.pop(SHARDS)  # there are none
-    return repr((settings, [(stage.name, stage.version) for stage in STAGES if stage.name != SHARDS]))
+    off = (SHARDS, FILTERS.name)  # there are none
+    for name in off:
+        settings.pop(name)
+    return repr((settings, [(stage.name, stage.version) for stage in STAGES if stage.name not in off]))
 
 
 def build_entry(

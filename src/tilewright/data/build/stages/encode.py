@@ -23,17 +23,17 @@ from tilewright.data.build.engine.context import Context
 from tilewright.data.build.engine.declared import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
 from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.kept import SCORES, reject_of
 from tilewright.data.build.stages.order import last_kept
 from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
-from tilewright.data.build.stages.text.rules import SCORES
 from tilewright.data.build.stages.windows import Window, windows
-from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, rows
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
+from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.reading import TokenizerError
-from tilewright.data.common.records import Rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
@@ -52,8 +52,8 @@ RUNS = pa.schema(
 """A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
 that which repeat the run before, `cluster` of near-copies."""
 
-_UNUSED = {DROPPED: (TOO_SMALL, 1.0, 2.0), LEFT: (LIMIT, "", "split.max_bytes")}
-"""Part of a record that neither split has -> rule, value and threshold of its reject."""
+_UNUSED = {DROPPED: DropReason(TOO_SMALL, 1.0, 2.0), LEFT: DropReason(LIMIT, "", "split.max_bytes")}
+"""Part of a record that neither split has -> why it is not used."""
 ENCODER = "encoder.json"
 _ENCODED_TWICE = 64  # texts of a build, to see that both libraries give the same ids
 _BATCH, _BATCH_BYTES = 256, 1 << 20
@@ -219,13 +219,13 @@ def encode_shard(
         for batch in _together(shard.texts()):
             for text in batch:
                 if text.part in _UNUSED:
-                    rejects.append(reject_row(_unused(text)))
+                    rejects.append(reject_of(text.record, "split", _UNUSED[text.part], len(text.data)))
                 elif not text.data or text.part in (SHOWN, SHOWN_HELD):
                     media.append(text.record)
             for part, into in parts.items():
                 mine = [text for text in batch if text.part == part and text.data]
                 for text, why in into.add(mine, known) if mine else ():
-                    rejects.append(reject_row(_failed(text, why)))
+                    rejects.append(reject_of(text.record, "encode", DropReason(FAILS, why), len(text.data)))
         counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
@@ -253,18 +253,6 @@ def _loaded(folder: Path, digests: tuple[str, ...], quick: bool) -> Tokenizer:
     tokenizer = load_tokenizer(folder)
     found = with_ranks(tokenizer) if quick else ""
     return found if isinstance(found, Tokenizer) else tokenizer
-
-
-def _unused(text: KeptText) -> Rejected:
-    row, size = text.record, len(text.data)
-    place = row["path"], row["part"], "split"
-    return Rejected(*place, *_UNUSED[text.part], row["text"], row["domain"], 1, size, row["id"])
-
-
-def _failed(text: KeptText, why: str) -> Rejected:
-    row = text.record
-    place = row["path"], row["part"], "encode"
-    return Rejected(*place, FAILS, why, "", row["text"], row["domain"], 1, len(text.data), row["id"])
 
 
 class _Part:

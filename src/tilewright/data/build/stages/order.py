@@ -5,18 +5,23 @@ A stage that is off has no units, and what comes after it reads what came before
 
 from tilewright.data.build.config import DataBuild
 
-_BEFORE_COPIES = ("rules", "quality", "noise")
+_BEFORE_COPIES = ("rules", "filters", "quality", "noise")
 _AFTER_COPIES = ("unique", "sample")
+
+
+def before_filters(build: DataBuild) -> str:
+    """The stage whose records filters of the user judge."""
+    return _before(build, "filters")
 
 
 def before_quality(build: DataBuild) -> str:
     """The stage whose records are scored for quality."""
-    return "rules"
+    return _before(build, "quality")
 
 
 def before_noise(build: DataBuild) -> str:
     """The stage whose records are scored for noise."""
-    return _last_of(build, _BEFORE_COPIES[: _BEFORE_COPIES.index("noise")])
+    return _before(build, "noise")
 
 
 def before_copies(build: DataBuild) -> str:
@@ -35,6 +40,10 @@ def rejecting(build: DataBuild) -> list[str]:
     return [name for name in names if _is_on(build, name)]
 
 
+def _before(build: DataBuild, name: str) -> str:
+    return _last_of(build, _BEFORE_COPIES[: _BEFORE_COPIES.index(name)])
+
+
 def _last_of(build: DataBuild, names: tuple[str, ...]) -> str:
     return [name for name in names if _is_on(build, name)][-1]
 
@@ -42,4 +51,5 @@ def _last_of(build: DataBuild, names: tuple[str, ...]) -> str:
 def _is_on(build: DataBuild, name: str) -> bool:
     """Whether a stage is on; most always are."""
     switches = {"quality": build.quality.is_on, "noise": build.noise.is_on, "sample": build.sample.is_on}
+    switches["filters"] = build.filters.is_on
     return switches.get(name, True)

@@ -192,7 +192,8 @@ def _paths(context: Context) -> list[str]:
     build = context.build
     files = {items[0].domain: items[0].path for items in context.listing.shards if items[0].path}
     learned = scores.paths(build.quality, build.noise, build.sample).values()
-    return [*files.values(), *learned, *filter(None, [build.tokenizer.path])]
+    own = [path for of_filter in build.filters.files.values() for path in of_filter.values()]
+    return [*files.values(), *learned, *own, *filter(None, [build.tokenizer.path])]
 
 
 def look(marker: str, paths: Sequence[str]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from tilewright.data.build.engine.declared import Every, FoundValue
 from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.copies.exact import DROP, doc_of, drops_of, exact_ranges, row_of
 from tilewright.data.build.stages.copies.near import greedy
+from tilewright.data.build.stages.kept import survivors
 from tilewright.data.build.stages.order import before_copies
-from tilewright.data.build.stages.text.rules import survivors
 from tilewright.data.build.tables import batches
 from tilewright.data.readers.media.images import near_images
 

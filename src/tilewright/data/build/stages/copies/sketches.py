@@ -18,8 +18,8 @@ from tilewright.data.build.engine.declared import Every, FoundValue, Same, per_s
 from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.ranges import num_ranges, read_range, write_ranges
 from tilewright.data.build.stages.copies.exact import doc_of, drops_of, exact_ranges, num_records, row_of
+from tilewright.data.build.stages.kept import survivors
 from tilewright.data.build.stages.order import before_copies
-from tilewright.data.build.stages.text.rules import survivors
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64, mix64
 from tilewright.data.corpus.near_dup import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of

@@ -12,10 +12,10 @@ from tilewright.data.build.engine.declared import Every, Only, Same, per_shard
 from tilewright.data.build.engine.stage import BuildStage
 from tilewright.data.build.stages.copies.exact import DROP, drops_of, exact_ranges, row_of, shard_of
 from tilewright.data.build.stages.copies.images import BITS, image_units
+from tilewright.data.build.stages.kept import KEPT, reject_of, survivors
 from tilewright.data.build.stages.order import before_copies
-from tilewright.data.build.stages.text.rules import KEPT, survivors
-from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row
-from tilewright.data.common.records import Rejected
+from tilewright.data.build.tables import REJECTS, TableWriter, batches
+from tilewright.data.common.filter import DropReason
 
 EXACT, NEAR, IMAGE = "exact duplicate", "near-copy", "near-copy of an image"
 _HELD = 64  # shards whose ids are in memory
@@ -72,15 +72,9 @@ def unique_records(
                     found = drops["similarity"][drop]
                     value = f"{found:.0f} bits of {BITS} from {of}" if rule == IMAGE else f"{found:.3f} with {of}"
                     one = dict(zip(batch, values, strict=True))
-                    rejects.append(reject_row(_reject(one, rule, value, threshold)))
+                    rejects.append(reject_of(one, "duplicates", DropReason(rule, value, threshold)))
         counts = {"records": staying.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
     return counts | {"exact": len(copies), "near": len(near_copies) + len(pictures)}
-
-
-def _reject(row: Mapping[str, Any], rule: str, value: str, threshold: float) -> Rejected:
-    size = len(row["text"].encode())
-    place = row["path"], row["part"]
-    return Rejected(*place, "duplicates", rule, value, threshold, row["text"], row["domain"], 1, size, row["id"])
 
 
 UNIQUE = BuildStage(

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.build.stages.copies.sketches import surviving_texts
+from tilewright.data.build.stages.kept import KEPT, reject_of
 from tilewright.data.build.stages.scores.references import digests_of
-from tilewright.data.build.stages.text.rules import KEPT
-from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.build.tables import REJECTS, TableWriter, batches, rows
+from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
-from tilewright.data.common.records import Rejected
 from tilewright.data.corpus.encode import NpyWriter
 
 Scorer = Callable[[Sequence[bytes], np.ndarray], np.ndarray]
@@ -58,6 +58,10 @@ class ScoreDecision:
     rule: str
     values: Sequence[str | float]
     thresholds: Sequence[str | float]
+
+    def reason(self, number: int) -> DropReason:
+        """Why the record of this number goes."""
+        return DropReason(self.rule, self.values[number], self.thresholds[number])
 
 
 Judge = Callable[[str, np.ndarray, np.ndarray], ScoreDecision]
@@ -183,15 +187,10 @@ def choose_records(
         for first, batch in batches(repaired / "records.parquet", ("id", "text", "domain", "path", "part")):
             for row, values in enumerate(zip(*batch.values(), strict=True), first) if gone else ():
                 if row in gone and verdict is not None:
-                    rejects.append(reject_row(_reject(dict(zip(batch, values, strict=True)), verdict, gone[row], kind)))
+                    reason = verdict.reason(gone[row])
+                    rejects.append(reject_of(dict(zip(batch, values, strict=True)), kind.stage, reason))
     width = (kind.high - kind.low) / NUM_BINS
     bins = np.clip((found[has] - kind.low) / width, 0, NUM_BINS - 1).astype(np.int64)
     counts = {f"{domain}\0{kind.column}": np.bincount(bins, minlength=NUM_BINS).tolist()} if len(has) else {}
     (folder / "histograms.json").write_text(json.dumps(counts, sort_keys=True))
     return {"records": num_kept, "bytes": num_bytes, "rejects": len(gone)}
-
-
-def _reject(row: Mapping[str, Any], verdict: ScoreDecision, number: int, kind: ScoreKind) -> Rejected:
-    place, size = (row["path"], row["part"]), len(row["text"].encode())
-    found = verdict.values[number], verdict.thresholds[number]
-    return Rejected(*place, kind.stage, verdict.rule, *found, row["text"], row["domain"], 1, size, row["id"])

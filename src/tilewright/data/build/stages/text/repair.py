@@ -12,12 +12,14 @@ from typing import Any
 
 from tilewright.data.build.engine.declared import Every, Same, per_shard
 from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.stages.kept import reject_of
 from tilewright.data.build.stages.text.lines import line_ranges, load_common
 from tilewright.data.build.stages.text.repaired import repaired, without_lines
-from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, reject_row, rows
-from tilewright.data.common.records import Rejected
+from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, rows
+from tilewright.data.common.filter import DropReason
 
 STAGE = "repair"
+_BLANK = DropReason("blank record", 0.0, 1.0)
 
 
 def repair_shard(
@@ -52,10 +54,7 @@ def repair_shard(
                 records.append(row | {"text": text})
                 num_bytes += len(text.encode())
             else:
-                place = row["path"], row["part"]
-                size = len(row["text"].encode())
-                one = Rejected(*place, STAGE, "blank record", 0.0, 1.0, row["text"], row["domain"], 1, size, row["id"])
-                rejects.append(reject_row(one))
+                rejects.append(reject_of(row, STAGE, _BLANK))
         counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
     return counts | {"changed": dict(sorted(changed.items()))}
 

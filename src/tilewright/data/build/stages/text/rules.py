@@ -1,41 +1,29 @@
 """Third stage: which records keep to the rules, and by which rule each other one goes.
 
-What stays is a side table, not a copy of the text: row, digest of the text, bytes, language. Every measure that a rule
-looks at goes into a histogram by domain, of all records that it was taken of.
+Every measure that a rule looks at goes into a histogram by domain, of all records that it was taken of.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import RulesSection
 from tilewright.data.build.engine.declared import Same, per_shard
 from tilewright.data.build.engine.stage import BuildStage
+from tilewright.data.build.stages.kept import KEPT, reject_of
 from tilewright.data.build.stages.text.measures import MEASURES, Measured
-from tilewright.data.build.tables import REJECTS, TableWriter, reject_row, rows
-from tilewright.data.common.records import Rejected
+from tilewright.data.build.tables import REJECTS, TableWriter, record_of, rows
+from tilewright.data.common.filter import DropReason, RecordFilter
+from tilewright.data.common.records import Record
 
 STAGE = "rules"
-SCORES = ("quality", "contrast", "bits_per_byte")
-"""Columns that the stages of `scores` fill."""
-KEPT = pa.schema(
-    [
-        pa.field("row", pa.int64()),
-        pa.field("digest", pa.binary(16)),
-        pa.field("bytes", pa.int64()),
-        pa.field("language", pa.string()),
-        *(pa.field(name, pa.float32()) for name in SCORES),
-    ]
-)
-"""A record that stays. A score is null where no stage gave one."""
 _NUM_BINS = 32
 _LANGUAGE_CHARS = 4096  # of a text: from more, nothing is learned about one in one language
 _LONG_SCALE = ("chars", "words", "stop_words", "sentences", "curly_brackets")  # counts: bins of powers of two
@@ -67,33 +55,81 @@ def thresholds(rules: RulesSection) -> list[ActiveRule]:
     return found
 
 
+class ThresholdFilter(RecordFilter):
+    """Drops records by the first rule that they break.
+
+    Args:
+        rules: settings.
+    """
+
+    def __init__(self, rules: RulesSection):
+        self._active = thresholds(rules)
+        self.histograms: dict[str, np.ndarray] = {}
+        """Of each measure that was taken, int64 [bins], by domain and measure."""
+
+    def judge(self, record: Record) -> DropReason | None:
+        """See `RecordFilter`. Each measure is taken that any rule looks at."""
+        text = Measured(record.text)
+        broken: DropReason | None = None
+        values: dict[str, float] = {}
+        for rule in self._active:
+            value = values.get(rule.measure)
+            if value is None:
+                value = values[rule.measure] = float(MEASURES[rule.measure](text))
+                counts = self.histograms.setdefault(f"{record.domain}\0{rule.measure}", np.zeros(_NUM_BINS, np.int64))
+                counts[_bin(rule.measure, value)] += 1
+            if broken is None and not rule.passes(value):
+                broken = DropReason(rule.name, value, rule.value)
+        return broken
+
+
+class LanguageFilter(RecordFilter):
+    """Drops records in other languages than those of the rules.
+
+    Args:
+        rules: settings.
+    """
+
+    def __init__(self, rules: RulesSection):
+        self._rules, self._find = rules, find_languages()
+        self.found = ""
+        """The language of the record that was judged last."""
+
+    def judge(self, record: Record) -> DropReason | None:
+        """See `RecordFilter`."""
+        self.found, score = self._find(record.text)
+        least = self._rules.min_language_score
+        if self.found not in self._rules.languages:
+            return DropReason("languages", self.found, ", ".join(self._rules.languages))
+        return DropReason("min_language_score", score, least) if least is not None and score < least else None
+
+
 def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records: Path) -> Mapping[str, Any]:
     """Judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json` into `folder`."""
     rules = settings.rules
-    active = thresholds(rules)
-    language = find_languages() if rules.languages else None
-    histograms: dict[str, np.ndarray] = {}
+    measured = ThresholdFilter(rules)
+    spoken = LanguageFilter(rules) if rules.languages else None
+    num_bytes = 0
     with (
         TableWriter(folder / "kept.parquet", KEPT) as kept,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
     ):
-        num_bytes = 0
         for number, row in enumerate(rows(records / "records.parquet")):
-            data = row["text"].encode()
-            reject, found = None, row["language"]
+            reason, language = None, row["language"]
             if row["modality"] == "text" and (not rules.domains or row["domain"] in rules.domains):
-                reject = _broken_rule(row, active, histograms)
-                if reject is None and language is not None:
-                    found, score = language(row["text"])
-                    reject = _wrong_language(row, found, score, rules)
-            if reject is not None:
-                rejects.append(reject_row(reject))
+                record = record_of(row)
+                reason = measured.judge(record)
+                if reason is None and spoken is not None:
+                    reason, language = spoken.judge(record), spoken.found
+            if reason is not None:
+                rejects.append(reject_of(row, STAGE, reason))
                 continue
+            data = row["text"].encode()
             digest = xxhash.xxh3_128_digest(_identity(row, data))
-            kept.append({"row": number, "digest": digest, "bytes": len(data), "language": found})
+            kept.append({"row": number, "digest": digest, "bytes": len(data), "language": language})
             num_bytes += len(data)
         counts = {"records": kept.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
-    plain = {key: counts_.tolist() for key, counts_ in sorted(histograms.items())}
+    plain = {key: counts_.tolist() for key, counts_ in sorted(measured.histograms.items())}
     (folder / "histograms.json").write_text(json.dumps(plain, sort_keys=True))
     return counts
 
@@ -101,38 +137,6 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
 def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
     """What makes two records the same: the text, and of a medium what its facts say of its content."""
     return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
-
-
-def _broken_rule(
-    row: Mapping[str, Any], active: list[ActiveRule], histograms: dict[str, np.ndarray]
-) -> Rejected | None:
-    """The reject of the first rule that the record breaks, or None; measures go into the histograms."""
-    text = Measured(row["text"])
-    broken: Rejected | None = None
-    values: dict[str, float] = {}
-    for rule in active:
-        value = values.get(rule.measure)
-        if value is None:
-            value = values[rule.measure] = float(MEASURES[rule.measure](text))
-            key = f"{row['domain']}\0{rule.measure}"
-            histograms.setdefault(key, np.zeros(_NUM_BINS, np.int64))[_bin(rule.measure, value)] += 1
-        if broken is None and not rule.passes(value):
-            broken = _reject(row, rule.name, value, rule.value)
-    return broken
-
-
-def _wrong_language(row: Mapping[str, Any], found: str, score: float, rules: RulesSection) -> Rejected | None:
-    if found not in rules.languages:
-        return _reject(row, "languages", found, ", ".join(rules.languages))
-    if rules.min_language_score is not None and score < rules.min_language_score:
-        return _reject(row, "min_language_score", score, rules.min_language_score)
-    return None
-
-
-def _reject(row: Mapping[str, Any], rule: str, value: float | str, threshold: float | str) -> Rejected:
-    size = len(row["text"].encode())
-    place = row["path"], row["part"]
-    return Rejected(*place, STAGE, rule, value, threshold, row["text"], row["domain"], 1, size, row["id"])
 
 
 def _bin(measure: str, value: float) -> int:
@@ -177,14 +181,6 @@ def find_languages() -> Language:
         return str(code), float(score)
 
     return find
-
-
-def survivors(kept: Path, *drops: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Rows of a `kept.parquet` whose `row` is in none of the sorted arrays `drops`."""
-    gone = set(np.concatenate([np.zeros(0, np.int64), *drops]).tolist())
-    for row in rows(kept):
-        if row["row"] not in gone:
-            yield row
 
 
 RULES = BuildStage(
