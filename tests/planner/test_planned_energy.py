@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.planner.families import FAMILIES, VOCAB
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
@@ -23,3 +24,14 @@ def test_watts_of_machines_are_the_recipes():
     assert found.joules == pytest.approx(2 * 65 * 100 * plan.step_s)
     assert "energy.assume_watts" in found.assumed
     assert planned_energy(make_plan(make_recipe(), 512, make_machine(), make_rates()), 100) is None
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor_count(tmp_path):
+    """Of Mixtral's eight experts a token passes two."""
+    from tests.planner.test_trace import recipe_of
+
+    plan = make_plan(recipe_of(FAMILIES["mixtral"], tmp_path), VOCAB, make_machine(), make_rates())
+    dim, width, heads = 320, 896, 320
+    layer = 4 * dim * heads + 8 * dim + 2 * 3 * dim * width
+    assert flops_per_token(plan) == pytest.approx(6 * (3 * layer + dim * VOCAB), rel=0.01)

@@ -10,6 +10,8 @@ from tilewright.planner.plan import Plan
 
 _MANY = 2**20
 """Tokens that FLOPs are counted over: experts have shares of them."""
+_TRAINED, _ADAPTED = 3, 2
+"""Forward passes that a matmul of a training step is as long as: with, and without the gradient of its weight."""
 
 
 @dataclass(frozen=True)
@@ -81,5 +83,11 @@ def flops_per_token(plan: Plan) -> float | None:
     shapes are not known."""
     if plan.shape.unknown:
         return None
-    of_rank = total_flops(step_gemms(plan.shape, [_MANY], ())) / _MANY
-    return of_rank * plan.recipe.parallel.tp
+    shape, recipe = plan.shape, plan.recipe
+    others = sum(  # of no linear layer: experts in one tensor, convolutions
+        layers.count * flops
+        for layers in (*shape.classes, shape.rest)
+        for _, flops in layers.others.values()
+    ) / shape.seq_len  # fmt: skip
+    linear = total_flops(step_gemms(shape, [_MANY], ())) / _MANY
+    return (linear + (_ADAPTED if recipe.lora.rank else _TRAINED) * others) * recipe.parallel.tp

@@ -92,6 +92,7 @@ def _joules_beside(ratios: Mapping[str, Any]) -> str:
 
 def _measured(settings: Loaded, steps: int) -> StepBench:
     from tilewright.energy.meter import EnergyMeter
+    from tilewright.planner.advice.energy import flops_per_token
     from tilewright.planner.advice.step_gemms import alone_s, total_flops
     from tilewright.planner.machine.microbench import Load
     from tilewright.training.assemble import build, set_up
@@ -120,7 +121,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
     joules = use.joules["steps"] if counters and meter.reads else None
     tokens = sum(result.num_tokens for result in results)
     seconds = [result.seconds for result in results]
-    flops = total_flops(gemms) * steps
+    per_token = flops_per_token(setup.plan)
     numbers = {
         "recipe": settings.name,
         "device": setup.machine.device_name,
@@ -131,7 +132,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
         "tokens_per_s": statistics.median(r.num_tokens / (r.seconds + w) for r, w in zip(results, waits, strict=True)),
         "joules_per_step": joules and joules / steps,
         "joules_per_token": joules and joules / tokens,
-        "joules_per_flop": joules / flops if joules and flops else None,
+        "joules_per_flop": joules / (tokens * per_token) if joules and per_token else None,
         "not_counted": reasons,
         "others": others,
         "matmuls": _rates(total_flops(gemms), alone, seconds),
