@@ -190,6 +190,15 @@ def test_merged_domains_have_the_split_of_a_fresh_build(tmp_path):
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
 
 
+FILTER = """
+import tilewright
+
+class All(tilewright.RecordFilter):
+    def judge(self, record):
+        return None
+"""
+
+
 def test_a_stage_reads_nothing_but_what_it_declares(tmp_path):
     """Each stage gives the bytes that it gave in the build where nothing is on disk but what its fingerprint is of.
 
@@ -209,7 +218,9 @@ def test_a_stage_reads_nothing_but_what_it_declares(tmp_path):
         "sample": {"reference": "corpus"},
         "repair": {"repeated_lines": 3},
         "media": {"image_size": 8},
+        "filters": {"use": {"all": f"{tmp_path}/all.py:All"}},
     }
+    (tmp_path / "all.py").write_text(FILTER)
     config = settings(root, **sections)
     build(config, out)
     ran = []
