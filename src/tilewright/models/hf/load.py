@@ -64,9 +64,10 @@ def load_hf(
     """
     auto, config = _task_class(path, task)
     if weights == "load":
-        net = _load_weights(auto, path, config, dtype)
+        with _of_config(path, config.model_type):
+            net = _load_weights(auto, path, config, dtype)
         return HFModel(net.to(device), task, kernels)
-    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
+    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"), _of_config(path, config.model_type):
         net = auto.from_config(config, dtype=torch.float32, **_NO_CODE)
     return HFModel(net.to(device), task, kernels)
 
@@ -78,7 +79,7 @@ def hf_shapes(path: Path | str, task: Task) -> nn.Module:
         As `load_hf`.
     """
     auto, config = _task_class(path, task)
-    with real_integers():
+    with real_integers(), _of_config(path, config.model_type):
         return auto.from_config(config, dtype=torch.float32, **_NO_CODE)
 
 
@@ -93,7 +94,7 @@ def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
     # Some architectures have several models without a task, and transformers cannot always tell which is meant.
     if type(config) not in AutoModel._model_mapping or not isinstance(AutoModel._model_mapping[type(config)], type):
         return None
-    with real_integers():
+    with real_integers(), _of_config(path, config.model_type):
         return AutoModel.from_config(config, dtype=torch.float32, **_NO_CODE)
 
 
@@ -184,12 +185,31 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
     _check_no_kernels(values, Path(path) / "config.json")
     from huggingface_hub.errors import StrictDataclassError
 
-    try:
+    with _of_config(path, model_type, OSError, StrictDataclassError):
         return transformers.AutoConfig.from_pretrained(str(path), **_LOCAL)
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+
+
+@contextmanager
+def _of_config(path: Path | str | Any, model_type: Any, *more: type[Exception]) -> Iterator[None]:
+    """What architectures of many authors raise on values that they do not take, as an error of the folder.
+
+    Args:
+        path: of the folder; else nothing is changed.
+        model_type: as its config.json says.
+        more: errors beside those.
+
+    Raises:
+        CheckpointError: one was raised.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, *more) as error:
+        if not isinstance(path, (str, Path)):
+            raise
+        said = " ".join(str(error).split())[:300]
         raise CheckpointError(
             "Transformers cannot build a model from this config.json",
-            got=f"model_type {model_type!r}: {' '.join(str(error).split())}",
+            got=f"model_type {model_type!r}: {type(error).__name__}: {said}",
             need="a model_type and values that the installed transformers knows; code of a model folder is never run",
             try_="correct config.json, or a newer transformers",
             where=str(Path(path) / "config.json"),
