@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings
 from tests.draws import examples
+from tilewright.cli.app import run
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import DataBuild, FiltersSection, load_data_toml
 from tilewright.data.build.engine.executors.local import LocalExecutor
@@ -228,3 +229,12 @@ def test_files_and_classes_are_beside_the_toml(tmp_path, caplog):
     missing = section(write_filter(tmp_path), 3, names=str(tmp_path / "none.txt"))
     with pytest.raises(DataError, match="File of a filter does not exist"):
         own_filters(missing)
+
+
+def test_the_command_says_on_how_many_records_a_filter_failed(corpus, tmp_path, capsys):
+    (tmp_path / "data.toml").write_text(
+        f'[read]\nsource = "{corpus}/in"\n[filters]\nuse = {{ words = "{corpus}/words.py:Words" }}\n'
+        "[filters.settings.words]\nleast = 1\n[duplicates]\nnear = false\n[tokenizer]\nvocab_size = 300\n"
+    )
+    assert run(["data", "build", str(tmp_path / "data.toml"), "--executor", "local", "--processes", "1"]) == 0
+    assert "records on which a filter failed: 1 | tilewright data inspect" in capsys.readouterr().out

@@ -64,6 +64,9 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         f"{summary['duplicates']:,} exact duplicates and {summary['near_duplicates']:,} near-copies dropped | "
         f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {domains} domains"
     )
+    failed = sum(stage.counts.get("failed", 0) for stage in account.stages)
+    if failed:
+        say(f"records on which a filter failed: {failed:,} | tilewright data inspect {folder} --reject '*: failed'")
     for model in account.models:
         say(model.line)
     say(f"{units['made']} units made, {units['finished before']} finished before | {page}")
