@@ -109,7 +109,7 @@ def test_a_run_is_searched_and_its_recipe_trains(run, tmp_path, capsys):
     assert best["costs"]["parameters"] <= 0.9 * record["run_costs"]["parameters"]
     assert best["costs"]["parameters"] == pytest.approx(best["predicted"]["costs"]["parameters"])
     page = (out / "search.html").read_text()
-    titles = ("Loss over the run's", "predicted beside measured", "layer by layer", "Each replacement alone")
+    titles = ("predicted beside trained", "predicted beside measured", "layer by layer", "Each replacement alone")
     for text in (*titles, best["name"]):
         assert text in page
     recipe = load_recipe(out / "search.toml", environ={})

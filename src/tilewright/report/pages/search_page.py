@@ -128,7 +128,7 @@ def _losses(record: Mapping[str, Any]) -> PageTable:
         rises = (row["predicted"]["rise"], row["rise_before"], row["rise"])
         rows.append((*which, *map(_percent, rises), f"{100 * row['error']:.2f}"))
     columns = ("shape", "which", "predicted", "as put together", "trained", "error")
-    return PageTable("Loss over the run's", "", columns, rows, frozenset(("which",)))
+    return PageTable("Losses, predicted beside trained", "Over the run's.", columns, rows, frozenset(("which",)))
 
 
 def _costs_beside(record: Mapping[str, Any]) -> PageTable:
