@@ -3,7 +3,7 @@
 Ranks in a row hold a decoder in FP32, once per case: with one stage per rank for 1F1B, with two for ZBV. Steps of the
 cases take turns on the same documents, and each updates its weights by its gradients, so that losses show whether all
 train the same. Documents of the balanced steps are placed by the cost model that is fitted to the passes of the steps
-before.
+before, in as many micro-batches as it says take least; none has more tokens than the largest one of fixed numbers may.
 
 Two rows are run, one after the other: of two ranks and of four, each rank on one core and with one thread.
 
@@ -13,8 +13,8 @@ Two rows are run, one after the other: of two ranks and of four, each rank on on
   each rank and free messages (`replay.replayed`). The wall clock of steps is kept beside it.
 
 Beside the ratio is what bounds it: idle time of both by cause, the processor's time that the schedule costs in
-addition, and how much of the wall clock is beside the step on paper (messages). The cost model says the seconds of each
-micro-batch in each stage before the step, which are held against those measured.
+addition, the number of micro-batches, and how much of the wall clock is beside the step on paper (messages). The cost
+model says the seconds of each micro-batch in each stage before the step, which are held against those measured.
 
     python -m benchmarks.pipeline_layers --seconds 440
 """
@@ -62,6 +62,8 @@ CLAIM = (
     "per micro-batch, losses are equal to 1e-6, the cost model is within 10 % after 20 steps"
 )
 LAYERS, MICROBATCHES, PER_MICROBATCH = 8, 12, 2
+LONGEST = 2048
+"""Tokens of a document."""
 VOCAB, WIDTH, HEADS, LR = 512, 192, 4, 0.05
 SETTLED = 20
 """Steps after which the cost model is held against what is measured."""
@@ -74,7 +76,7 @@ CASES = (FIXED, *BALANCED)
 def documents(step: int) -> list[np.ndarray]:
     """Tokens of the documents of a step, most of them short."""
     draw = np.random.default_rng(step)
-    lengths = np.exp(draw.normal(5.2, 0.9, MICROBATCHES * PER_MICROBATCH)).clip(16, 2048).astype(int)
+    lengths = np.exp(draw.normal(5.2, 0.9, MICROBATCHES * PER_MICROBATCH)).clip(16, LONGEST).astype(int)
     return [draw.integers(0, VOCAB, length + 1) for length in lengths]
 
 
@@ -169,7 +171,7 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
     cases = {FIXED: Case(Pipeline(world_size), world)}
     cases |= {name: Case(Pipeline(world_size, *how), world) for name, how in BALANCED.items()}
     prior = CostModel(("dense",), (12.0 * WIDTH * WIDTH, float(WIDTH), 0.0, float(VOCAB * WIDTH), 0.0))
-    fit, found = CostFit(prior, world_size), []
+    fit, found, counts = CostFit(prior, world_size), list[dict[str, Any]](), dict.fromkeys(BALANCED, 0)
     for step in range(num_steps):
         if gather(dist.group.WORLD, time.monotonic() - began > seconds)[0]:
             break
@@ -177,9 +179,10 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
         lengths = np.array([len(one) - 1 for one in texts])
         places = {FIXED: [range(i, i + PER_MICROBATCH) for i in range(0, len(texts), PER_MICROBATCH)]}
         for name in BALANCED:
-            row = RowShape.of(cases[name].pipeline)
-            balanced = Balanced(fit.model, (("dense", LAYERS),), (1.0,), row)
-            places[name] = balanced(lengths, Room(1, 10**6, MICROBATCHES.__eq__))[0]
+            pipeline = cases[name].pipeline
+            balanced = Balanced(fit.model, (("dense", LAYERS),), (1.0,), RowShape.of(pipeline), count=counts[name])
+            places[name] = balanced(lengths, Room(1, PER_MICROBATCH * LONGEST, pipeline.takes))[0]
+            counts[name] = len(places[name])
         turn = step % len(CASES)
         took = {
             name: cases[name].run([micro_batch([texts[i] for i in place]) for place in places[name]])
@@ -194,7 +197,8 @@ def run_rank(rank: int, num_steps: int, seconds: float) -> list[dict[str, Any]]:
         if step:
             fit.learn([one for of_case in seen.values() for one in of_case])
             fit.load_state_dict(gather(dist.group.WORLD, fit.state_dict())[0])
-        found.append(took | {"errors": errors, "model": fit.model.coefficients, "speeds": list(fit.speeds)})
+        told = {"errors": errors, "model": fit.model.coefficients, "speeds": list(fit.speeds), "counts": dict(counts)}
+        found.append(took | told)
     return found if rank == 0 else []
 
 
@@ -215,6 +219,7 @@ def results_of(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ratio_on_paper": paper,
         "ratio_wall": wall,
         "ratio_without_idle": spread([1 - one["share"] for one in causes[FIXED]]),
+        "micro_batches": {name: [one["counts"][name] for one in found] for name in BALANCED},
         "processor_ratio": over_fixed(lambda one: busy_s(one["passes"])),
         "idle_on_paper": {name: spread([one["share"] for one in causes[name]]) for name in CASES},
         "idle_by_cause": {

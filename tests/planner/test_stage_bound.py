@@ -148,6 +148,8 @@ def test_a_split_that_is_said_stays(layers, tmp_path):
     plan = decide(load_recipe(None, values | {"model.layers": layers}, environ={}), site, "as_it_stands")
     assert plan.split == (7, 1)
     assert not any("parallel.split" in note for note in plan.notes)
+    even = decide(load_recipe(None, values | {"parallel.split": "[]"}, environ={}), site, "as_it_stands")
+    assert even.split == (), "layers that are alike: as many in each"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -68,7 +68,7 @@ class Plan:
     stands_because: str = ""
     """Why the planner decides nothing of this recipe, and cannot plan it again; empty where it may."""
     split: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline, which the run then holds; empty without stages."""
+    """Layers of each stage of a pipeline, which the run then holds; empty where they are as many in each."""
     least_bytes: float | None = None
     """The least that a step takes with what the recipe says, where that did not fit and something else was decided."""
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()

@@ -89,10 +89,12 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
         of_stage.with_shape(shape.holding(layers)).priced(config, memory_plan_of(of_stage.recipe, len(layers)), budget)
         for layers in different.values()
     ]
-    largest, split = max(plans, key=lambda plan: plan.peak_bytes), tuple(map(len, ranges))
+    largest, split = max(plans, key=lambda plan: plan.peak_bytes), recipe.parallel.split
+    if split or len(set(costs)) <= 1:
+        return replace(largest, split=split)
+    split = tuple(map(len, ranges))
     note = UNEQUAL.format(", ".join(map(str, split)))
-    notes = (note,) if len(set(costs)) > 1 and not recipe.parallel.split else ()
-    return replace(largest, split=split, notes=(*largest.notes, *notes))
+    return replace(largest, split=split, notes=(*largest.notes, note))
 
 
 def _layer_costs(shape: ModelShape, recipe: Recipe, planner: Planner) -> tuple[int, ...]:
