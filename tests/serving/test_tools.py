@@ -300,6 +300,23 @@ def test_calls_over_http_streamed_or_not(family, calls):
         assert first["finish_reason"] == "tool_calls"
 
 
+def test_an_answer_that_is_cut_off_behind_a_call_says_so(family):
+    """Streamed or not; of a format whose calls are known before the end of the answer."""
+    kind, tokenizer, _ = family
+    if kind != "hermes":
+        pytest.skip("its calls are read at the end of the answer")
+    whole = said(kind, TWO)
+    most = len(tokenizer.encode(whole[: whole.index("</tool_call>") + len("</tool_call>\n<tool_call>")]))
+    with serving(says(family, whole)) as (port, _):
+        asked = ASK | {"max_tokens": most}
+        (choice,) = post(port, CHAT, asked)[1]["choices"]
+        streamed = [part["choices"][0] for part in events(port, CHAT, asked | {"stream": True})]
+        only = post(port, CHAT, asked | {"parallel_tool_calls": False})[1]["choices"][0]
+    assert choice["finish_reason"] == streamed[-1]["finish_reason"] == "length"
+    assert only["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+
+
 def test_a_call_and_its_result_are_played_back(family):
     kind = family[0]
     with serving(says(family, said(kind, ONE))) as (port, _):

@@ -150,8 +150,10 @@ class Reply:
             piece = None
         if piece is None:
             self._open.discard(index)
-            has_calls = bool(choice.calls or said.calls)
-            choice.reason = "tool_calls" if has_calls else part.answer.finish_reason or "length"
+            calls, ended = bool(choice.calls or said.calls), part.answer.finish_reason
+            # Cut off behind a whole call another one may be missing.
+            told = calls and (part.one_call or ended != "length")
+            choice.reason = "tool_calls" if told else ended or "length"
         prefix, part.prefix = part.prefix, ""
         tokens = [piece.token] if part.tells_tokens and piece is not None and piece.token is not None else []
         return index, News(prefix + said.text, said.calls, tokens, thought)
