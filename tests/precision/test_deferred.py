@@ -5,10 +5,14 @@ import copy
 import pickle
 import random
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.cover import covering
 from tilewright.core.errors import ConfigError
@@ -18,7 +22,10 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.deferred_linear import deferred_linear
+from tilewright.ops.base.parts import computed_part
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import gemms_of
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.mixed.deferred import attach, detach
@@ -378,3 +385,34 @@ def test_the_tracker_counts_what_waits():
     assert num_bytes > 0
     assert seen[True] >= num_bytes
     tracker.close()
+
+
+@pytest.fixture
+def mesh():
+    """One rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_the_part_of_a_parameter_that_ranks_share_waits_what_is_the_parameter_s(mesh, dtype):
+    """Also where gradients are wider than weights: the part is a leaf of its own then."""
+    torch.manual_seed(0)
+    whole, inputs = torch.randn(4, 3).to(dtype), [torch.randn(rows, 3).to(dtype) for rows in (5, 2)]
+    grads = []
+    for waits in (False, True):
+        param, queue = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])), WeightGradientQueue()
+        param.grad_dtype = torch.float32
+        with queue.region():
+            for number, x in enumerate(inputs):
+                with nullcontext() if waits else queue.paused():
+                    out = deferred_linear(gemms_of("native"), x, computed_part(param), None, queue)
+                    out.float().square().sum().backward()
+                queue.cut(number)
+            assert len(queue) == (len(inputs) if waits else 0)
+            for number in range(len(inputs)):
+                queue.run(number)
+        grads.append(param.grad.to_local())
+    assert grads[0].dtype == torch.float32
+    assert torch.equal(*grads)

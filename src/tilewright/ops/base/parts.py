@@ -149,7 +149,8 @@ def _wide_leaf(param: DTensor) -> Tensor:
 def _add_gradient(param: DTensor, leaf: Tensor) -> None:
     """The gradient of a part to that of its parameter."""
     grad, leaf.grad = leaf.grad, None
-    assert grad is not None, "it has been accumulated"
+    if grad is None:
+        return  # it waits: `deferred` adds it to the parameter's itself
     if param.grad is None:
         param.grad = sharded_like(grad, param.shape, param)
     else:
