@@ -9,8 +9,6 @@ SPREAD = {"parallel.ep": "2", "model.num_experts": "8", "optim.kind": "adamw"}
 REFUSED = {
     "memory.executor": {"memory.executor": "layer_major"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
-    "lora.rank": {"lora.rank": "4"},
-    "precision.controller.enabled": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
 }
 
 
@@ -18,14 +16,14 @@ def test_spread_experts_alone_are_accepted():
     assert load(SPREAD, {"precision.mode": "fp8_tile"}).parallel.ep == 2
     assert load(SPREAD, {"parallel.dp_shard": "4", "optim.kind": "muon"}).parallel.ep == 2
     assert load(SPREAD, {"parallel.pp": "2", "model.tie_embeddings": "false"}).executor == "pipeline"
+    assert load(SPREAD, {"lora.rank": "4"}).parallel.ep == 2
+    assert load(SPREAD, {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"}).parallel.ep == 2
 
 
 def test_each_row_of_the_table_has_a_case():
     assert {field for _, field, *_ in REFUSED_WITH_EXPERTS} == set(REFUSED)
 
 
-@pytest.mark.support("lora", "experts_spread", refused=True)
-@pytest.mark.support("controller", "experts_spread", refused=True)
 @pytest.mark.support("offload", "experts_spread", refused=True)
 @pytest.mark.support("layer_major", "experts_spread", refused=True)
 @pytest.mark.parametrize("field", REFUSED)

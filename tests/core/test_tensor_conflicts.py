@@ -11,8 +11,6 @@ REFUSED = {
     "model.kind": {"model.kind": "tests.models.own:SPEC"},
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
-    "lora.dropout": {"lora.rank": "4", "lora.dropout": "0.1"},
-    "precision.controller.enabled": CONTROLLED | {"lora.rank": "4"},
     "precision.rules": {"precision.rules": '[{match = "*", compute = "int8"}]'},
     "train.compile": {"train.compile": "on"},
     "ops.cross_entropy": {"ops.cross_entropy": "ref"},
@@ -27,6 +25,7 @@ def test_cut_matrices_alone_are_accepted():
     assert load(CUT, {"lora.rank": "4", "optim.master_weights": "stochastic"}).parallel.tp == 2
     assert load(CUT, {"precision.mode": "pure_fp16"}).parallel.tp == 2
     assert load(CUT, CONTROLLED).parallel.tp == 2
+    assert load(CUT, CONTROLLED | {"lora.rank": "4", "lora.base": "keep", "lora.dropout": "0.1"}).parallel.tp == 2
 
 
 def test_each_row_of_the_table_has_a_case():

@@ -75,11 +75,11 @@ def build(kind, device="cpu"):
     return model.train()
 
 
-def adapt(model, base, size=0.1):
+def adapt(model, base, size=0.1, **more):
     """Adapters that are not zero, on frozen weights stored as `base`; none where that is empty. Of a `size` that makes
     more of the adapters than of the base, softmax makes much of a last bit."""
     if base:
-        add_lora(model, 4, base=base, kernels=KERNELS)
+        add_lora(model, 4, base=base, kernels=KERNELS, **more)
         for name, param in model.named_parameters():
             if name.endswith("lora_B"):
                 param.data.normal_(0, size, generator=torch.Generator().manual_seed(len(name)))
@@ -123,7 +123,8 @@ class Seen(torch.optim.SGD):
     """Keeps whole gradients as the update sees them, in FP64; on ranks all of them gather what is in parts."""
 
     def __init__(self, model, lr=0.0):
-        super().__init__([param for param in model.parameters() if param.requires_grad], lr=lr)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        super().__init__(trained or [{"params": []}], lr=lr)  # a rank may have nothing to train
         self.model, self.grads, self.dtypes = model, {}, set()
 
     def step(self):

@@ -13,9 +13,11 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import fp8_format
 from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows
+from tilewright.precision.controller.runtime import sites_of
 from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerStats
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.linear import float8_layers
+from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.policy.policy import Policy, Rule
 
@@ -215,3 +217,26 @@ def test_samples_are_merged_by_the_worse_number():
     assert both.layers["0"].tensors["input"].underflow == max(underflow)
     cosines = [sample.layers["0"].matmuls["fprop.fp8_tile"].cosine for sample in single]
     assert both.layers["0"].matmuls["fprop.fp8_tile"].cosine == min(cosines)
+
+
+def test_frozen_weights_under_adapters_are_measured_as_they_compute():
+    """Adapters whose B is zero change no number: of the matmuls that there are the evidence is that of a model whose
+    weights are trained, also of the first layer, whose input needs no gradient. There is none of weights' gradients."""
+    found = {}
+    for adapted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 72))
+        if adapted:
+            add_lora(model, 2, base="keep")
+        convert(model, Policy("fp8_tile", keep="value"))
+        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+        found[adapted] = Monitor(model).sample([lambda model=model, x=x: model(x).square().mean().backward()])
+        gemms = {site.gemm for site in sites_of(model)}
+        assert gemms == set(GEMM_NAMES[:2] if adapted else GEMM_NAMES)
+    assert found[True].layers.keys() == found[False].layers.keys() == {"0", "2"}
+    for name, layer in found[True].layers.items():
+        trained = found[False].layers[name]
+        assert set(layer.matmuls) == {key for key in trained.matmuls if not key.startswith("wgrad")}
+        assert set(layer.tensors) == {key for key in trained.tensors if not key.endswith("_column")}
+        assert all(layer.matmuls[key] == trained.matmuls[key] for key in layer.matmuls)
+        assert all(layer.tensors[key] == trained.tensors[key] for key in layer.tensors)

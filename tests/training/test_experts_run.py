@@ -19,6 +19,7 @@ ALONE = {"optim__schedule": "constant", "train__steps": 4, "train__eval_interval
 SPREAD, FULL = {"parallel__ep": 2}, {"train__activation_checkpoint": "full"}
 COPIES = {"parallel__dp_replicate": 2}
 STOP = {"train__steps": 2}
+ADAPTED = {"lora__rank": 2, "lora__base": "keep", "optim__lr": 1e-2}
 
 
 class Launches:
@@ -65,9 +66,10 @@ class Launches:
 def ran(data, tmp_path_factory):
     """One run stops half-way, and goes on elsewhere."""
     launch = Launches(data, tmp_path_factory.mktemp("spread"))
-    launch(1, {"alone": EXPORT})
+    launch(1, {"alone": EXPORT, "adapted_alone": ADAPTED | EXPORT})
     dispatched = SPREAD | {"parallel__dispatch": "fp8"}
-    launch(2, {"two": SPREAD | EXPORT, "to_one": SPREAD | STOP, "dispatched": dispatched})
+    launch(2, {"two": SPREAD | EXPORT, "to_one": SPREAD | STOP, "dispatched": dispatched,
+               "adapted": SPREAD | ADAPTED | EXPORT})  # fmt: skip
     assert launch.found["to_one", 2, 0][0] == 2
     launch(1, {"to_one": {}})
     return launch
@@ -129,6 +131,20 @@ def test_its_folder_is_that_of_one_process(ran):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).abs().max() < 1e-4, name
+
+
+@pytest.mark.support("lora", "experts_spread")
+def test_adapters_are_those_of_one_process(ran):
+    """On all layers, experts among them, and exported whole. B is zero at first, and Adam's first step of an element is
+    the rate, however small its gradient is: some last bits are a step of B."""
+    check_same(ran.folder / "adapted", ran.folder / "adapted_alone", bound=1e-3)
+    ours, theirs = (
+        load_file(ran.folder / name / "hf" / "adapter_model.safetensors") for name in ("adapted", "adapted_alone")
+    )
+    assert ours.keys() == theirs.keys()
+    assert any(".experts.3." in name for name in ours)
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() < 2e-2 * tensor.norm(), name
 
 
 def test_rows_travel_in_fp8(ran):

@@ -87,8 +87,11 @@ def test_what_adapters_cannot_go_with_is_said_at_once():
         "memory.executor": "layer_major",
         "checkpoint.export_hf": "true",
         "checkpoint.export_format": "fp8",
+        "precision.mode": "fp8_tile",
+        "precision.controller.enabled": "true",
     }
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, settings, environ={})
     assert "LoRA needs the standard executor" in str(caught.value)
     assert "Export format does not apply to adapters" in str(caught.value)
+    assert "FP8 switching does not apply to weights that are kept as codes" in str(caught.value)

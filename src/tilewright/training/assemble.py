@@ -338,7 +338,7 @@ def build(
         counted, num_params = num_parameters(model), sum(param.numel() for param in model.parameters())
         in_stages = world.row.size > 1
         numbers = rounding_numbers(recipe.optim, model) if recipe.parallel.numbers_by_name else None
-        sites = sites_of(model) if in_stages and recipe.precision.moves_matmuls else None
+        sites = sites_of(model) if recipe.precision.moves_matmuls else None  # of all ranks
         model = parallelize(model, world, setup.plan.held(recipe.parallel), device=device, values=values, fresh=fresh)
         sync = GradientSync.attached(world, recipe.parallel, setup.kernels, model)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)

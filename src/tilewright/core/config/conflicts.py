@@ -290,27 +290,6 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
-def _lora(recipe: Recipe) -> Iterator[Conflict]:
-    if not recipe.lora.rank:
-        return
-    if recipe.optim.kind == "muon":
-        yield Conflict(
-            ("lora.rank", "optim.kind"),
-            "Muon does not train adapters",
-            f'lora.rank = {recipe.lora.rank}, optim.kind = "muon"',
-            "AdamW for adapters: Muon is for whole matrices, and an adapter is two thin factors of one",
-            'optim.kind = "adamw", or lora.rank = 0',
-        )
-    if recipe.checkpoint.export_hf and recipe.checkpoint.export_format != "keep":
-        yield Conflict(
-            ("lora.rank", "checkpoint.export_hf", "checkpoint.export_format"),
-            "Export format does not apply to adapters",
-            f'checkpoint.export_format = "{recipe.checkpoint.export_format}"',
-            'checkpoint.export_format = "keep"',
-            "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
-        )
-
-
 def _train(recipe: Recipe) -> Iterator[Conflict]:
     train, run = recipe.train, recipe.run
     if train.micro_batch_size > train.global_batch_size:
@@ -383,7 +362,6 @@ _CHECKS = (
     _precision,
     _precision_control,
     _optim,
-    _lora,
     _train,
     _parallel,
     stage_conflicts,

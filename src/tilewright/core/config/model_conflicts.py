@@ -1,4 +1,4 @@
-"""Contradictions in the settings that describe a model: its shape, attention, experts, and what can be exported."""
+"""Contradictions in the settings that describe a model: shape, attention, experts, adapters, what can be exported."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -293,4 +293,33 @@ def _nothing_held_out(recipe: Recipe) -> Iterator[Conflict]:
         )
 
 
-MODEL_CHECKS = (_images_of_several, _nothing_held_out, _model, _decoder_shape, _layers, _mla, _experts, _export)
+def _lora(recipe: Recipe) -> Iterator[Conflict]:
+    if not recipe.lora.rank:
+        return
+    if recipe.optim.kind == "muon":
+        yield Conflict(
+            ("lora.rank", "optim.kind"),
+            "Muon does not train adapters",
+            f'lora.rank = {recipe.lora.rank}, optim.kind = "muon"',
+            "AdamW for adapters: Muon is for whole matrices, and an adapter is two thin factors of one",
+            'optim.kind = "adamw", or lora.rank = 0',
+        )
+    if recipe.lora.base == "fp8" and recipe.precision.moves_matmuls:
+        yield Conflict(
+            ("lora.base", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
+            "FP8 switching does not apply to weights that are kept as codes",
+            f'lora.rank = {recipe.lora.rank}, lora.base = "fp8", precision.controller, fp8_from or fp8_until',
+            "frozen weights that matmuls above 8 bits can read as they are",
+            'lora.base = "keep", or precision.controller.enabled = false and no fp8_from and fp8_until',
+        )
+    if recipe.checkpoint.export_hf and recipe.checkpoint.export_format != "keep":
+        yield Conflict(
+            ("lora.rank", "checkpoint.export_hf", "checkpoint.export_format"),
+            "Export format does not apply to adapters",
+            f'checkpoint.export_format = "{recipe.checkpoint.export_format}"',
+            'checkpoint.export_format = "keep"',
+            "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
+        )
+
+
+MODEL_CHECKS = (_images_of_several, _nothing_held_out, _model, _decoder_shape, _layers, _mla, _experts, _export, _lora)

@@ -74,9 +74,8 @@ class Monitor:
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
         runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
-        handles = [  # before what joins parts of outputs; under an adapter the base alone may have no gradient
-            layer.register_forward_hook(self._hook(name, seen), prepend="lora_A" not in layer._parameters)
-            for name, layer in layers.items()
+        handles = [  # before what joins parts of outputs, and before what an adapter adds
+            layer.register_forward_hook(self._hook(name, seen), prepend=True) for name, layer in layers.items()
         ]
         for module, _ in runners:
             module.expert_runner = None
@@ -91,8 +90,14 @@ class Monitor:
 
     def _hook(self, name: str, seen: list[QuantStats]) -> Callable[..., None]:
         def forward(layer: Float8Linear, args: tuple[object, ...], out: Tensor) -> None:
-            if not out.requires_grad:
+            if not torch.is_grad_enabled():
                 return
+            if not out.requires_grad:
+                # A frozen layer of what needs no gradient: backward comes as far as its output where an adapter adds
+                # to it, and is asked to.
+                if "lora_A" not in layer._parameters:
+                    return
+                out.requires_grad_()
             given = args[0]
             x = (given.value if isinstance(given, WithCopies) else given).detach()
 
@@ -129,7 +134,8 @@ def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | 
 
 @torch.no_grad()
 def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerStats:
-    """Errors of 8-bit tiles in a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them.
+    """Errors of 8-bit tiles in a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them. A
+    frozen weight has no gradient: what that would be made of is not looked at.
 
     Args:
         layer: gives weight, kernels, kind of scale and present formats. Of a weight that is cut over ranks the part
@@ -150,16 +156,16 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
         "input": _tensor(x_NK, x8),
         "weight": _weight(weight_MK, weight8, max_rows),
         "gradient": _tensor(dy_NM, dy8),
-        "input_column": _tensor(x_NK.T, x8_column),
-        "gradient_column": _tensor(dy_NM.T, dy8_column),
     }
+    if layer.weight.requires_grad:
+        tensors |= {"input_column": _tensor(x_NK.T, x8_column), "gradient_column": _tensor(dy_NM.T, dy8_column)}
     in_8bit = {
         "fprop": (x8, weight8),
         "dgrad": (dy8, weight8.transposed()),
         "wgrad": (dy8_column, x8_column),
     }
     matmuls = {}
-    for gemm in GEMM_NAMES:
+    for gemm in gemms_of(layer):
         shadow = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)
         narrow = kernels.tile_gemm(*in_8bit[gemm], out_dtype=torch.bfloat16)
         matmuls[f"{gemm}.fp8_tile"] = compare(narrow, shadow)
@@ -167,6 +173,16 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
             wide = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
             matmuls[f"{gemm}.bf16"] = compare(shadow, wide)
     return LayerStats(tensors, matmuls)
+
+
+def gemms_of(layer: Float8Linear) -> tuple[str, ...]:
+    """The matmuls of a layer: a frozen weight has none for its gradient.
+
+    Example:
+        >>> gemms_of(Float8Linear(128, 128).requires_grad_(False))
+        ('fprop', 'dgrad')
+    """
+    return GEMM_NAMES if layer.weight.requires_grad else GEMM_NAMES[:2]
 
 
 def _matmul(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: torch.dtype, kernels: Kernels) -> Tensor:

@@ -19,12 +19,12 @@ from tilewright.core.errors import ConfigError
 from tilewright.optim.gradients import gradient_values, total_norm
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
 from tilewright.precision.controller.groups import LEVELS, GemmSite
-from tilewright.precision.controller.monitor import Monitor, all_reduce_worst
+from tilewright.precision.controller.monitor import Monitor, all_reduce_worst, gemms_of
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.stats import QuantStats
 from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.float8.wiring import group_experts
-from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.policy.schedule import FormatSchedule
 from tilewright.precision.snapshot import ModuleSnapshot
 
@@ -125,9 +125,7 @@ class PrecisionController:
     def _set(self, formats: Mapping[tuple[str, str], str]) -> bool:
         changed = False
         for name, layer in float8_layers(self.model).items():
-            gemms = (
-                Gemms.of(*(formats[name, gemm] for gemm in GEMM_NAMES)) if (name, "fprop") in formats else layer.gemms
-            )
+            gemms = layer.gemms.changed({gemm: formats[name, gemm] for gemm in GEMM_NAMES if (name, gemm) in formats})
             if gemms != layer.gemms:
                 layer.set_gemms(gemms, power_of_two=layer.power_of_two)
                 changed = True
@@ -269,7 +267,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     """The matmuls of a model's layers with the formats that they have now, the least that they will have.
 
     The work of a matmul is taken as the number of its weight's elements: right for layers that see every token, too
-    much for experts, all by the same factor.
+    much for experts, all by the same factor. Frozen weights, under adapters, have no matmul of their gradient.
 
     Raises:
         ConfigError: see `PrecisionController`.
@@ -296,7 +294,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     return [
         GemmSite(name, gemm, 0 if layer.gemms[gemm].scaled else LEVELS.index(layer.gemms[gemm].name),
              float(layer.weight.numel()))
-        for name, layer in layers for gemm in GEMM_NAMES
+        for name, layer in layers for gemm in gemms_of(layer)
     ]  # fmt: skip
 
 

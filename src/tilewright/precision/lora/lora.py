@@ -16,28 +16,27 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout as zero_some
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.formats.tiled import WithCopies
+from tilewright.formats.fp8_layout import from_stored
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import name_seed
 from tilewright.models.folder.fp8_weights import copy_weight, find_weights
 from tilewright.models.folder.safetensors import scan_folder
+from tilewright.ops.base.parts import cut_like, local, sharded_like
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.linear import machines_linear
 from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
-from tilewright.precision.float8.linear import Float8Linear
-from tilewright.precision.float8.third_party import owned
 from tilewright.precision.float8.wiring import share_inputs
+from tilewright.precision.lora.adapter import attach, is_transposed
 from tilewright.precision.lora.reach import never_called
 from tilewright.precision.lora.saved import (
     find_saved,
@@ -49,7 +48,6 @@ from tilewright.precision.lora.saved import (
     train_saved,
     unfreeze,
 )
-from tilewright.precision.mixed.cast import CastLinear
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ def add_lora(
     if base == "fp8":
         _freeze_in_fp8(model, {name: linears[name] for name in names}, kernels)
     for name in names:
-        _attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
+        attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
     share_inputs(model)
     _convert_again(model)
     init_lora(model, seed)
@@ -171,23 +169,30 @@ def merge_lora(model: nn.Module) -> list[str]:
     The sum is made in FP32. To keep a merged model in FP8, save it with `save_hf(dtype=torch.float8_e4m3fn)`, which
     rounds the sum: small adapters may vanish in it.
 
+    Of weights in parts over ranks all of these call it, and each adds to its part what one process would add.
+
     Returns:
         Names of the merged layers.
     """
     layers, shared = adapted_layers(model), shared_weights(model)
     for name, module in layers.items():
-        delta_MK = (module.lora_B.float() @ module.lora_A.float()) * module.lora_scaling
+        delta_MK = (_whole(module.lora_B) @ _whole(module.lora_A)) * module.lora_scaling
         delta = delta_MK.T if is_transposed(module) else delta_MK
         others = [other for other in shared.get(module.weight, ()) if other != name]
         if others:
             _log.warning("lora: %s has a weight of its own after merging, no longer that of %s", name, listed(others))
         if isinstance(module, FrozenFloat8Linear):
-            thaw(module, module.tiled_weight().dequantize() + delta_MK)
-        elif others:
-            merged = (module.weight.float() + delta).to(module.weight.dtype)
-            module.weight = nn.Parameter(merged, requires_grad=module.weight.requires_grad)
+            codes, scales = module.weight, module.weight_scale_inv
+            decoded = from_stored(local(codes), local(scales)).dequantize()
+            thaw(module, _as_part(decoded + cut_like(delta_MK, codes), codes))
         else:
-            module.weight.copy_(module.weight.float() + delta)
+            weight, held = module.weight, local(module.weight)
+            merged = held.float() + cut_like(delta, weight)
+            if others:
+                kept = _as_part(merged.to(weight.dtype), weight)
+                module.weight = nn.Parameter(kept, requires_grad=weight.requires_grad)
+            else:
+                held.copy_(merged)
         module.lora_hook.remove()
         del module.lora_A, module.lora_B, module.lora_hook
         del module.lora_scaling, module.lora_rslora, module.lora_dropout
@@ -195,6 +200,16 @@ def merge_lora(model: nn.Module) -> list[str]:
     unfreeze(model)
     _convert_again(model)
     return list(layers)
+
+
+def _whole(param: Tensor) -> Tensor:
+    """All values of a parameter, FP32: one that ranks hold parts of is put together."""
+    return (param.full_tensor() if isinstance(param, DTensor) else param).float()
+
+
+def _as_part(part: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is in parts as another is; itself where that one is whole."""
+    return sharded_like(part, like.shape, like) if isinstance(like, DTensor) else part
 
 
 def _convert_again(model: nn.Module) -> None:
@@ -275,40 +290,8 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """True where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
-    return any(weight.transposed and not weight.stacked for weight in owned(module))
-
-
 def _takes_adapter(module: nn.Module) -> bool:
     return owns_its_weight(module) if isinstance(module, nn.Linear) else is_transposed(module)
-
-
-def _attach(module: Any, rank: int, scaling: float, rslora: bool, dropout: float) -> None:
-    options = {"device": module.weight.device, "dtype": torch.float32}
-    rows, columns = module.weight.shape
-    out_features, in_features = (columns, rows) if is_transposed(module) else (rows, columns)
-    module.lora_A = nn.Parameter(torch.empty(rank, in_features, **options))
-    module.lora_B = nn.Parameter(torch.empty(out_features, rank, **options))
-    module.lora_scaling, module.lora_rslora, module.lora_dropout = scaling, rslora, dropout
-    module.lora_hook = module.register_forward_hook(_add_adapter)
-
-
-def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
-    """The layer's output plus the adapter's, computed in BF16, or in what the layer itself computes in."""
-    x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
-    if isinstance(module, CastLinear):
-        dtype = module.compute_dtype
-    elif isinstance(module, Float8Linear | FrozenFloat8Linear):
-        fprop = module.gemms.fprop if isinstance(module, Float8Linear) else module.fprop
-        dtype = torch.float32 if fprop.name == "fp32" else torch.bfloat16
-    else:
-        dtype = x.dtype
-    with torch.autocast(x.device.type, enabled=False):
-        x = x.to(dtype)
-        x = zero_some(x, module.lora_dropout) if module.lora_dropout and module.training else x
-        low = machines_linear(x, module.lora_A.to(dtype))
-        return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
 
 
 def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:

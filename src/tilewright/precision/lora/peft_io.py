@@ -19,7 +19,8 @@ from tilewright.core.errors import CheckpointError
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
-from tilewright.precision.lora.lora import adapted_layers, add_lora, is_transposed, scaling_of
+from tilewright.precision.lora.adapter import is_transposed
+from tilewright.precision.lora.lora import adapted_layers, add_lora, scaling_of
 from tilewright.precision.lora.saved import saved_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

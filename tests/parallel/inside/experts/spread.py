@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.models.shapes import KERNELS, SHAPES, make_batch
-from tests.parallel.steps import Seen, groups_of, relative
+from tests.parallel.steps import Seen, adapt, groups_of, relative
 from tests.ranks import of_one_rank
 from tilewright.core import env
 from tilewright.formats.quantize import quantize
@@ -15,7 +15,7 @@ from tilewright.formats.tiled import FP8_ROW
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.fill import shard_from_meta
+from tilewright.parallel.fill import shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.hold import hold_experts, mixtures
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding
@@ -42,6 +42,10 @@ class Case:
     dispatch: str = "stream"
     batches: str = "mixed"
     """`mixed`, or `last`: all tokens go to the last expert that they may go to, and most ranks get none."""
+    lora: str = ""
+    """Storage of the frozen weights under adapters."""
+    targets: tuple[str, ...] = ("*",)
+    """Of adapters."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -61,6 +65,7 @@ def whole(case: Case) -> Decoder:
     if case.dispatch == "fp8":
         for layer in mixtures(model):
             layer.exchange = rounded_rows
+    adapt(model, case.lora, 0.02, targets=case.targets)
     return prepared(model, case)
 
 
@@ -93,7 +98,13 @@ def prepared(model: Decoder, case: Case) -> Decoder:
 
 
 def spread(case: Case, world: World) -> Decoder:
-    """The same over ranks, from the meta device."""
+    """The same over ranks, from the meta device; with adapters from one that is whole."""
+    if case.lora:
+        model = whole(case)
+        hold_experts(model, world, case.dispatch)
+        assert world.fsdp_mesh is not None, "shards"
+        shard_all(model, model.layers, world.fsdp_mesh, Sharding())
+        return model
     with torch.device("meta"):
         model = Decoder(SHAPES[case.kind], KERNELS)
     values = random_values(model, 0)

@@ -54,6 +54,8 @@ class Case:
     copies: int = 1
     length: int = 16
     """Of the rows, 16 at most."""
+    rows: int = 2
+    """Of a micro-batch."""
     documents: bool = False
     """Several in each row, and padding behind the last."""
     pairs: bool = False
@@ -71,6 +73,8 @@ class Case:
     reshard: bool = True
     lora: str = ""
     """Storage of the frozen weights under adapters."""
+    dropout: float = 0.0
+    """Of adapters' inputs."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -95,7 +99,7 @@ def whole(case: Case) -> Decoder:
     """The model of one process."""
     model = Decoder(CONFIGS[case.kind], KERNELS)
     init_weights(model, 0)
-    adapt(model, case.lora, 0.02)
+    adapt(model, case.lora, 0.02, dropout=case.dropout)
     prepared(model, case)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
@@ -122,7 +126,7 @@ def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
     """A data rank's micro-batches."""
     batches = [
         {name: tensor[:, : case.length].contiguous() for name, tensor in batch.items()}
-        for batch in microbatches(rank, case.number)
+        for batch in microbatches(rank, case.number, case.rows)
     ]
     for batch in batches if case.documents else ():
         place = torch.arange(case.length).expand_as(batch["labels"])
@@ -141,6 +145,7 @@ def _batches(case: Case, rank: int) -> list[dict[str, torch.Tensor]]:
 def _alone(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:
     """The step of one process: gradients by name, the result, the biases of routers."""
     model = whole(case)
+    torch.manual_seed(1)
     seen, result = run(model, World.alone(), [batch for rank in range(ranks) for batch in _batches(case, rank)])
     return seen.grads, result, [layer.gate.e_score_correction_bias for layer in mixtures(model)]
 
@@ -151,6 +156,7 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         world = world_of(case)
         model = cut(case, world)
+        torch.manual_seed(1)
         seen, result = run(model, world, _batches(case, world.data.rank), **case.options)
         want, alone, want_biases = of_one_rank(partial(_alone, case, world.data.size))
         held = {number for layer in mixtures(model) for number, _ in layer.experts.named_children()}

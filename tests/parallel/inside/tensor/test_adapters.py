@@ -7,15 +7,17 @@ import torch
 from tests.parallel.inside.tensor import cut as own
 from tests.parallel.inside.tensor import test_foreign as foreign
 from tests.parallel.inside.tensor import test_parity as parity
+from tests.parallel.steps import microbatches, run
 from tests.ranks import on_ranks
 from tilewright.core import env
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import cut_like
+from tilewright.ops.base.parts import cut_like, local
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.parallelize import parallelize
 from tilewright.parallel.world import join
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.lora.lora import merge_lora
 
 pytestmark = pytest.mark.dist
 TILES = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 8, "head_dim": 32}
@@ -39,10 +41,11 @@ def check(foreign_cases, own_cases, of_ranks):
 @pytest.mark.support("lora_fp8", "tensor")
 @pytest.mark.support("pairs", "tensor")
 def test_on_two_ranks():
-    """A base of FP8 codes, in FP32: each rank decodes its own. Answers of pairs have a loss each."""
+    """A base of FP8 codes, in FP32: each rank decodes its own. Inputs of adapters are dropped as by one process, also
+    where a layer is recomputed. Answers of pairs have a loss each."""
     theirs = [foreign.Case("llama", lora="keep", pairs=True)]
-    theirs += [foreign.Case("qwen3", lora="fp8", more=TILES, checkpoint="full")]
-    ours = [own.Case(2, lora="keep"), own.Case(2, pairs=True)]
+    theirs += [foreign.Case("qwen3", lora="fp8", more=TILES, checkpoint="full", dropout=0.3)]
+    ours = [own.Case(2, lora="keep", dropout=0.3, rows=1), own.Case(2, pairs=True)]
     check(theirs, ours, on_ranks(2, compare, theirs, ours))
 
 
@@ -55,6 +58,7 @@ def test_more_on_two_ranks():
                for base, mode in (("keep", "bf16_mixed"), ("fp8", "fp8_tile"))]  # fmt: skip
     ours = [own.Case(2, lora="keep", kind=kind) for kind in ("moe", "mla_q", "latent_moe")]
     ours += [own.Case(2, lora="keep", slices=False, settings={"activation_checkpoint": "full"}, chunks=2)]
+    ours += [own.Case(2, lora="keep", slices=False, dropout=0.3, kind="mla_q")]
     theirs += [foreign.Case("llama", pairs=True), foreign.Case("qwen3_moe", pairs=True)]
     ours += [own.Case(2, pairs=True, kind="mla_q"), own.Case(2, pairs=True, kind="moe", slices=False)]
     check(theirs, ours, on_ranks(2, compare, theirs, ours))
@@ -81,16 +85,48 @@ def _codes(rank):
             assert foreign.is_part(found), f"{name}.{key}"
             part = cut_like(getattr(layer, key), found)
             assert torch.equal(found.to_local().float(), part.float()), f"{name}.{key}"
-    small = foreign.whole(foreign.Case("llama", lora="fp8"))
-    with pytest.raises(ConfigError) as error:
-        parallelize(small, world, ParallelSection(), device=torch.device("cpu"))
-    assert not any(foreign.is_part(param) for param in small.parameters()), "it is as it was"
-    return len(wholes), str(error.value)
+    refused = []
+    experts = own.whole(own.Case(2, lora="keep", kind="moe", dropout=0.1))
+    for small in (foreign.whole(foreign.Case("llama", lora="fp8")), experts):
+        with pytest.raises(ConfigError) as error:
+            parallelize(small, world, ParallelSection(), device=torch.device("cpu"))
+        assert not any(foreign.is_part(param) for param in small.parameters()), "it is as it was"
+        refused.append(str(error.value))
+    return len(wholes), *refused
+
+
+def _merged(rank):
+    """Names of what differs from one process, whether all trains again, the loss before and after."""
+    found, batches = [], microbatches(0, 1)
+    for kind, case in ((foreign, foreign.Case("llama", lora="fp8", more=TILES)), (own, own.Case(2, lora="keep"))):
+        world = join(env.ranks(), case.sizes, torch.device("cpu"))
+        whole, model = kind.whole(case), kind.cut(case, world)
+        adapted = run(model, world, batches)[1].loss
+        assert merge_lora(model) == merge_lora(whole)
+        state = model.state_dict()
+        other = [
+            name
+            for name, tensor in whole.state_dict().items()
+            if not torch.equal(local(state[name]), cut_like(tensor, state[name]))
+        ]
+        seen, result = run(model, world, batches)
+        found.append((other, len(seen.grads) == len(list(whole.parameters())), adapted, result.loss))
+    return found
+
+
+def test_merged_on_ranks_they_are_the_bits_of_one_process():
+    for results in on_ranks(2, _merged):
+        for other, trains, before, after in results:
+            assert not other
+            assert trains, "what was frozen for the adapters"
+            assert before == pytest.approx(after, rel=1e-5)
 
 
 def test_codes_are_cut_between_their_scales():
-    for layers, refused in on_ranks(2, _codes):
+    for layers, refused, dropped in on_ranks(2, _codes):
         assert layers == 14
         assert "FP8 weight that cannot be cut between its scales" in refused
         assert "a multiple of 128 x 2" in refused
         assert "--lora.base keep" in refused
+        assert "Inputs of experts' adapters that cannot be dropped" in dropped
+        assert "0.1 for model.layers.1.mlp.experts.0.gate_proj" in dropped

@@ -13,6 +13,7 @@ from tests.parallel.steps import groups_of, microbatches
 from tests.precision.test_controller_dist import decisions
 from tests.ranks import of_one_rank, on_ranks
 from tilewright.data.batches.microbatches import count_targets
+from tilewright.ops.base.parts import local, part_of
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
@@ -26,16 +27,17 @@ SETTINGS = ControllerSettings(budget=0.6, cooldown=1, patience=1, interval=2, re
 POLICY = Policy("fp8_tile", keep="value", device_type="cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 8, "head_dim": 32}
 CASES = {"own": (own, own.Case(2, kind="tiles", mode=POLICY))}
+CASES["adapted"] = (own, own.Case(2, kind="tiles", mode=POLICY, lora="keep"))
 CASES["foreign"] = (foreign, foreign.Case("llama", more=SIZES, mode=POLICY))
 
 
-def decide(model, world):
+def decide(model, world, sites=None, spoiled="input_layernorm"):
     """What moved when, the formats at the end, and the loss of each step."""
-    control = PrecisionController(model, SETTINGS, group=world.everyone.handle)
+    control = PrecisionController(model, SETTINGS, group=world.everyone.handle, sites=sites)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
-    clip = GradClip(1.0, row=world.row.handle)
+    clip = GradClip(1.0, row=world.row.handle, experts=world.experts.handle)
     executor = StandardExecutor(model, optimizer, clip=clip, control=control, **groups_of(world))
-    norm = next(module for name, module in model.named_modules() if name.endswith("input_layernorm"))
+    weight = next(module for name, module in model.named_modules() if name.endswith(spoiled)).weight
     batches, told, losses = microbatches(0, 1), [], []
 
     def look():
@@ -43,7 +45,8 @@ def decide(model, world):
 
     for step in range(STEPS):
         with torch.no_grad():  # one feature so large that others are flushed
-            norm.weight[0] = 2.0**24 if step in SPOILED else 1.0
+            if 0 in part_of(weight).rows:
+                local(weight)[0] = 2.0**24 if step in SPOILED else 1.0
         control.enter(step)
         if control.due(step):
             control.sample(step, [look])
@@ -68,24 +71,26 @@ def _decided(rank, kinds):
     return found
 
 
-def spoiled(told):
-    """Forward matmuls of the first layer that have left 8 bits since it was spoiled."""
+def spoiled(told, where="layers.0."):
+    """Forward matmuls of the first layer, or of others, that have left 8 bits since it was spoiled."""
     moves = [row for row in told if row["kind"] == "move" and row["step"] > SPOILED.start]
-    return {(row["layer"], row["after"]) for row in moves if row["gemm"] == "fprop" and "layers.0." in row["layer"]}
+    return {(row["layer"], row["after"]) for row in moves if row["gemm"] == "fprop" and where in row["layer"]}
 
 
 def check(of_ranks):
     for kind, (told, formats, losses) in ((kind, ours) for kind, (ours, _) in of_ranks[0].items()):
         for found in of_ranks[1:]:
             assert found[kind][0] == (told, formats, losses), f"{kind}: all ranks decide alike"
-        theirs, _, theirs_losses = of_ranks[0][kind][1]
+        alone, _, theirs_losses = of_ranks[0][kind][1]
         print(kind, told, losses, theirs_losses)
-        assert spoiled(told) == spoiled(theirs), f"{kind}: as one process does"
+        assert spoiled(told) == spoiled(alone), f"{kind}: as one process does"
         assert len(spoiled(told)) == 6, f"{kind}: the three that read the feature move, and return"
-        assert losses == pytest.approx(theirs_losses, rel=2e-3)
+        for step, (ours, theirs) in enumerate(zip(losses, theirs_losses, strict=True)):
+            # A feature of 2^24 makes attention choose one position, and a last bit decides which.
+            assert ours == pytest.approx(theirs, rel=5e-2 if step in SPOILED else 2e-3), f"{kind}, step {step}"
 
 
 @pytest.mark.support("controller", "tensor")
 @pytest.mark.slow
 def test_ranks_decide_alike_and_as_one_process_does():
-    check(on_ranks(2, _decided, ["own", "foreign"]))
+    check(on_ranks(2, _decided, list(CASES)))

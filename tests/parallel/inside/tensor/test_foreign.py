@@ -44,6 +44,8 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     lora: str = ""
     """Storage of the frozen weights under adapters."""
+    dropout: float = 0.0
+    """Of adapters' inputs."""
     pairs: bool = False
     """Of answers, see `models.base.preference`."""
 
@@ -74,7 +76,7 @@ def whole(case, *, exact=False):
         for param in model.parameters():
             if param.ndim == 1:
                 param.add_(0.1 * torch.randn(param.shape, generator=generator))
-    adapt(model, case.lora, 0.02)
+    adapt(model, case.lora, 0.02, dropout=case.dropout)
     model.activation_checkpoint = case.checkpoint
     if exact:
         return model.train().double()
@@ -93,6 +95,7 @@ def batches_of(case, rank):
 
 
 def step(model, world, batches):
+    torch.manual_seed(1)
     seen = Seen(model)
     clip = GradClip(0.0, row=world.row.handle, experts=world.experts.handle)
     return seen, StandardExecutor(model, seen, clip=clip, **groups_of(world)).step(batches, 0.0)

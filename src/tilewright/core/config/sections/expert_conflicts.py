@@ -15,16 +15,6 @@ REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
         lambda r: r.parallel.cpu_offload,
         "parallel.cpu_offload", "Shards in host memory", "shards on the device", "--parallel.cpu_offload false",
     ),
-    (
-        lambda r: r.lora.rank > 0,
-        "lora.rank", "Adapters", "weights that are trained themselves", "--lora.rank 0",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.controller.enabled,
-        "precision.controller.enabled", "The controller of 8-bit matmuls",
-        "formats that stay: processes measure other experts, and do not agree on them yet",
-        "--precision.controller.enabled false",
-    ),
 )  # fmt: skip
 
 

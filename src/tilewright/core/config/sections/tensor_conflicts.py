@@ -23,15 +23,6 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "memory.executor", "The layer-major executor", "the standard executor", "--memory.executor standard",
     ),
     (
-        lambda r: r.lora.rank > 0 and r.lora.dropout > 0,
-        "lora.dropout", "Dropout of adapters' inputs", "adapters of all inputs", "--lora.dropout 0",
-    ),
-    (
-        lambda r: r.precision.enabled and r.precision.controller.enabled and r.lora.rank > 0,
-        "precision.controller.enabled", "The controller of 8-bit matmuls under adapters",
-        "formats that stay, or weights that are trained themselves", "--precision.controller.enabled false",
-    ),
-    (
         lambda r: r.precision.enabled and any(rule.compute.startswith("int") for rule in r.precision.rules),
         "precision.rules", "Weights that are trained for integers", "floating-point formats", "--precision.rules []",
     ),

@@ -57,6 +57,8 @@ class ExpertExchange:
         order: the experts, those of the first rank first, each rank's in the order of their numbers; None: all are.
         dispatch: what rows travel as on their way there.
         kernels: make FP8 codes; None: the machine's best.
+        trained: whether an expert of any rank has something to train. The others of a frozen layer that reads what
+            needs no gradient have none to send back, and send it all the same.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class ExpertExchange:
         order: Sequence[int] | None = None,
         dispatch: DispatchName = "stream",
         kernels: Kernels | None = None,
+        trained: bool = False,
     ) -> None:
         self._order = None if order is None or tuple(order) == tuple(range(num_experts)) else tuple(order)
-        self.group, self.num_experts, self.dispatch = group, num_experts, dispatch
+        self.group, self.num_experts, self.dispatch, self.trained = group, num_experts, dispatch, trained
         self.kernels = kernels or (Kernels.default() if dispatch == "fp8" else None)
         self.sent_bytes = 0
         """Of rows, results and their gradients, that this rank has sent to others."""
@@ -133,6 +136,8 @@ class ExpertExchange:
             outs_PD: in the order of the rows that had come.
             way: of those.
         """
+        if self.trained and torch.is_grad_enabled() and not outs_PD.requires_grad:
+            outs_PD = outs_PD.detach().requires_grad_()  # backward comes as far as here on all ranks
         outs_PD = _AllToAll.apply(permuted(outs_PD, way.inverse, way.order), way.gets, way.sends, self, "stream")
         return outs_PD if way.placed is None else permuted(outs_PD, *way.placed[::-1])
 

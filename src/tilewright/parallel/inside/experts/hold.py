@@ -65,7 +65,9 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
     orders = check_order(order, model.config.num_experts, whole, world.sizes.ep)
     for place, layer in zip(places_of_mixtures(model), mixtures(model), strict=True):
         own, kernels = orders[place], layer.gate.kernels
-        exchange = ExpertExchange(world.experts, layer.num_experts, order=own, dispatch=dispatch, kernels=kernels)
+        how = {"dispatch": dispatch, "kernels": kernels}
+        trained = any(param.requires_grad for param in layer.experts.parameters())
+        exchange = ExpertExchange(world.experts, layer.num_experts, order=own, trained=trained, **how)
         held = {number: layer.experts[number] for number in exchange.held}
         layer.experts = HeldExperts(held, layer.num_experts, mesh)
         layer.exchange = exchange if world.experts.size > 1 else None

@@ -221,7 +221,7 @@ def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Pa
     for module in model.modules():
         if _PARTIAL in module.__dict__:
             ranks, names = module.__dict__[_PARTIAL]
-            params += [module.get_parameter(name) for name in names]
+            params += [module.get_parameter(name) for name in names if name in module._parameters]  # else merged
     return ranks, params
 
 

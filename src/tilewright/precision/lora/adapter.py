@@ -1,0 +1,66 @@
+"""What an adapter is to its layer: two parameters beside the weight, and a hook that adds what they make.
+
+Legend: K input features  M output features  R rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.formats.tiled import WithCopies
+from tilewright.ops.base.parts import part_of
+from tilewright.ops.linear import machines_linear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.third_party import owned
+from tilewright.precision.mixed.cast import CastLinear
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """True where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
+    return any(weight.transposed and not weight.stacked for weight in owned(module))
+
+
+def attach(module: Any, rank: int, scaling: float, rslora: bool, dropout: float) -> None:
+    """Put an adapter on a layer, without values.
+
+    Args:
+        module: a linear layer.
+        rank, scaling, rslora, dropout: see `lora.add_lora`; `scaling` is what the adapter's product counts.
+    """
+    options = {"device": module.weight.device, "dtype": torch.float32}
+    rows, columns = module.weight.shape
+    out_features, in_features = (columns, rows) if is_transposed(module) else (rows, columns)
+    module.lora_A = nn.Parameter(torch.empty(rank, in_features, **options))
+    module.lora_B = nn.Parameter(torch.empty(out_features, rank, **options))
+    module.lora_scaling, module.lora_rslora, module.lora_dropout = scaling, rslora, dropout
+    module.lora_hook = module.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
+    """The layer's output plus the adapter's, computed in BF16, or in what the layer itself computes in."""
+    x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
+    if isinstance(module, CastLinear):
+        dtype = module.compute_dtype
+    elif isinstance(module, Float8Linear | FrozenFloat8Linear):
+        fprop = module.gemms.fprop if isinstance(module, Float8Linear) else module.fprop
+        dtype = torch.float32 if fprop.name == "fp32" else torch.bfloat16
+    else:
+        dtype = x.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.to(dtype)
+        x = _zero_some(module, x) if module.lora_dropout and module.training else x
+        low = machines_linear(x, module.lora_A.to(dtype))
+        return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
+
+
+def _zero_some(module: nn.Module, x: Tensor) -> Tensor:
+    """x [..., K] without some of its elements. A rank with some of the columns of all draws for all of them, as the
+    ranks with the others do from the same state: each drops what one process would."""
+    part = part_of(module._parameters["lora_A"])
+    if part.is_rows:
+        return F.dropout(x, module.lora_dropout)
+    kept = F.dropout(x.new_ones(*x.shape[:-1], part.shape[1]), module.lora_dropout)
+    return x * kept[..., part.slices[1]].contiguous()
