@@ -13,7 +13,8 @@ from tests.serving.served import NAME, post, serving
 from tests.serving.streams import events
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.serving.api.thoughts import ThoughtParser
+from tilewright.serving.api.thoughts import THOUGHT_MARKS, ThoughtParser
+from tilewright.serving.text import ThoughtGate
 
 CHAT = "/v1/chat/completions"
 TALK = [{"role": "user", "content": "weather in Paris?"}]
@@ -46,6 +47,19 @@ def test_as_a_plain_search_has_it_however_it_is_cut(parts, inside, cuts):
         assert found == ("", whole)
 
 
+@examples(300)
+@given(PARTS, st.booleans(), st.lists(st.integers(0, 60)))
+def test_a_gate_gives_all_of_a_text_and_thoughts_with_their_marks(parts, inside, cuts):
+    whole, gate = "".join(parts), ThoughtGate(THOUGHT_MARKS, inside)
+    edges = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
+    found = [*(gate.push(whole[a:b]) for a, b in itertools.pairwise(edges)), gate.flush()]
+    thought, behind = ("".join(side) for side in zip(*found, strict=True))
+    assert thought + behind == whole
+    begins = inside or whole.lstrip(" \n").startswith("<think>")
+    end = whole.find("</think>", 0 if inside else whole.find("<think>"))
+    assert len(thought) == (0 if not begins else len(whole) if end < 0 else end + len("</think>"))
+
+
 def session_of(folder, text, messages=TALK):
     tokenizer = load_tokenizer(folder)
     template = ChatTemplate.load(str(folder), tokenizer)
@@ -72,6 +86,20 @@ def test_over_http_streamed_or_not(tmp_path):
         assert short["finish_reason"] == "length"
         assert short["message"]["reasoning_content"]
         assert not short["message"]["content"]
+
+
+def test_stop_strings_are_of_the_answer_and_not_of_its_thoughts(tmp_path):
+    """A thought repeats the question: with stop strings, as lm-evaluation-harness sends, no answer would be left."""
+    families.make_folder(tmp_path, "qwen3")
+    with serving(session_of(tmp_path, SAID)) as (port, _):
+        for stop in (["question", "42"], ["Paris", "\n\n4", "Yes, 4"], ["</think>", "!"]):
+            choice = post(port, CHAT, ASK | {"stop": stop})[1]["choices"][0]
+            assert choice["message"]["reasoning_content"] == "the question is Paris"
+            content = SAID.partition("</think>\n\n")[2]
+            assert choice["message"]["content"] == min((content.partition(one)[0] for one in stop), key=len)
+            assert choice["finish_reason"] == "stop"
+            parts = [part["choices"][0]["delta"] for part in events(port, CHAT, ASK | {"stop": stop, "stream": True})]
+            assert "".join(delta.get("content") or "" for delta in parts) == choice["message"]["content"]
 
 
 def test_an_answer_without_thoughts_has_none(tmp_path):

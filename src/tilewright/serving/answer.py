@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewright.models.rows import RowBatch
 from tilewright.serving.draw import AnswerSettings, Constraint, Drawer, Drawn
-from tilewright.serving.text import StopFilter, TextStream
+from tilewright.serving.text import StopFilter, TextStream, ThoughtGate
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class AnswerStream:
         text: takes the tokens.
         settings: how they are drawn.
         stop: texts that end it.
+        turn_stop: texts that end a turn.
+        gate: tells its thoughts, in which `stop` ends nothing: who asks means the answer; None: it has none.
         stop_ids: tokens that end it.
         max_tokens: of it.
         constraint: what may be drawn; None: everything.
@@ -47,11 +49,16 @@ class AnswerStream:
         settings: AnswerSettings,
         *,
         stop: Sequence[str] = (),
+        turn_stop: Sequence[str] = (),
+        gate: ThoughtGate | None = None,
         stop_ids: Collection[int] = (),
         max_tokens: int,
         constraint: Constraint | None = None,
     ):
-        self._rows, self._text, self._stop, self._stop_ids = rows, text, StopFilter(stop), frozenset(stop_ids)
+        self._rows, self._text, self._stop_ids, self._gate = rows, text, frozenset(stop_ids), gate
+        # Where all of it is looked for in the same text, the one that is complete first counts.
+        self._turn_stop = StopFilter(turn_stop if gate else ())
+        self._stop = StopFilter(stop if gate else (*stop, *turn_stop))
         self._drawer = Drawer(settings, constraint)
         self.ids, self.max_tokens = list(ids), max_tokens
         self.has_seed = settings.seed is not None
@@ -67,8 +74,8 @@ class AnswerStream:
         if drawn is None or drawn.id in self._stop_ids:
             return AnswerPiece(self._ended("stop"))
         self.num_tokens, self.last = self.num_tokens + 1, drawn.id
-        text = self._stop.push(self._text.push(drawn.id))
-        if self._stop.stopped:
+        text = self._told(self._text.push(drawn.id))
+        if self._stopped:
             self.finish_reason = "stop"
         elif self.num_tokens == self.max_tokens:
             text += self._ended("length")
@@ -79,10 +86,25 @@ class AnswerStream:
         self.finish_reason = self.finish_reason or "stop"
 
     def _ended(self, reason: str) -> str:
-        last = self._stop.push(self._text.flush())
-        last += self._stop.flush()
-        self.finish_reason = "stop" if self._stop.stopped else reason
+        last = self._told(self._text.flush(), is_last=True)
+        self.finish_reason = "stop" if self._stopped else reason
         return last
+
+    def _told(self, piece: str, is_last: bool = False) -> str:
+        """What can be told of the text so far."""
+        piece = self._turn_stop.push(piece)
+        ends = is_last or self._turn_stop.stopped
+        piece += self._turn_stop.flush() if ends else ""
+        thought = ""
+        if self._gate is not None:
+            thought, piece = self._gate.push(piece)
+            more = self._gate.flush() if ends else ("", "")
+            thought, piece = thought + more[0], piece + more[1]
+        return thought + self._stop.push(piece) + (self._stop.flush() if ends else "")
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stop.stopped or self._turn_stop.stopped
 
     def __iter__(self) -> Iterator[str]:
         """The pieces of its text, one per token, drawn as they are asked for; nothing runs before the first."""

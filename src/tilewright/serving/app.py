@@ -33,6 +33,7 @@ from tilewright.serving.api.tools import TOKENS, CallParser
 from tilewright.serving.draw import AnswerSettings
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.session import Session
+from tilewright.serving.text import ThoughtGate
 from tilewright.serving.worker import Worker
 
 _USUAL_TOKENS = 2048
@@ -235,8 +236,11 @@ class Server:
         keep = () if calls is None else TOKENS[calls.kind]
         keep += () if prompt.thoughts is None else THOUGHT_MARKS
         constraint = prompt.constraint() if prompt.constraint is not None else None
+        gate = None if prompt.thoughts is None else ThoughtGate(THOUGHT_MARKS, prompt.thoughts)
         answer = refused_as_400(
-            lambda: self.session.answer(prompt.ids, settings, turn=is_chat, constraint=constraint, keep=keep),
+            lambda: self.session.answer(
+                prompt.ids, settings, turn=is_chat, constraint=constraint, keep=keep, gate=gate
+            ),
             "messages" if is_chat else "prompt",
         )
         parser = None if calls is None else CallParser(calls.kind, calls.names, calls.schemas)

@@ -19,7 +19,7 @@ from tilewright.models.rows import RowBatch
 from tilewright.serving.answer import AnswerStream
 from tilewright.serving.draw import AnswerSettings, Constraint
 from tilewright.serving.messages import check_messages, check_text
-from tilewright.serving.text import TextStream, keeping
+from tilewright.serving.text import TextStream, ThoughtGate, keeping
 
 
 class PromptTooLongError(DataError):
@@ -112,6 +112,7 @@ class Session:
         turn: bool,
         constraint: Constraint | None = None,
         keep: Sequence[str] = (),
+        gate: ThoughtGate | None = None,
     ) -> AnswerStream:
         """The answer to a prompt. It is shorter than asked for where the model's positions end before.
 
@@ -122,6 +123,7 @@ class Session:
                 for that; the tokens of `stops_of` end both.
             constraint: what its text may be; None: everything.
             keep: names of special tokens that stand in its text; others give none.
+            gate: tells its thoughts, see `AnswerStream`.
 
         Raises:
             PromptTooLongError: no room for a single token.
@@ -136,12 +138,13 @@ class Session:
             )
         num_tokens = settings.max_tokens if room is None else min(room, settings.max_tokens)
         stops = stops_of(self.tokenizer, self.chat)
-        stop = settings.stop + (stops.texts if turn else ())
+        turn_stop = stops.texts if turn else ()
         # An answer is a text of its own; what continues a text keeps the space before its first word.
         text = TextStream(keeping(self.tokenizer, keep), () if turn else ids)
         return AnswerStream(
             *(RowBatch(self.model, self.device), ids, text, settings),
-            stop=stop, stop_ids=stops.ids, max_tokens=num_tokens, constraint=constraint,
+            stop=settings.stop, turn_stop=turn_stop, gate=gate, stop_ids=stops.ids, max_tokens=num_tokens,
+            constraint=constraint,
         )  # fmt: skip
 
 

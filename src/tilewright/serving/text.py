@@ -131,6 +131,51 @@ class StopFilter:
         return held
 
 
+class ThoughtGate:
+    """Tells a thought at the beginning of a text, with its marks, from what is behind it, as the text comes.
+
+    Args:
+        marks: around a thought.
+        inside: the text begins within one.
+
+    Example:
+        >>> gate = ThoughtGate(("<think>", "</think>"), inside=False)
+        >>> [gate.push(piece) for piece in ("<thi", "nk>a</th", "ink>b", "c")]
+        [('', ''), ('<think>a', ''), ('</think>', 'b'), ('', 'c')]
+    """
+
+    def __init__(self, marks: tuple[str, str], inside: bool):
+        self._open, self._close = marks
+        self._held = ""
+        self._inside: bool | None = inside or None
+        """None: it is not known yet whether the text begins with a thought."""
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """What of the text so far is a thought's, and what is behind it; nothing of what may be a mark."""
+        text, self._held = self._held + piece, ""
+        if self._inside is None:
+            begin = text.lstrip(" \t\r\n")
+            if begin.startswith(self._open) or not self._open.startswith(begin):
+                self._inside = begin.startswith(self._open)
+            else:
+                self._held = text
+                return "", ""
+        if not self._inside:
+            return "", text
+        end = text.find(self._close)
+        if end >= 0:
+            self._inside, end = False, end + len(self._close)
+            return text[:end], text[end:]
+        keep = _overlap(text, self._close)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], ""
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back at the end of the text."""
+        held, self._held = self._held, ""
+        return (held, "") if self._inside else ("", held)
+
+
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that a stop string may begin with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
