@@ -22,9 +22,9 @@ import scipy.sparse
 from benchmarks.common import write_result
 from benchmarks.data_stages import run_until
 from benchmarks.data_texts import MB, installed_texts
-from tilewright.data.build.config import DataBuild
-from tilewright.data.build.stages.copies.exact import DROP, drops_of
-from tilewright.data.build.tables import rows
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.tables import rows
+from tilewright.data.stages.copies.exact import DROP, drops_of
 
 CLAIM = "at a threshold of 0.5, copies with 5 % of the words changed are found and no distinct document is lost"
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.8)

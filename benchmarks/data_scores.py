@@ -26,13 +26,13 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.common import machine_kind, spread, write_result
-from tilewright.data.build.config import DataBuild
-from tilewright.data.build.engine.context import Context
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.engine.run import build_dataset
-from tilewright.data.build.plan import stage_named
-from tilewright.data.build.stages.scores.corruptions import KINDS
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.run import build_dataset
+from tilewright.data.stages.plan import stage_named
+from tilewright.data.stages.scores.corruptions import KINDS
 
 CLAIM = "the stages of a data build that score records find planted noise, and each scores 1 MB/s a core or more"
 SHARE, ROUNDS, LEAST_CHARS, MOST_CHARS = 0.1, 3, 400, 40_000

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tilewright.data.build.config import DataBuild
-from tilewright.data.build.engine.context import Context
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.plan import STAGES
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.stages.plan import STAGES
 
 QUALITY = {
     "min_words": 50, "max_words": 100_000, "min_mean_word_chars": 3, "max_mean_word_chars": 10, "max_symbol_share": 0.1,

@@ -23,9 +23,9 @@ from benchmarks.common import write_result
 from tests.data.remote.servers import serve
 from tilewright.core.units import format_bytes
 from tilewright.data.batches.stream import Stream
-from tilewright.data.build.finished.remote.index import INDEX, write_shards
-from tilewright.data.build.finished.remote.prepared_shards import PreparedShards, Streaming
 from tilewright.data.common.cache import file_digest
+from tilewright.data.dataset.remote.index import INDEX, write_shards
+from tilewright.data.dataset.remote.prepared_shards import PreparedShards, Streaming
 from tilewright.data.prepare import prepare
 
 CLAIM = (

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.common import spread, write_result
 from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.stream import Stream
+from tilewright.data.dataset.prepared import PreparedData
 from tilewright.data.prepare import prepare
-from tilewright.data.prepared import PreparedData
 
 CLAIM = "the stream serves packed rows at 3 times the rate of torchdata's StatefulDataLoader, and plain blocks as fast"
 LENGTH, BATCH, TURNS = 256, 8, 5

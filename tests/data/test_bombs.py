@@ -152,7 +152,7 @@ def test_a_row_too_long_is_set_aside_alone(tmp_path):
 
 def test_an_image_of_too_many_pixels_is_set_aside(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from tilewright.data.prepared_images import _decode
+    from tilewright.data.dataset.prepared_images import _decode
 
     image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
     assert _decode(tmp_path / "bomb.png", 8) == "more than 67108864 pixels: 9000 x 9000"

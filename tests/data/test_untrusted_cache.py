@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.training.tiny import write_text
+from tilewright.data.dataset.prepared import PreparedData
 from tilewright.data.prepare import prepare
-from tilewright.data.prepared import PreparedData
 
 
 class Command:

@@ -7,7 +7,8 @@ LOOK = """
 import sys
 import tilewright.cli.plan_output, tilewright.training.planning.request
 heavy = "pyarrow", "transformers", "torch._inductor", "tilewright.training.assemble", "tilewright.training.executor"
-print(*[name for name in (*heavy, "tilewright.data.build", "tilewright.data.readers") if name in sys.modules])
+ours = [f"tilewright.data.{name}" for name in ("dataset", "engine", "stages", "readers")]
+print(*[name for name in (*heavy, *ours) if name in sys.modules])
 """
 
 

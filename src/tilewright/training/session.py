@@ -19,7 +19,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import Pulse, say
 from tilewright.data.batches.state.move_log import FILE as MIXTURE
-from tilewright.data.build.finished.remote.prepared_shards import PreparedShards
+from tilewright.data.dataset.remote.prepared_shards import PreparedShards
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.models.base.protocols import Model
 from tilewright.parallel.launch import in_turn, launched, on_first

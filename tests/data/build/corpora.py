@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.data.build.config import DataBuild
-from tilewright.data.build.engine.executors.base import UnitExecutor
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.engine.executors.rank import RankExecutor
-from tilewright.data.build.engine.run import build_dataset
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.executors.base import UnitExecutor
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.executors.rank import RankExecutor
+from tilewright.data.engine.run import build_dataset
 
 PARTS = ("records", "rejects", "tokens")
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]

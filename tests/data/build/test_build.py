@@ -11,10 +11,10 @@ import pytest
 
 from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.build.config import load_data_toml
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.engine.units import Units
 from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.engine.config import load_data_toml
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.units import Units
 
 RULES = {"rules": {"min_words": 20}}
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.build.corpora import build, changed, prose, settings, words
-from tilewright.data.build.stages.copies import near
+from tilewright.data.stages.copies import near
 
 NO_NEAR = {"near": False, "exact": False}
 
@@ -185,7 +185,7 @@ def test_code_that_differs_in_white_space_is_a_copy(tmp_path):
 
 def test_ranges_of_hashes_change_nothing(tmp_path, planted, monkeypatch):
     """A corpus so large that its hashes are shared out over many ranges gives the same dataset."""
-    from tilewright.data.build import ranges
+    from tilewright.data.engine import ranges
 
     source = write(tmp_path / "in", planted)
     build(settings(source), tmp_path / "one")

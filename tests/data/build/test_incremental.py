@@ -14,10 +14,10 @@ from PIL import Image
 
 from tests.data.build.corpora import build, digest, prose, settings
 from tilewright.core.atomic_io import hash_file
-from tilewright.data.build.config import DataBuild
-from tilewright.data.build.engine.context import Context
-from tilewright.data.build.engine.units import RECEIPT, TOLD
-from tilewright.data.build.plan import STAGES
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.units import RECEIPT, TOLD
+from tilewright.data.stages.plan import STAGES
 
 ENCODINGS = ("utf-8", "latin-1", "utf-16", "utf-16-be", "cp1252")
 SHARD_BYTES = 1 << 16

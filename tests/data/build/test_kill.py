@@ -19,12 +19,12 @@ import pytest
 from tests.data.build.corpora import build, digest, settings, write_corpus
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
-from tilewright.data.build.engine.context import Context
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.engine.units import RECEIPT
-from tilewright.data.build.plan import stage_named
-from tilewright.data.build.stages.read import READ
-from tilewright.data.build.tables import rows
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.tables import rows
+from tilewright.data.engine.units import RECEIPT
+from tilewright.data.stages.plan import stage_named
+from tilewright.data.stages.read import READ
 
 ROOT = Path(__file__).resolve().parents[3]
 

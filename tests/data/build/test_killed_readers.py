@@ -13,9 +13,9 @@ from tests.data.build.corpora import build, prose, settings
 from tests.data.build.scores.texts import all_three, story, write_scored_corpus
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.engine.executors.rank import RankExecutor
-from tilewright.data.build.tables import rows
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.executors.rank import RankExecutor
+from tilewright.data.engine.tables import rows
 
 ROOT = Path(__file__).resolve().parents[3]
 _SITE = """

@@ -13,12 +13,12 @@ from tests.data.build.corpora import build, build_as_ranks, digest, prose, setti
 from tests.draws import examples
 from tilewright.cli.app import run
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.build.config import DataBuild, FiltersSection, load_data_toml
-from tilewright.data.build.engine.executors.local import LocalExecutor
-from tilewright.data.build.stages.kept import KEPT
-from tilewright.data.build.stages.text.own import apply_own, own_filters
-from tilewright.data.build.tables import RECORDS, TableWriter, record_row, rows
 from tilewright.data.common.records import Record
+from tilewright.data.engine.config import DataBuild, FiltersSection, load_data_toml
+from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.tables import RECORDS, TableWriter, record_row, rows
+from tilewright.data.stages.kept import KEPT
+from tilewright.data.stages.text.own import apply_own, own_filters
 
 FILTER = """
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.build.corpora import build, digest, settings, write_corpus
 from tests.data.build.test_kill import start
-from tilewright.data.build.engine.units import RECEIPT
+from tilewright.data.engine.units import RECEIPT
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.dist]

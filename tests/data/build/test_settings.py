@@ -10,10 +10,10 @@ from tests.data.build.corpora import build, prose, settings, write_corpus, write
 from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import schema
 from tilewright.core.errors import ConfigError
-from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
-from tilewright.data.build.inputs import list_inputs
-from tilewright.data.build.stages import read
+from tilewright.data.engine.config import DataBuild, LimitsSection, load_data_toml
+from tilewright.data.engine.inputs import list_inputs
 from tilewright.data.readers.limits import ReadLimits
+from tilewright.data.stages import read
 
 FILTER = """
 import tilewright

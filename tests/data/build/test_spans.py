@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.build.corpora import prose, settings
-from tilewright.data.build.inputs import list_inputs
-from tilewright.data.build.stages.read import read_item
 from tilewright.data.common.records import Record
+from tilewright.data.engine.inputs import list_inputs
 from tilewright.data.sources.contents import Contents
+from tilewright.data.stages.read import read_item
 
 SMALL, LARGE = 1 << 16, 1 << 24
 LATIN = "Le café coûte très cher à Besançon, où l'été dure à peine un mois.\n"

@@ -12,9 +12,9 @@ from tests.data.build.corpora import build, prose
 from tests.data.build.corpora import settings as build_settings
 from tests.draws import examples
 from tilewright.data.batches.mix import Picks
-from tilewright.data.build.stages.windows import windows
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.prepare import prepare
+from tilewright.data.stages.windows import windows
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.remote.test_far_data import far, run
 from tilewright.core.errors import DataError
-from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
+from tilewright.data.dataset.remote.address import DamagedFileError, Remote, SourceAwayError
 
 pytest.importorskip("aiohttp")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.remote.test_far_data import far, run
 from tilewright.core.errors import DataError
-from tilewright.data.build.finished.remote.address import Remote, SourceAwayError
+from tilewright.data.dataset.remote.address import Remote, SourceAwayError
 
 pytest.importorskip("s3fs")
 EMPTY = b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><KeyCount>0</KeyCount></ListBucketResult>'

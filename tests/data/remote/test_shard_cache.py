@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tilewright.data.build.finished.remote.shard_cache import ShardCache
+from tilewright.data.dataset.remote.shard_cache import ShardCache
 
 
 def content(number: int, size: int = 1000) -> bytes:

@@ -10,9 +10,9 @@ from tests.data.remote.servers import serve
 from tests.data.remote.test_far_data import far, run, stream
 from tilewright.core.errors import DataError
 from tilewright.data.batches.rows import IGNORE
-from tilewright.data.build.finished.remote.address import DamagedFileError, Remote, SourceAwayError
-from tilewright.data.build.finished.remote.prepared_shards import Streaming
-from tilewright.data.build.finished.remote.shard_cache import ShardCache
+from tilewright.data.dataset.remote.address import DamagedFileError, Remote, SourceAwayError
+from tilewright.data.dataset.remote.prepared_shards import Streaming
+from tilewright.data.dataset.remote.shard_cache import ShardCache
 from tilewright.data.prepare import prepare
 
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
-from tilewright.data.build.finished.remote.prepared_shards import Streaming
 from tilewright.data.chat.build import first_shape
 from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.corpus.account import account_line
+from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_chat import PreparedChat
+from tilewright.data.dataset.prepared_images import PreparedImages
+from tilewright.data.dataset.remote.prepared_shards import Streaming
 from tilewright.data.prepare import prepare
-from tilewright.data.prepared import PreparedData
-from tilewright.data.prepared_chat import PreparedChat
-from tilewright.data.prepared_images import PreparedImages
 from tilewright.data.sources.wanted import wanted
 from tilewright.models.folder.resolve import local_folder
 from tilewright.training.components.recipe_tokenizer import check_rows, tokenizer_path

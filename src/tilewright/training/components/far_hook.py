@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.data.batches.stream import Stream
-from tilewright.data.build.finished.remote.prepared_shards import PreparedShards
+from tilewright.data.dataset.remote.prepared_shards import PreparedShards
 from tilewright.parallel.agree import reduced_on, sum_over
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult

@@ -19,7 +19,7 @@ from tilewright.core.log import say
 from tilewright.core.units import format_seconds
 from tilewright.data.common.cache import cached, damage, file_digest
 from tilewright.data.common.progress import timed
-from tilewright.data.prepared_chat import PreparedChat
+from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.resolve import local_folder

@@ -18,7 +18,7 @@ from tilewright.data.batches.state.move_log import MoveLog
 from tilewright.data.batches.state.stream_state import asked_skips
 from tilewright.data.batches.steps import Rows
 from tilewright.data.batches.stream import Stream
-from tilewright.data.build.finished.open_built import built_at
+from tilewright.data.dataset.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.parallel.pipeline.assignment import any_count
 from tilewright.parallel.pipeline.split import Pipeline

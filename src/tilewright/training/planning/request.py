@@ -252,14 +252,14 @@ def vocab_size_of(recipe: Recipe) -> int:
     """Tokens of the tokenizer that the run would use, of a built dataset its own; classes of images."""
     source = Path(recipe.data.source).expanduser()
     if "://" in (first := next(iter(recipe.data.sources.values()), recipe.data.source)):
-        from tilewright.data.build.finished.remote.address import is_address
-        from tilewright.data.build.finished.remote.open_far import far_vocabulary
+        from tilewright.data.dataset.remote.address import is_address
+        from tilewright.data.dataset.remote.open_far import far_vocabulary
         from tilewright.training.components.dataset import streaming_of
 
         if is_address(first):
             return far_vocabulary(first, streaming_of(recipe))
     if not recipe.data.sources and os.path.isdir(source):  # False, too, for what no file can be called
-        from tilewright.data.build.finished.open_built import built_at, built_vocabulary  # pyarrow, and all readers
+        from tilewright.data.dataset.open_built import built_at, built_vocabulary  # pyarrow, and all readers
 
         built = built_at(recipe.data.source)
         if built is not None:

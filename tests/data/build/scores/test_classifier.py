@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from tests import draws
 from tests.data.build.corpora import changed, prose
 from tilewright.core.errors import DataError
-from tilewright.data.build.stages.scores import classifier
-from tilewright.data.build.stages.scores.classifier import (
+from tilewright.data.stages.scores import classifier
+from tilewright.data.stages.scores.classifier import (
     auc_error,
     calibration,
     frequencies,

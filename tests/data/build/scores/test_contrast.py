@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.data.build.scores.texts import story
 from tests.draws import examples
 from tilewright.core.errors import DataError
-from tilewright.data.build.config import NoiseSection
-from tilewright.data.build.stages.scores.contrast import (
+from tilewright.data.engine.config import NoiseSection
+from tilewright.data.stages.scores.contrast import (
     LEAST_FOR_LOSS,
     area,
     contrasts,
@@ -20,8 +20,8 @@ from tilewright.data.build.stages.scores.contrast import (
     train_contrast,
     verified,
 )
-from tilewright.data.build.stages.scores.corruptions import KINDS
-from tilewright.data.build.stages.scores.references import Piece
+from tilewright.data.stages.scores.corruptions import KINDS
+from tilewright.data.stages.scores.references import Piece
 
 CLEAN = [story(seed) for seed in range(300)]
 

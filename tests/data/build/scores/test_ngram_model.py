@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.data.build.corpora import prose
 from tests.data.build.scores.texts import story
 from tests.draws import examples
-from tilewright.data.build.stages.scores import ngram_model
-from tilewright.data.build.stages.scores.grams import LONGEST, blocks, hashed, mask, spaced
-from tilewright.data.build.stages.scores.ngram_model import NgramModel, bits_per_byte, probabilities, train_ngrams
+from tilewright.data.stages.scores import ngram_model
+from tilewright.data.stages.scores.grams import LONGEST, blocks, hashed, mask, spaced
+from tilewright.data.stages.scores.ngram_model import NgramModel, bits_per_byte, probabilities, train_ngrams
 
 TEXT = st.text(st.characters(min_codepoint=1, max_codepoint=0x2FF), min_size=1, max_size=60).map(str.encode)
 FIELD = 2.0**-12  # alpha and gamma keep 12 bits of their fractions

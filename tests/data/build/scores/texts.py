@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from tilewright.data.build.stages.scores.corruptions import KINDS
+from tilewright.data.stages.scores.corruptions import KINDS
 
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er")]
 _RNG = random.Random(4)

@@ -35,10 +35,10 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     report.html, records and rejects as Parquet.
     """
     from tilewright.cli.app import check_one_process
-    from tilewright.data.build.config import load_data_toml
-    from tilewright.data.build.engine.run import build_dataset
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.corpus.account import account_line
+    from tilewright.data.engine.config import load_data_toml
+    from tilewright.data.engine.run import build_dataset
 
     if executor != "rank":
         check_one_process(f"data build --executor {executor}")
@@ -49,7 +49,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         content = build_dataset(loaded, folder, running, progress)
     if not chosen.is_first:
         return
-    from tilewright.data.build.finished.account import build_account
+    from tilewright.data.dataset.account import build_account
     from tilewright.report.pages.build_page import write_build_page
 
     account = build_account(folder)
@@ -75,9 +75,9 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
 
 def _executor(name: str, processes: int | None) -> Any:
     """The `UnitExecutor` of that name, a context manager."""
-    from tilewright.data.build.engine.executors.local import LocalExecutor
-    from tilewright.data.build.engine.executors.on_ray import RayExecutor
-    from tilewright.data.build.engine.executors.rank import RankExecutor
+    from tilewright.data.engine.executors.local import LocalExecutor
+    from tilewright.data.engine.executors.on_ray import RayExecutor
+    from tilewright.data.engine.executors.rank import RankExecutor
 
     if name == "rank":
         if processes is not None:

@@ -50,7 +50,7 @@ def inspect_data(
         return
     if folder is None:
         raise click.UsageError("DIR, the folder of a built dataset, or --run RUN --step N.", ctx)
-    from tilewright.data.build.finished.open_built import read_dataset
+    from tilewright.data.dataset.open_built import read_dataset
 
     content = read_dataset(folder)
     if other is not None:
@@ -66,8 +66,8 @@ def inspect_data(
 
 
 def _overview(folder: Path, summary: dict[str, Any]) -> None:
-    from tilewright.data.build.finished.account import MODALITIES, NO_DOMAIN, reasons_of
     from tilewright.data.corpus.account import account_line
+    from tilewright.data.dataset.account import MODALITIES, NO_DOMAIN, reasons_of
 
     echo(account_line(summary))
     rows = []
@@ -94,7 +94,7 @@ def _numbers(counts: dict[str, int], *names: str) -> list[str]:
 
 
 def _rows(folder: Path, kind: str, wanted: str, most: int, as_json: bool) -> None:
-    from tilewright.data.build.finished.open_built import find_records
+    from tilewright.data.dataset.open_built import find_records
 
     matching = find_records(folder, kind, wanted)
     found = list(islice(matching, most))
@@ -116,8 +116,8 @@ def _rows(folder: Path, kind: str, wanted: str, most: int, as_json: bool) -> Non
 
 def _none(folder: Path, kind: str, wanted: str) -> DataError:
     """Nothing matches: the reasons that there are, and the one that was meant."""
-    from tilewright.data.build.finished.account import reasons_of
-    from tilewright.data.build.finished.open_built import find_records
+    from tilewright.data.dataset.account import reasons_of
+    from tilewright.data.dataset.open_built import find_records
 
     option, other = ("--reject", "--record") if kind == "rejects" else ("--record", "--reject")
     need = "an id or its beginning, or the name or path of a file; * stands for anything"
@@ -146,7 +146,7 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
 
 
 def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:
-    from tilewright.data.build.finished.diff import differences
+    from tilewright.data.dataset.diff import differences
 
     found = differences(here, there)
     if as_json:

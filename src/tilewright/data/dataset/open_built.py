@@ -1,0 +1,180 @@
+"""A built dataset's folder, found and read: by training, which takes its tokens, and by `tilewright data inspect`."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.errors import DataError
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.engine.inputs import INSTALLED
+from tilewright.data.engine.tables import rows
+
+DATASET = "dataset.json"
+"""The file that makes a folder a built dataset: written last, removed first."""
+FORMAT = 3
+
+
+def built_at(source: str) -> Path | None:
+    """The folder of a dataset that `tilewright data build` finished, or None where a source is something else."""
+    folder = Path(source).expanduser()
+    is_built = source != INSTALLED and os.path.isfile(folder / DATASET)  # False, too, for what no file can be called
+    return folder if is_built else None
+
+
+def built_vocabulary(folder: Path, *, images: bool) -> int:
+    """Ids that a model of a built dataset tells apart: of its tokenizer, or the classes of its images.
+
+    Raises:
+        DataError: there is no finished dataset.
+    """
+    summary = read_dataset(folder)["summary"]
+    return len(summary["tensors"].get("pixels", {}).get("domains", [])) or 1 if images else summary["vocab_size"]
+
+
+def read_dataset(folder: Path) -> dict[str, Any]:
+    """What `dataset.json` holds: fingerprint, summary, settings and hashes of the stages.
+
+    Raises:
+        DataError: there is no finished dataset, or one of another version.
+    """
+    unfinished = (folder / "work").is_dir()
+    try:
+        content = json.loads((folder / DATASET).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "Build of this dataset is not finished" if unfinished else "No built dataset in this folder",
+            where=str(folder),
+            got=str(error) if not isinstance(error, FileNotFoundError) else f"no {DATASET}",
+            need="the folder of a finished `tilewright data build`",
+            try_="tilewright data build data.toml --out " + str(folder),
+        ) from None
+    if content.get("format") != FORMAT:
+        raise DataError(
+            "Dataset of another version of tilewright",
+            where=str(folder / DATASET),
+            got=f"format {content.get('format')}",
+            need=f"format {FORMAT}",
+            try_="tilewright data build data.toml --out " + str(folder),
+        )
+    return content
+
+
+def find_records(folder: Path, kind: str, wanted: str) -> Iterator[dict[str, Any]]:
+    """Rows of `records` or `rejects` (`kind`) that `matches` finds."""
+    for file in sorted((folder / kind).glob("*.parquet")):
+        yield from (row for row in rows(file) if matches(row, wanted))
+
+
+def matches(row: Mapping[str, Any], wanted: str) -> bool:
+    """Whether `wanted` is the beginning of a row's id, the name of its file or the end of its path, or the stage or
+    rule that dropped it. Of names it may be a glob: * stands for anything.
+
+    Example:
+        >>> row = {"id": "0a1b", "path": "notes/torn.png", "stage": "read", "rule": "damaged image"}
+        >>> [matches(row, text) for text in ("0a", "torn.png", "notes/torn.png", "damaged*", "read")]
+        [True, True, True, True, True]
+        >>> [matches(row, text) for text in ("torn", "image", "orn.png")]
+        [False, False, False]
+    """
+    path = row["path"]
+    if (row["id"] and row["id"].startswith(wanted)) or path == wanted or path.endswith("/" + wanted):
+        return True
+    if fnmatchcase(path, wanted) or fnmatchcase(path, "*/" + wanted):
+        return True
+    names = row.get("stage"), row.get("rule")
+    return any(name is not None and (name == wanted or fnmatchcase(name, wanted)) for name in names)
+
+
+@dataclass(frozen=True)
+class BuiltTokens:
+    """What training reads of a built dataset: the folder of its token streams, and what names their content."""
+
+    tokens: Path
+    fingerprint: str
+
+
+def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, ...]) -> BuiltTokens:
+    """The tokens of a built dataset, checked against what a run wants of it.
+
+    Args:
+        folder: of the dataset.
+        format: of the rows that are wanted; a dataset holds text.
+        tokenizer: of loaded weights, or the one that is asked for; "" where none is.
+        domains: those that are wanted.
+
+    Raises:
+        DataError: the dataset is damaged, or is not what the run wants.
+    """
+    content = read_dataset(folder)
+    check_format(format)
+    for name, (size, digest) in content["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or file_digest(path) != digest:
+            raise DataError(
+                "Built dataset is damaged",
+                where=str(path),
+                got="a file that is missing" if not path.is_file() else "a file that has changed",
+                need=f"{size} bytes, as the build wrote them",
+                try_="the same `tilewright data build` again, which makes only what is missing",
+            )
+    tokens = folder / "tokens"
+    trained_on = content["settings"]["tokenizer"]["path"] or "a trained one"
+    check_tokenizer(tokenizer, tokens, f"{trained_on} for {folder}")
+    if not content["summary"]["tokens"]:
+        need, try_ = "records with a text", 'model.task = "image_classification" for its images'
+        raise DataError("Built dataset holds no text", where=str(folder), got="0 tokens", need=need, try_=try_)
+    check_domains(domains, list(content["summary"]["domains"]))
+    return BuiltTokens(tokens, content["fingerprint"])
+
+
+def check_format(format: str) -> None:
+    """Raise where rows are to hold something else than text.
+
+    Raises:
+        DataError: so it is.
+    """
+    if format != "text":
+        need, try_ = "rows of text", "data.source = the files themselves"
+        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+
+
+def check_tokenizer(tokenizer: str, tokens: Path, of: str) -> None:
+    """Raise where a dataset was encoded with another tokenizer than a run has.
+
+    Args:
+        tokenizer: of loaded weights, or the one that is asked for; "" where none is.
+        tokens: folder of the dataset's tokenizer.
+        of: the dataset's tokenizer, for the error.
+
+    Raises:
+        DataError: so it is.
+    """
+    if tokenizer and not _same_tokenizer(Path(tokenizer).expanduser(), tokens / "tokenizer"):
+        raise DataError(
+            "Built dataset was encoded with another tokenizer",
+            where="data.tokenizer",
+            got=f"{tokenizer} for the run, {of}",
+            need="one and the same: ids of another tokenizer mean other words",
+            try_=f'path = "{tokenizer}" in [tokenizer] of data.toml, and `tilewright data build` again',
+        )
+
+
+def check_domains(wanted: Sequence[str], known: Sequence[str]) -> None:
+    """Raise where a domain is wanted that a dataset has not.
+
+    Raises:
+        DataError: with those that it has.
+    """
+    if unknown := sorted(set(wanted) - set(known)):
+        need, try_ = f"some of: {', '.join(known)}", "data.domains = []   (all of them)"
+        raise DataError("Unknown data domain", where="data.domains", got=", ".join(unknown), need=need, try_=try_)
+
+
+def _same_tokenizer(wanted: Path, built: Path) -> bool:
+    """Whether both give the same ids."""
+    return load_tokenizer(wanted).backend.to_str() == load_tokenizer(built).backend.to_str()

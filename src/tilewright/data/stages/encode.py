@@ -1,0 +1,378 @@
+"""The tokenizer, and the token streams of each shard with a row for every run of tokens in them.
+
+A run is a record, or a window of it; runs of the training and of the held-out part go into streams of their own. The
+rows are the dataset's records: with the text of the run's targets, and the place of its record in the files.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tokenizers
+
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
+from tilewright.data.common.filter import DropReason
+from tilewright.data.common.hashing import hash64
+from tilewright.data.common.ranked_bpe import tiktoken_version
+from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer_folder import tokenizer_files
+from tilewright.data.corpus.account import LIMIT, TOO_SMALL
+from tilewright.data.corpus.encode import NpyWriter, token_dtype
+from tilewright.data.corpus.long_words import short_words
+from tilewright.data.engine.config import ChunkSection
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.declared import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
+from tilewright.data.engine.stage import BuildStage
+from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, batches, rows
+from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
+from tilewright.data.stages.kept import SCORES, reject_of
+from tilewright.data.stages.order import last_kept
+from tilewright.data.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.windows import Window, windows
+
+SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
+TOKENIZER_BYTES = 16_000_000
+"""The tokenizer is trained on a sample of this size; more does not change it for the better."""
+RUNS = pa.schema(
+    [
+        *RECORDS,
+        *(pa.field(name, pa.int64()) for name in ("bytes", "tokens", "length", "context", "cluster")),
+    ]
+)
+"""A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
+that which repeat the run before, `cluster` of near-copies."""
+
+_UNUSED = {DROPPED: DropReason(TOO_SMALL, 1.0, 2.0), LEFT: DropReason(LIMIT, "", "split.max_bytes")}
+"""Part of a record that neither split has -> why it is not used."""
+ENCODER = "encoder.json"
+_ENCODED_TWICE = 64  # texts of a build, to see that both libraries give the same ids
+_BATCH, _BATCH_BYTES = 256, 1 << 20
+"""Records that are encoded together, and bytes of them: until its ids are taken a token has some 100 bytes."""
+
+
+@dataclass(frozen=True)
+class KeptText:
+    """A text that stays: its record, the number of that over all shards, the part it goes to, and its UTF-8 bytes."""
+
+    record: dict[str, Any]
+    doc: int
+    part: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a shard's records are (`repaired`), which of them stay (`kept`), and where each goes (`split`)."""
+
+    number: int
+    repaired: Path
+    kept: Path
+    split: Path
+
+    def texts(self) -> Iterator[KeptText]:
+        """All that stay so far; a record whose tail is held out comes twice."""
+        cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
+        where = np.load(self.split / f"{self.number:05}.npy", allow_pickle=False)
+        alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
+        side, part = next(alive, (None, 0))
+        for first, batch in batches(self.repaired / "records.parquet"):
+            stop = first + len(batch["id"])
+            while side is not None and side["row"] < stop:
+                record = {name: column[side["row"] - first] for name, column in batch.items()}
+                record["language"] = side["language"]
+                record["scores"] = with_scores(record["scores"], side)
+                data = record["text"].encode()
+                doc = int(doc_of(self.number, np.array([side["row"]]))[0])
+                if doc in cut:
+                    yield KeptText(record, doc, TRAIN, data[: cut[doc]])
+                    yield KeptText(record, doc, HELD, data[cut[doc] :])
+                else:
+                    yield KeptText(record, doc, part, data)
+                side, part = next(alive, (None, 0))
+
+
+def with_scores(scores: str, side: Mapping[str, Any]) -> str:
+    """The scores of a record, a JSON object, with those of its row in the side table.
+
+    Example:
+        >>> with_scores('{"language": 0.5}', {"quality": 0.25, "contrast": None, "bits_per_byte": None})
+        '{"language": 0.5, "quality": 0.25}'
+    """
+    found = {name: round(side[name], 5) for name in SCORES if side[name] is not None}
+    return json.dumps(json.loads(scores) | found, sort_keys=True) if found else scores
+
+
+def _shards_of(records: Sequence[Path], kept: Sequence[Path], split: Path) -> list[Shard]:
+    return [Shard(number, *pair, split) for number, pair in enumerate(zip(records, kept, strict=True))]
+
+
+def make_tokenizer(
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Sequence[Path],
+    split: Path,
+    given: str,
+) -> Mapping[str, Any]:
+    """Train the tokenizer on a sample of the training text, or copy the given one, into `folder`/tokenizer."""
+    if given:
+        tokenizer = load_tokenizer(given)
+    else:
+        sample = _sample(_shards_of(records, kept, split), settings.split.seed)
+        tokenizer = train_tokenizer(short_words(sample), settings.tokenizer.vocab_size)
+    tokenizer.save(folder / "tokenizer")
+    return {"vocab_size": tokenizer.vocab_size}
+
+
+def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
+    """Training texts by a seeded hash, in the order of the dataset, so that domains keep their proportions."""
+    docs, sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for shard in shards:
+        where = np.load(shard.split / f"{shard.number:05}.npy", allow_pickle=False)
+        kept = [batch for _, batch in batches(shard.kept / "kept.parquet", ("row", "bytes"))]
+        row = np.array([r for batch in kept for r in batch["row"]], np.int64)
+        size = np.array([b for batch in kept for b in batch["bytes"]], np.int64)
+        docs.append(doc_of(shard.number, row[where == TRAIN]))
+        sizes.append(size[where == TRAIN])
+    every = np.concatenate(docs)
+    order = np.argsort(hash64(seed, np.arange(len(every))), kind="stable")
+    num = int(np.searchsorted(np.cumsum(np.concatenate(sizes)[order]), TOKENIZER_BYTES)) + 1
+    chosen = np.sort(every[order[:num]])
+    for shard in shards:
+        wanted = row_of(chosen[shard_of(chosen) == shard.number])
+        if not len(wanted):
+            continue
+        cut = json.loads((shard.split / "split.json").read_bytes())["cut"]
+        for first, batch in batches(shard.repaired / "records.parquet", ("text",)):
+            inside = wanted[(wanted >= first) & (wanted < first + len(batch["text"]))]
+            for row in inside.tolist():
+                at = cut.get(str(int(doc_of(shard.number, np.array([row]))[0])))
+                text = batch["text"][row - first]
+                yield text if at is None else text.encode()[:at].decode()
+
+
+def write_encoder(
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Sequence[Path],
+    kept: Sequence[Path],
+    split: Path,
+    tokenizer: Path,
+) -> Mapping[str, Any]:
+    """Write which library encodes the texts of a build into `folder`/encoder.json; ids are the same with each."""
+    texts = _sample(_shards_of(records, kept, split), settings.split.seed)
+    num_bytes, sample = 0, list(islice(texts, _ENCODED_TWICE))
+    for side in kept:
+        num_bytes += sum(sum(batch["bytes"]) for _, batch in batches(side / "kept.parquet", ("bytes",)))
+    _, name = choose_encoder(load_tokenizer(tokenizer / "tokenizer"), num_bytes, sample)
+    (folder / ENCODER).write_text(json.dumps({"encoder": name}))
+    return {}
+
+
+def encoder_of(folder: Path) -> str:
+    """What `write_encoder` found."""
+    return json.loads((folder / ENCODER).read_bytes())["encoder"]
+
+
+def encode_shard(
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    records: Path,
+    kept: Path,
+    split: Path,
+    tokenizer: Path,
+    encoder: str,
+    clusters: Path,
+) -> Mapping[str, Any]:
+    """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
+
+    Texts that the tokenizer fails on are rejects. Images and sounds without a text, or in a domain of too little
+    text, have no tokens and are in `media.parquet`.
+    """
+    digests = tuple(file_digest(file) for file in tokenizer_files(tokenizer / "tokenizer"))
+    loaded = _loaded(tokenizer / "tokenizer", digests, encoder.startswith("tiktoken"))
+    spared, shard = Spared(), Shard(index, records, kept, split)
+    with ExitStack() as files:
+        parts = {
+            part: _Part(files, folder, name, loaded, settings.chunk, spared, sized=part == HELD)
+            for part, name in SPLIT_NAMES.items()
+        }
+        media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
+        rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
+        known = np.load(clusters / "clusters.npy", allow_pickle=False)
+        for batch in _together(shard.texts()):
+            for text in batch:
+                if text.part in _UNUSED:
+                    rejects.append(reject_of(text.record, "split", _UNUSED[text.part], len(text.data)))
+                elif not text.data or text.part in (SHOWN, SHOWN_HELD):
+                    media.append(text.record)
+            for part, into in parts.items():
+                mine = [text for text in batch if text.part == part and text.data]
+                for text, why in into.add(mine, known) if mine else ():
+                    rejects.append(reject_of(text.record, "encode", DropReason(FAILS, why), len(text.data)))
+        counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
+        for into in parts.values():
+            counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
+    return counts
+
+
+def _together(texts: Iterator[KeptText]) -> Iterator[list[KeptText]]:
+    """Batches of texts to encode."""
+    batch: list[KeptText] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text.data)
+        if len(batch) == _BATCH or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, digests: tuple[str, ...], quick: bool) -> Tokenizer:
+    """The tokenizer, once for all shards that a process encodes: the words that it remembers are a third of the work.
+    `digests` say of which content; `quick`: tiktoken encodes, where this process has it."""
+    tokenizer = load_tokenizer(folder)
+    found = with_ranks(tokenizer) if quick else ""
+    return found if isinstance(found, Tokenizer) else tokenizer
+
+
+class _Part:
+    """The files of one part of the dataset in one shard."""
+
+    def __init__(
+        self,
+        files: ExitStack,
+        folder: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        chunk: ChunkSection,
+        spared: Spared,
+        *,
+        sized: bool,
+    ):
+        def stream(suffix: str, dtype: np.dtype) -> NpyWriter:
+            return files.enter_context(NpyWriter(folder / f"{name}{suffix}.npy", dtype))
+
+        self.name, self.num_tokens = name, 0
+        self.runs = files.enter_context(TableWriter(folder / f"{name}.parquet", RUNS))
+        self._tokenizer, self._chunk, self._spared = tokenizer, chunk, spared
+        self._tokens = stream("", token_dtype(tokenizer.vocab_size))
+        self._sizes = stream(".bytes", np.dtype("<u4")) if sized else None
+        masked = chunk.tokens and chunk.overlap_loss == "context"
+        self._trained = stream(".trained", np.dtype("u1")) if masked else None
+
+    def add(self, texts: list[KeptText], clusters: np.ndarray) -> Iterator[tuple[KeptText, str]]:
+        """Encode `texts` and write their runs; yields those that the tokenizer fails on, and what it said."""
+        strings = [text.data.decode() for text in texts]
+        if self._sizes is None and not self._chunk.tokens:  # no caller asks which bytes a token stands for
+            for text, ids in zip(texts, self._spared.encoded(self._tokenizer.encode_batch, strings), strict=True):
+                if isinstance(ids, TokenizerError):
+                    yield text, ids.problems[0].got
+                    continue
+                whole = Window(0, 1, len(ids) + 2)
+                self._run(text, clusters, self._stream(ids), [len(text.data)] + [0] * (len(ids) + 1), whole, 0)
+            return
+        for text, found in zip(texts, self._spared.encoded(self._tokenizer.encode_sized, strings), strict=True):
+            if isinstance(found, TokenizerError):
+                yield text, found.problems[0].got
+                continue
+            ids, sizes = found
+            num, overlap = self._chunk.tokens, self._chunk.overlap
+            spans = windows(text.data, sizes, num, overlap) if num else [Window(0, 1, len(ids) + 2)]
+            stream, stood = self._stream(ids), [0, *sizes, 0]
+            for number, span in enumerate(spans):
+                self._run(text, clusters, stream, stood, span, number)
+
+    def _stream(self, ids: list[int]) -> list[int]:
+        return [self._tokenizer.bos_id, *ids, self._tokenizer.eos_id]
+
+    def _run(
+        self, text: KeptText, clusters: np.ndarray, ids: list[int], sizes: list[int], span: Window, number: int
+    ) -> None:
+        """Write one run of a text, of whose bytes each stream position stands for `sizes`."""
+        first, stop = (sum(sizes[: span.target]) if number else 0), sum(sizes[: span.stop])
+        context = span.target - span.start if number else 0
+        tokens = span.stop - span.target - (span.stop == len(ids))
+        self.num_tokens += tokens
+        self.runs.append(
+            text.record
+            | {
+                "text": text.data[first:stop].decode(),
+                "chunk": number,
+                "bytes": stop - first,
+                "tokens": tokens,
+                "length": span.stop - span.start,
+                "context": context,
+                "cluster": _cluster(clusters, text.doc),
+            }
+        )
+        self._tokens.append(ids[span.start : span.stop])
+        if self._trained is not None:
+            self._trained.append([0] * context + [1] * (span.stop - span.start - context))
+        if self._sizes is not None:
+            counted = sizes[span.start : span.stop]
+            repeats = 0 if self._trained is None else context  # what has no label stands for no text
+            self._sizes.append([0] * repeats + counted[repeats:])
+
+
+def _cluster(clusters: np.ndarray, doc: int) -> int:
+    """The cluster of a record, which is the record itself where it has no near-copy."""
+    at = int(np.searchsorted(clusters["doc"], np.uint64(doc)))
+    known = at < len(clusters) and int(clusters["doc"][at]) == doc
+    return int(clusters["cluster"][at]) if known else doc
+
+
+class GivenTokenizer(StageInput):
+    """The tokenizer that `tokenizer.path` names, known by the content of its files; "" where one is trained."""
+
+    def identity(self, c: Context, i: int) -> object:
+        path = c.build.tokenizer.path
+        return [f"{file.name}:{file_digest(file)}" for file in tokenizer_files(Path(path))] if path else []
+
+    def value(self, c: Context, i: int) -> str:
+        return c.build.tokenizer.path
+
+
+_TEXTS = {"records": Every("repair"), "kept": Every(last_kept), "split": Only("split")}
+
+TOKENIZER = BuildStage(
+    *("tokenizer", "training the tokenizer", 1, one_unit, make_tokenizer, ("tokenizer.vocab_size", "split.seed")),
+    _TEXTS | {"given": GivenTokenizer()},
+    lambda: (tokenizers.__version__,),
+)
+ENCODER_CHOICE = BuildStage(
+    *("encoder", "choosing the encoder", 1, one_unit, write_encoder, ("split.seed",)),
+    _TEXTS | {"tokenizer": Only("tokenizer")},
+    lambda: (tokenizers.__version__, tiktoken_version()),
+)
+ENCODE = BuildStage(
+    *("encode", "encoding", 4, per_shard, encode_shard, ("chunk",)),
+    {
+        "records": Same("repair"),
+        "kept": Same(last_kept),
+        "split": Only("split"),
+        "tokenizer": Only("tokenizer"),
+        "encoder": NoEffect(lambda c, i: encoder_of(c.folder("encoder"))),  # ids are the same with each
+        "clusters": Only("near"),
+    },
+    lambda: (tokenizers.__version__,),
+)

@@ -1,0 +1,53 @@
+"""The stages of a build in their order; each is declared beside its function, with what it reads.
+
+A stage reads only what stands before it. What it declares is what it gets and what its fingerprint is taken from, so
+that a change invalidates what comes after it and nothing else.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tilewright.data.dataset.remote.index import write_shards
+from tilewright.data.engine.declared import Only
+from tilewright.data.engine.stage import BuildStage
+from tilewright.data.stages.copies.exact import DIGESTS, EXACT
+from tilewright.data.stages.copies.images import IMAGES
+from tilewright.data.stages.copies.near import NEAR, SHINGLES, VERIFY
+from tilewright.data.stages.copies.sketches import PAIRS, SKETCHES
+from tilewright.data.stages.copies.unique import UNIQUE
+from tilewright.data.stages.dataset import DATASET_STAGE, TOKENS
+from tilewright.data.stages.encode import ENCODE, ENCODER_CHOICE, TOKENIZER
+from tilewright.data.stages.media import GATHER_MEDIA
+from tilewright.data.stages.read import READ
+from tilewright.data.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE
+from tilewright.data.stages.split import SPLIT
+from tilewright.data.stages.text.lines import COMMON_LINES, LINES
+from tilewright.data.stages.text.own import FILTERS
+from tilewright.data.stages.text.repair import REPAIR
+from tilewright.data.stages.text.rules import RULES
+
+SHARDS = "shards"
+"""Name of the stage, and of the folder of a dataset."""
+
+
+def _publish(index: int, settings: SimpleNamespace, folder: Path, *, dataset: Path) -> Mapping[str, Any]:
+    return write_shards(dataset / TOKENS, folder, settings.shards.bytes)
+
+
+STAGES = (
+    *(READ, LINES, COMMON_LINES, REPAIR, RULES, FILTERS, *QUALITY_AND_NOISE),
+    *(DIGESTS, EXACT, SKETCHES, PAIRS, SHINGLES, VERIFY, NEAR, IMAGES, UNIQUE),
+    *(*SAMPLE, SPLIT, GATHER_MEDIA, TOKENIZER, ENCODER_CHOICE, ENCODE, DATASET_STAGE),
+    BuildStage(
+        *(SHARDS, "publishing shards", 1, lambda c: int(c.build.shards.bytes > 0), _publish, ("shards.bytes",)),
+        {"dataset": Only("dataset")},
+    ),
+)
+"""In the order in which they run."""
+
+
+def stage_named(name: str) -> BuildStage:
+    """The stage of that name."""
+    return next(stage for stage in STAGES if stage.name == name)

@@ -1,0 +1,185 @@
+"""First stage: the records of a shard's files, with where each stands, and what could not be read.
+
+Text that is longer than `max_chars` becomes several records; a record knows its bytes of the file where the file is
+UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those of the file.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from tilewright.core.errors import DataError, is_of_machine
+from tilewright.data.common.records import Record, Rejected
+from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.context import Context
+from tilewright.data.engine.declared import StageInput, per_shard
+from tilewright.data.engine.inputs import Item
+from tilewright.data.engine.stage import BuildStage
+from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
+from tilewright.data.readers.entry import Span
+from tilewright.data.readers.limits import ReadLimits, ReadOptions
+from tilewright.data.readers.open import UNREADABLE, read_file
+from tilewright.data.sources.documents import Document, Reject, cut
+from tilewright.data.sources.walk import stat_key
+from tilewright.data.stages.media import ArrayWriter
+
+STAGE = "read"
+
+Items = Iterator[Record | Rejected]
+
+
+@dataclass(frozen=True)
+class FilesToRead:
+    """The files of a shard, or ranges of them, and those that are refused unread: their readers were killed."""
+
+    items: Sequence[Item]
+    killed: Sequence[Item] = ()
+
+
+class ShardFiles(StageInput):
+    """The files of the shard of a unit."""
+
+    def identity(self, c: Context, i: int) -> object:
+        return c.listing.keys(i)
+
+    def value(self, c: Context, i: int) -> FilesToRead:
+        items = c.listing.shards[i]
+        bad = [item for item in items if c.is_set_aside(item)]
+        return FilesToRead([item for item in items if item not in bad], bad)
+
+    def files(self, c: Context, i: int) -> list[Item]:
+        return c.listing.shards[i]
+
+
+def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: FilesToRead) -> Mapping[str, Any]:
+    """Write the records and rejects of a shard's files into `folder`; returns counts.
+
+    Args:
+        index: of the shard.
+        settings: of read, limits and media.
+        folder: gets `records.parquet` and `rejects.parquet`, and pixels and frames of sound where they are wanted.
+        files: the files.
+    """
+    num_bytes = images = 0
+    with (
+        TableWriter(folder / "records.parquet", RECORDS) as records,
+        TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
+        ArrayWriter(folder, settings.media) as arrays,
+    ):
+        for item in files.items:
+            for found in read_item(item, settings):
+                pieces = _cut(found, settings.read.max_chars) if isinstance(found, Record) else [found]
+                for number, one in enumerate(pieces):
+                    if isinstance(one, Record):
+                        records.append(record_row(one))
+                        num_bytes += len(one.text.encode())
+                        images += one.modality == "image"
+                        if not number:  # of a caption that is cut, the first piece has the picture
+                            arrays.append(one)
+                    else:
+                        rejects.append(reject_row(one))
+        for item in files.killed:
+            rule = "process that read it was killed, twice"
+            one = Rejected(item.name, "", STAGE, rule, "killed", "", "", item.domain, 1, item.size)
+            rejects.append(reject_row(one))
+        file_bytes = sum(item.size for item in files.items)
+        counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
+    return counts | {"images": images, "file_bytes": file_bytes}
+
+
+def read_item(item: Item, build: DataBuild | SimpleNamespace) -> Items:
+    """What an item gives under the settings `build`, and a reject where it changed meanwhile.
+
+    Raises:
+        DataError: the file could be read when it was listed, and cannot any more: what a unit says of it is kept for
+            as long as the file has the same bytes.
+        TilewrightError, OSError, MemoryError: what `read_file` raises of this machine.
+    """
+    try:
+        for found in _read(item, build):
+            if isinstance(found, Rejected) and found.rule == UNREADABLE and not found.part and item.path:
+                raise _unreadable(item, str(found.value))
+            yield found
+        if item.path:
+            now = stat_key(os.stat(item.path))
+            if item.stat != now:
+                value = f"{now.split()[0]} bytes, {item.stat.split()[0]} when it was found"
+                yield Rejected(item.name, "", STAGE, "file changed while it was read", value, "", "", item.domain, 0)
+    except OSError as error:
+        if is_of_machine(error):
+            raise
+        raise _unreadable(item, str(error.strerror or error)) from error
+
+
+def _unreadable(item: Item, why: str) -> DataError:
+    return DataError(
+        "File of a data build cannot be read any more",
+        where=item.path or item.name,
+        got=why,
+        need="the file as it was when the build listed it",
+        try_="the same command again: it lists the files again, and finished units stay",
+    )
+
+
+def _read(item: Item, build: DataBuild | SimpleNamespace) -> Items:
+    if item.part is not None:
+        yield from _documents(item, item.part.read())
+    else:
+        limits = ReadLimits(**build.limits.model_dump())
+        read = build.read
+        options = ReadOptions(text_field=read.text_field, suffixes=read.suffixes, **build.media.model_dump())
+        span = Span(item.start, item.stop) if item.stop else None
+        yield from read_file(Path(item.path), item.name, item.domain, limits, options, span)
+
+
+def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
+    for one in found:
+        if isinstance(one, Reject):
+            yield refused(one, item.domain)
+        else:
+            part = one.name.removeprefix(item.name).lstrip("@:#")
+            part = f"line {part}" if part.isdigit() else part
+            yield Record("", "text", item.domain, one.text, path=item.name, part=part)
+
+
+def refused(reject: Reject, domain: str) -> Rejected:
+    """A reject of a source as one of the build."""
+    numbers = reject.count, reject.num_bytes
+    return Rejected(reject.where, "", STAGE, reject.reason, reject.example, "", "", domain, *numbers)
+
+
+def _cut(record: Record, max_chars: int) -> Items:
+    """The record in pieces of at most `max_chars`, each with an id; a reject where its text cannot be written."""
+    try:
+        size = len(record.text.encode())
+    except UnicodeEncodeError as error:
+        why = error.reason
+        yield Rejected(record.path, record.part, STAGE, "half a Unicode surrogate pair", why, "", "", record.domain)
+        return
+    exact = size == record.stop - record.start  # the text is the file's bytes, so pieces have places of their own
+    at = record.start
+    for piece in cut(Document(record.path, record.text), max_chars):
+        stop = at + len(piece.text.encode())
+        place = {"start": at, "stop": stop} if exact else {}
+        part = record.part if exact or piece.name == record.path else f"{record.part}{piece.name[len(record.path) :]}"
+        one = replace(record, text=piece.text, part=part, **place)
+        yield replace(one, id=_id(one))
+        at = stop
+
+
+def _id(record: Record) -> str:
+    """Of place and content: the same record has the same id in every build."""
+    place = f"{record.domain}\0{record.path}\0{record.part}\0{record.start}\0"
+    return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + record.text.encode())
+
+
+READ = BuildStage(
+    *("read", "reading files", 5, per_shard, read_shard),
+    ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media"),
+    {"files": ShardFiles()},
+)
