@@ -197,6 +197,18 @@ def test_docstrings_and_comments_have_a_named_subject():
     assert not bad, "\n".join(bad)
 
 
+def test_docstrings_say_what_something_is():
+    """Of a docstring that begins with "What" or "Whether" a reader has to guess if it is returned, checked or kept."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    bad = [
+        f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}: {ast.get_docstring(node)}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith(("What ", "Whether "))
+    ]
+    assert not bad, "\n".join(bad)
+
+
 def test_the_check_can_fail():
     for text in ("a byte an element is kept", "it goes on", "the ledger", "all products"):
         assert any(

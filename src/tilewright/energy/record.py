@@ -107,7 +107,7 @@ def grams_of(record: EnergyRecord | dict[str, Any]) -> float | None:
 
 
 def planned_in_words(record: EnergyRecord | dict[str, Any]) -> str:
-    """What was planned of energy before the run beside what it took; empty where nothing was.
+    """The planned energy beside the energy that the run took; empty where none was planned.
 
     Example:
         >>> planned = {"joules": 5000.0, "boards": False, "assumed": "1 x 65 W per machine, for all of 1m17s"}

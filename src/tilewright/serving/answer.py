@@ -91,7 +91,7 @@ class AnswerStream:
         return last
 
     def _told(self, piece: str, is_last: bool = False) -> str:
-        """What can be told of the text so far."""
+        """The part of the text so far that can be sent."""
         piece = self._turn_stop.push(piece)
         ends = is_last or self._turn_stop.stopped
         piece += self._turn_stop.flush() if ends else ""

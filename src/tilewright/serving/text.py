@@ -151,7 +151,7 @@ class ThoughtGate:
         """None: it is not known yet whether the text begins with a thought."""
 
     def push(self, piece: str) -> tuple[str, str]:
-        """What of the text so far is a thought's, and what is behind it; nothing of what may be a mark."""
+        """The thought in the text so far, and the answer behind it; nothing of what may be a mark."""
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begin = text.lstrip(" \t\r\n")
@@ -171,7 +171,7 @@ class ThoughtGate:
         return text[: len(text) - keep], ""
 
     def flush(self) -> tuple[str, str]:
-        """What was held back at the end of the text."""
+        """The text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return (held, "") if self._inside else ("", held)
 

@@ -131,7 +131,7 @@ class Compression:
         return self.record
 
     def _inside(self, plan: CutPlan) -> bool:
-        """Whether a cut is inside the budget after recovery."""
+        """True if a cut is inside the budget after recovery."""
         rise = ruling(self._recovered(plan))
         if rise > self.settings.budget:
             self.say(f"{plan.name}: {100 * rise:+.2f} % is above the budget")

@@ -1,4 +1,5 @@
-"""What a finished build did, from its files alone: stages, domains, reasons with examples, histograms of measures.
+"""The account of a finished build, from its files alone: stages, domains, reasons with examples, histograms of
+measures.
 
 The page of a build is made of this; so is what `tilewright data build` prints.
 """

@@ -37,7 +37,7 @@ def built_vocabulary(folder: Path, *, images: bool) -> int:
 
 
 def read_dataset(folder: Path) -> dict[str, Any]:
-    """What `dataset.json` holds: fingerprint, summary, settings and hashes of the stages.
+    """The content of `dataset.json`: fingerprint, summary, settings and hashes of the stages.
 
     Raises:
         DataError: there is no finished dataset, or one of another version.
@@ -71,7 +71,7 @@ def find_records(folder: Path, kind: str, wanted: str) -> Iterator[dict[str, Any
 
 
 def matches(row: Mapping[str, Any], wanted: str) -> bool:
-    """Whether `wanted` is the beginning of a row's id, the name of its file or the end of its path, or the stage or
+    """True if `wanted` is the beginning of a row's id, the name of its file or the end of its path, or the stage or
     rule that dropped it. Of names it may be a glob: * stands for anything.
 
     Example:
@@ -92,7 +92,8 @@ def matches(row: Mapping[str, Any], wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class BuiltTokens:
-    """What training reads of a built dataset: the folder of its token streams, and what names their content."""
+    """The part of a built dataset that training reads: the folder of its token streams, and what names their
+    content."""
 
     tokens: Path
     fingerprint: str
@@ -176,5 +177,5 @@ def check_domains(wanted: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _same_tokenizer(wanted: Path, built: Path) -> bool:
-    """Whether both give the same ids."""
+    """True if both give the same ids."""
     return load_tokenizer(wanted).backend.to_str() == load_tokenizer(built).backend.to_str()

@@ -1,4 +1,4 @@
-"""What the models of a build's scores were measured at, and the distribution of the scores, for its page."""
+"""Measurements of the models of a build's scores, and the distribution of the scores, for its page."""
 
 import json
 from collections.abc import Iterator

@@ -40,16 +40,16 @@ class Context:
 
     @cached_property
     def listing(self) -> Listing:
-        """What there is to read. Each rank lists it for itself; workers are handed their part of it."""
+        """The files to read. Each rank lists it for itself; workers are handed their part of it."""
         return list_inputs(self.build.read, self._installed, self.contents)
 
     @cached_property
     def references(self) -> dict[str, Listing]:
-        """What scores are learned from, by setting; all of it is there."""
+        """The references that scores are learned from, by setting; all of them are there."""
         return list_references(self.build, self.listing.domains(), self.contents)
 
     def once(self, name: str, find: Callable[[], Any]) -> Any:
-        """What `find` gives when it is asked for first; the same for the whole build."""
+        """The result of the first call of `find`; the same for the whole build."""
         if name not in self._once:
             self._once[name] = find()
         return self._once[name]
@@ -59,7 +59,7 @@ class Context:
         self._set_aside |= set(items)
 
     def is_set_aside(self, item: Item) -> bool:
-        """Whether `set_aside` got this file."""
+        """True if `set_aside` got this file."""
         return item in self._set_aside
 
     @property

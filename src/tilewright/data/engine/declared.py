@@ -1,4 +1,4 @@
-"""What a stage declares that it reads. One object gives a unit what it gets, and its fingerprint what that is.
+"""The declared inputs of a stage. One object gives a unit what it gets, and its fingerprint what that is.
 
 So nothing can be read that does not count: an output, a file or a setting that is not declared is not handed over.
 """
@@ -39,7 +39,7 @@ class StageInput(ABC):
 
     @abstractmethod
     def value(self, c: "Context", i: int) -> Any:
-        """What the unit gets. It travels to other processes, so it can be pickled."""
+        """The value that the unit gets. It travels to other processes, so it can be pickled."""
 
     def files(self, c: "Context", i: int) -> "list[Item]":
         """Files of the user that the unit reads, each of which may kill the process that does."""
@@ -117,8 +117,8 @@ class FoundValue(StageInput):
 
 @dataclass(frozen=True)
 class NoEffect(StageInput):
-    """What no output depends on, so that no fingerprint does: what an error says, or which of two libraries that give
-    the same does the work."""
+    """An input on which no output depends, and so no fingerprint: what an error says, or which of two libraries that
+    give the same does the work."""
 
     find: "Callable[[Context, int], Any]"
 

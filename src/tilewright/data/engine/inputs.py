@@ -1,4 +1,4 @@
-"""What a build reads: the files below its sources, shared out over shards, without reading any text.
+"""The inputs of a build: the files below its sources, shared out over shards, without reading any text.
 
 A shard holds files of one domain, or ranges of large ones. Which files are in which shard depends on the listing alone,
 so that any number of processes makes the same dataset.
@@ -52,7 +52,7 @@ class Item:
     """`stat_key` of the file when it was listed."""
 
     def identity(self) -> dict[str, Any]:
-        """What says which content it is; not where on this machine it lies."""
+        """The identity of the content; not its place on this machine."""
         return {name: getattr(self, name) for name in ("domain", "name", "size", "key", "start", "stop")}
 
 
@@ -69,7 +69,7 @@ class Listing:
     """What `max_bytes` and `domains` leave out."""
 
     def keys(self, shard: int) -> list[dict[str, Any]]:
-        """What identifies the content of a shard."""
+        """Keys that identify the content of a shard."""
         return [item.identity() for item in self.shards[shard]]
 
     def domains(self) -> list[str]:
@@ -182,7 +182,8 @@ def _files(
 
 
 def _key_beside(name: str, path: Path, media: set[str] | None, contents: Contents) -> str:
-    """What other files decide about this one: of an image or a sound, its captions; of a text, whether it is one.
+    """A key of what other files decide about this one: of an image or a sound, its captions; of a text, whether it is
+    one.
 
     Args:
         name, path: the file.

@@ -19,7 +19,7 @@ Run = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class UnitWork:
-    """What makes one unit: all that it reads is in here, and nothing else of the build. It can be pickled."""
+    """The work that makes one unit: all that it reads is in here, and nothing else of the build. It can be pickled."""
 
     run: Run
     index: int
@@ -64,7 +64,7 @@ class BuildStage:
         )
 
     def work(self, c: Context, i: int) -> UnitWork:
-        """What makes the unit `i`."""
+        """The work that makes the unit `i`."""
         inputs = {name: one.value(c, i) for name, one in self.inputs.items()}
         return UnitWork(self.run, i, declared_settings(c.build, self.settings), inputs)
 

@@ -72,7 +72,7 @@ class Units:
         return receipt["told" if told else "digest"]
 
     def is_done(self, stage: str, index: int, fingerprint: str) -> bool:
-        """Whether the unit is finished as it would be made now."""
+        """True if the unit is finished as it would be made now."""
         receipt = self.receipt(stage, index)
         return receipt is not None and receipt["fingerprint"] == fingerprint
 

@@ -282,7 +282,7 @@ def _take(held: dict[str, bytearray], batch: Mapping[str, list[Any]]) -> None:
 
 
 class ListedFiles(StageInput):
-    """What the listing found, known by what a dataset says of it."""
+    """The listed files, known by what a dataset says of them."""
 
     def identity(self, c: Context, i: int) -> object:
         return c.listing.facts()

@@ -184,7 +184,7 @@ def write_encoder(
 
 
 def encoder_of(folder: Path) -> str:
-    """What `write_encoder` found."""
+    """The encoder that `write_encoder` wrote."""
     return json.loads((folder / ENCODER).read_bytes())["encoder"]
 
 

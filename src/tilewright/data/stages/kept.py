@@ -1,4 +1,4 @@
-"""What stages say of records: the side table of those that stay, and the rejects of the others.
+"""The output of stages on records: the side table of those that stay, and the rejects of the others.
 
 A side table is not a copy of the text: row, digest of the text, bytes, language, scores.
 """

@@ -49,7 +49,7 @@ def _last_of(build: DataBuild, names: tuple[str, ...]) -> str:
 
 
 def _is_on(build: DataBuild, name: str) -> bool:
-    """Whether a stage is on; most always are."""
+    """True if a stage is on; most always are."""
     switches = {"quality": build.quality.is_on, "noise": build.noise.is_on, "sample": build.sample.is_on}
     switches["filters"] = build.filters.is_on
     return switches.get(name, True)

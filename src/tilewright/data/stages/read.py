@@ -93,7 +93,7 @@ def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: Fi
 
 
 def read_item(item: Item, build: DataBuild | SimpleNamespace) -> Items:
-    """What an item gives under the settings `build`, and a reject where it changed meanwhile.
+    """The records of an item under the settings `build`, and a reject where it changed meanwhile.
 
     Raises:
         DataError: the file could be read when it was listed, and cannot any more: what a unit says of it is kept for

@@ -39,7 +39,7 @@ TRAIN, HELD, DROPPED, LEFT, SHOWN, SHOWN_HELD = range(6)
 
 @dataclass(frozen=True)
 class Refused:
-    """What the stages before have dropped, for the error where too little is left.
+    """The records that the stages before have dropped, for the error where too little is left.
 
     Args:
         source: of the build.
@@ -199,7 +199,7 @@ def _captions(records: Path) -> dict[int, bytes]:
 
 
 def _shown(found: _Documents, part: np.ndarray) -> list[str]:
-    """What to say of images and sounds whose captions are not trained on."""
+    """A note on images and sounds whose captions are not trained on."""
     shown = np.isin(part, (SHOWN, SHOWN_HELD))
     counts = np.bincount(found.domain_of[shown], minlength=len(found.domains)).tolist()
     why = "captioned images or sounds stay without tokens: the text of the domain is too little to hold a part out"
@@ -274,7 +274,7 @@ def source_label(c: Context) -> str:
 
 
 def _refused(c: Context, i: int) -> Refused:
-    """What an error says."""
+    """The text of an error."""
     before = [name for name in rejecting(c.build) if name != "encode"]
     return Refused(source_label(c), [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)])
 

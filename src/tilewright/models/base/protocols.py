@@ -83,7 +83,7 @@ class KeyValueCache(Protocol):
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether several tokens may follow those in it in one pass; False: after the first pass one by one."""
+        """True if several tokens may follow those in it in one pass; False: after the first pass one by one."""
         ...
 
     def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":

@@ -108,7 +108,7 @@ class HiddenLoss(nn.Module):
 
 
 def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `HiddenLoss` needs of a context; nothing of a batch without a teacher's hidden values."""
+    """The entries of a context for `HiddenLoss`; none of a batch without a teacher's hidden values."""
     if VALUES not in batch:
         return {}
     values, labels = batch[VALUES], batch["labels"]

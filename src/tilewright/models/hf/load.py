@@ -191,7 +191,7 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
 
 @contextmanager
 def _of_config(path: Path | str | Any, model_type: Any, *more: type[Exception]) -> Iterator[None]:
-    """What architectures of many authors raise on values that they do not take, as an error of the folder.
+    """Turns errors of architectures on values that they do not take into an error of the folder.
 
     Args:
         path: of the folder; else nothing is changed.

@@ -1,4 +1,4 @@
-"""What a plan says of energy: joules of all its steps, and the FLOPs of a token's matmuls; with the assumption."""
+"""The energy of a plan: joules of all its steps, and the FLOPs of a token's matmuls; with the assumption."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an adapter is to its layer: two parameters beside the weight, and a hook that adds what they make.
+"""The adapter of a layer: two parameters beside the weight, and a hook that adds what they make.
 
 Legend: K input features  M output features  R rank.
 """

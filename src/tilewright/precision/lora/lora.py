@@ -208,7 +208,7 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _as_part(part: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is in parts as another is; itself where that one is whole."""
+    """The part of a tensor that this rank holds where it is in parts as another is; itself where that one is whole."""
     return sharded_like(part, like.shape, like) if isinstance(like, DTensor) else part
 
 

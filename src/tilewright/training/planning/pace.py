@@ -71,12 +71,12 @@ class StepSeconds:
 
     @property
     def shared(self) -> bool:
-        """Whether the thread waited for long: for other programs, a disk, other ranks."""
+        """True if the thread waited for long: for other programs, a disk, other ranks."""
         return self.clock > WAITED * self.processor > 0
 
     @property
     def own(self) -> float:
-        """What the steps would take if it had not."""
+        """The seconds of the steps if it had not."""
         return self.processor if self.shared else self.clock
 
 

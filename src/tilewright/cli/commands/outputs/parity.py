@@ -51,7 +51,7 @@ class Gap:
 
     @property
     def ok(self) -> bool:
-        """Whether it is within the tolerance."""
+        """True if it is within the tolerance."""
         return self.error <= self.tolerance
 
 
@@ -86,7 +86,7 @@ def parse_sizes(text: str) -> MeshSizes:
 
 
 def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
-    """What differs between several ranks and one, the worst first.
+    """The differences between several ranks and one, the worst first.
 
     Args:
         loaded: the recipe; its model is made small.
@@ -118,7 +118,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
 
 
 def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
-    """What of a recipe is checked beside its mesh."""
+    """The parts of a recipe that are checked beside its mesh."""
     documents = recipe.data.rows == "documents"
     stages = sizes.pp > 1
     found = {
@@ -218,7 +218,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
 
 
 def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits) -> list[Gap]:
-    """What differs, the worst of its tolerance first. Gradients of experts are compared one by one and together.
+    """The differences, the worst of its tolerance first. Gradients of experts are compared one by one and together.
 
     Args:
         one: tensors of one process, under `loss/...`, `gradient/...` and `weight/...`; `routing/...` is 0.

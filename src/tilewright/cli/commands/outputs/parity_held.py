@@ -1,4 +1,5 @@
-"""What `doctor --parallel` holds still on the ranks, so that it compares sums and not what hangs on their last bit.
+"""Choices that `doctor --parallel` holds still on the ranks, so that it compares sums and not what hangs on their last
+bit.
 
 A router whose scores come out in another last bit sends a token to another expert: from there on the two sides compute
 different functions, and neither is wrong. So one process writes down what its routers choose, and the ranks take that;
@@ -32,7 +33,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class HeldChoices:
-    """What the routers of a model choose, by step, rows and router: written down, or taken from what was.
+    """The choices of a model's routers, by step, rows and router: written down, or taken from earlier ones.
 
     Args:
         model: in the formats and the parts that it is trained in; in stages with layers that run forward once.

@@ -100,7 +100,7 @@ def _rounded(recipe: Recipe, one: "Arrays", kind: str) -> float:
 
 
 def format_of(recipe: Recipe) -> str:
-    """What matmuls compute in: `fp32`, `16-bit` (TF32 too, whose products are of 11 bits) or `8-bit`."""
+    """The format of matmuls: `fp32`, `16-bit` (TF32 too, whose products are of 11 bits) or `8-bit`."""
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
     if mode in get_args(ScaledFormat):
         return "8-bit"

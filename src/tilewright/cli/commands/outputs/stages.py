@@ -1,4 +1,5 @@
-"""What `compress` and `search` share: the folder of their stages beside a run, lines while they work, their page."""
+"""The common parts of `compress` and `search`: the folder of their stages beside a run, lines while they work, their
+page."""
 
 from pathlib import Path
 

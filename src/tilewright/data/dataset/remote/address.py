@@ -37,7 +37,7 @@ class SourceAwayError(Exception):
 
 
 def is_address(source: str) -> bool:
-    """Whether a source is an address of fsspec.
+    """True if a source is an address of fsspec.
 
     Example:
         >>> [is_address(source) for source in ("s3://bucket/data", "memory://data", "hf://org/name", "a/b")]
@@ -113,7 +113,7 @@ class Remote:
 
 
 def wrong(content: bytes, size: int | None, digest: str | None) -> str | None:
-    """What is wrong with a file's content, or None.
+    """The damage of a file's content, or None.
 
     Example:
         >>> wrong(b"abc", 4, None)

@@ -90,7 +90,7 @@ def find_dataset(name: str, remote: Remote, known: Path | None = None) -> Remote
 
 
 def _recalled(name: str, remote: Remote, kept: Path, why: str) -> RemoteDataset | None:
-    """What an address had when it was last read; None where that is not known."""
+    """The content of an address when it was last read; None where that is not known."""
     try:
         both = json.loads(kept.read_bytes())
         index = ShardIndex.of(json.dumps(both[INDEX]).encode(), str(kept))

@@ -21,7 +21,7 @@ ADDRESSES = "addresses"
 
 @dataclass(frozen=True)
 class FarData:
-    """What was found at addresses."""
+    """The data that was found at addresses."""
 
     datasets: Sequence[RemoteDataset]
     corpus: Path

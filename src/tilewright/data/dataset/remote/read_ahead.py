@@ -39,7 +39,7 @@ class Unreadable:
 
 @dataclass
 class ReadCounts:
-    """What was read so far."""
+    """Counts of what was read so far."""
 
     fetched_bytes: int = 0
     fetched: int = 0

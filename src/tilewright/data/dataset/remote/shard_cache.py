@@ -140,7 +140,7 @@ def _removed(path: Path) -> int | None:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at the path."""
+    """True if an open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

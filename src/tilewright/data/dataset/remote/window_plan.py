@@ -42,7 +42,7 @@ class WindowPlan:
         self._kept: dict[int, Window] = {}  # shards of windows that come later, read under other weights
 
     def wants(self, place: int) -> bool:
-        """Whether a shard is to stay."""
+        """True if a shard is to stay."""
         return place in self._uses or place in self._kept
 
     def all_wanted(self) -> list[int]:
@@ -50,7 +50,7 @@ class WindowPlan:
         return [*self._uses, *self._kept]
 
     def is_other(self, mixture: Mixture, sample: int) -> bool:
-        """Whether windows come in another order than planned: other weights, or a jump."""
+        """True if windows come in another order than planned: other weights, or a jump."""
         return mixture is not self._mixture or not self._block <= sample // BLOCK <= self._head
 
     def follow(self, mixture: Mixture, sample: int, read: Collection[int]) -> list[int] | None:

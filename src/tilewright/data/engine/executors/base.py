@@ -1,4 +1,4 @@
-"""What an executor of a build is: it runs the units of a stage, wherever it has processes.
+"""The executor of a build: it runs the units of a stage, wherever it has processes.
 
 All run the same function on the same units, and units publish themselves whole, so the dataset is the same, byte for
 byte: from processes of this machine (`local`), ranks that torchrun or Slurm started (`rank`), tasks of Ray (`on_ray`).

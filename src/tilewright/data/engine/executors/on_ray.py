@@ -204,7 +204,7 @@ def look(marker: str, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def check_nodes(answers: Mapping[str, Mapping[str, Any]], token: str, out: Path) -> None:
-    """Whether all nodes can work on the build in `out`.
+    """True if all nodes can work on the build in `out`.
 
     Args:
         answers: what `look` said, by node; or its `error`.
@@ -235,7 +235,7 @@ def check_nodes(answers: Mapping[str, Mapping[str, Any]], token: str, out: Path)
 
 
 def _knock(address: str) -> None:
-    """Whether a server listens at host:port; Ray itself reports only after minutes that none does."""
+    """True if a server listens at host:port; Ray itself reports only after minutes that none does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return

@@ -1,4 +1,4 @@
-"""What a worker process of a build runs: one unit, or one file to see whether it is that which kills its process."""
+"""The work of a worker process of a build: one unit, or one file to see whether it is that which kills its process."""
 
 import os
 from pathlib import Path

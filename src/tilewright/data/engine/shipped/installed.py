@@ -39,7 +39,8 @@ def installed_build(
 
 
 def build_key(build: DataBuild) -> str:
-    """What the content of a build depends on besides the files: its settings, and the version of each stage."""
+    """A key of what the content of a build depends on besides the files: its settings, and the version of each
+    stage."""
     settings = build.model_dump(mode="json")
     settings["tokenizer"].pop("path")  # its content counts, not where it is
     off = (SHARDS, FILTERS.name)  # there are none

@@ -42,7 +42,7 @@ def pair_ranges(c: Context) -> int:
 
 
 def by_score(c: Context, i: int) -> bool:
-    """Whether the copy of best quality stays."""
+    """True if the copy of best quality stays."""
     return c.build.duplicates.keep == "score"
 
 
@@ -78,7 +78,7 @@ def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def merits(kept: Path, rows: np.ndarray, sizes: np.ndarray, *, by_score: bool) -> np.ndarray:
-    """What may decide which of several copies stays, uint32 of each record: its bytes or its quality score.
+    """The merits that may decide which of several copies stays, uint32 of each record: its bytes or its quality score.
 
     Args:
         kept: folder with a `kept.parquet`.

@@ -1,4 +1,5 @@
-"""What stays of a shard after both searches for copies: the records' side table, and a reject for each copy."""
+"""The records of a shard that stay after both searches for copies: the records' side table, and a reject for each
+copy."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

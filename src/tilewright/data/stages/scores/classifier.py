@@ -170,7 +170,7 @@ def train_quality(
 
 
 def _largest(weights: np.ndarray) -> float:
-    """What weights are divided by, so that they use the range of whole numbers: a power of two."""
+    """The divisor of weights with which they use the range of whole numbers: a power of two."""
     most = float(np.abs(weights).max())
     return 2.0 ** np.ceil(np.log2(most / 1024)) if most else 1.0
 

@@ -1,4 +1,4 @@
-"""What each score decides: quality by a threshold or the best share, noise by a threshold, sampling by rank."""
+"""The decision of each score: quality by a threshold or the best share, noise by a threshold, sampling by rank."""
 
 from collections.abc import Sequence
 

@@ -48,7 +48,7 @@ class NgramModel:
 
     @classmethod
     def of(cls, tensors: Mapping[str, np.ndarray], prefix: str = "") -> "NgramModel":
-        """What `tensors` gave."""
+        """The object from the result of `tensors`."""
         tables = []
         while (name := f"{prefix}table{len(tables) + 2}") in tensors:
             tables.append(tensors[name])
@@ -117,7 +117,7 @@ def _float(field: np.ndarray) -> np.ndarray:
 
 
 def _field(values: np.ndarray) -> np.ndarray:
-    """What `_float` makes a number at most as large of; uint64."""
+    """The field of the largest result of `_float` that is at most the value; uint64."""
     return (values.astype(np.float32).view(np.uint32) >> np.uint32(11)).astype(np.uint64)
 
 
@@ -213,7 +213,7 @@ def _alpha(grams: np.ndarray, counts: np.ndarray, n: int) -> np.ndarray:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """What is taken of counts 0, 1, 2, and 3 or more; Chen and Goodman 1999, equation 17."""
+    """The discounts of counts 0, 1, 2, and 3 or more; Chen and Goodman 1999, equation 17."""
     one, two, three, four = (int((counts == k).sum()) for k in (1, 2, 3, 4))
     if not (one and two and three and four):
         return np.array([0, 0.5, 0.75, 1.0])

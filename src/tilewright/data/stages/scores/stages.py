@@ -36,7 +36,7 @@ Count = Callable[[Context], int]
 
 @dataclass(frozen=True)
 class References(StageInput):
-    """What the settings name that a model is learned from: the files of folders, or one file; not the corpus."""
+    """The references that a model is learned from: the files of folders, or one file; not the corpus."""
 
     settings: tuple[str, ...]
 
@@ -172,7 +172,7 @@ def _choose_sample(
 
 
 def _chosen(section: str, before: StageName) -> dict[str, StageInput]:
-    """What each stage reads that drops by a score."""
+    """The inputs of each stage that drops by a score."""
     return {"records": Same("repair"), "kept": Same(before), "scores": Same(f"{section}_scores")}
 
 

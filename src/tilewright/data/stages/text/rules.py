@@ -135,7 +135,7 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
 
 
 def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
-    """What makes two records the same: the text, and of a medium what its facts say of its content."""
+    """The identity of a record: the text, and of a medium what its facts say of its content."""
     return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
 
 

@@ -11,7 +11,7 @@ _WINDOWS = ("window", "sliding_window")
 
 
 class LayerForm(NamedTuple):
-    """What a layer's passes cost by, beside its input."""
+    """The facts on which the cost of a layer's passes depends, beside its input."""
 
     word: str
     """In a few letters."""
