@@ -5,7 +5,6 @@ other tests are collected (by transformers and torch's compiler): so it stands h
 """
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -29,6 +28,8 @@ settings.register_profile("fuzz", derandomize=False, print_blob=True, deadline=N
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 THREADS = torch.get_num_threads()
+COMMANDS = ("cli", "compress", "docs", "serving")
+"""Folders whose tests run commands in this process."""
 gc.disable()  # while tests are collected: imports make few objects that are garbage
 
 
@@ -95,6 +96,17 @@ def _disk_is_not_waited_for():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _commands_have_the_threads_of_tests(request):
+    """A command takes a thread per core. Beside other test processes these wait for each other: the page on
+    fine-tuning took 17 s of the processor, and takes 5."""
+    real = torch.set_num_threads
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(Path(__file__).parent).parts[0] in COMMANDS:
+            patch.setattr(torch, "set_num_threads", lambda count: real(min(count, THREADS)))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_it_was():
     """A command run with --quiet leaves nothing to the next test."""
@@ -151,16 +163,9 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module", autouse=True)
 def prepares_here():
-    """Runs prepare their data in this process: one of its own takes two seconds. tests/data, and the runs of a command
-    in a process of its own, prepare it as users do."""
-    from tilewright.data import prepare as prepare_module  # not at the top: the switch comes first
-
-    def call(module: str, **arguments: object) -> dict[str, float]:
-        assert module == prepare_module.__name__
-        given = json.loads(json.dumps(arguments))
-        given["domains"] = tuple(given["domains"])
-        return prepare_module.prepare(**given).summary.get("seconds", {})
+    from tests.preparing import prepare_here  # not at the top: the switch comes first
+    from tilewright.data import prepare
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "call_module", call)
+        patch.setattr(prepare, "call_module", prepare_here)
         yield

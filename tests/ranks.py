@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.disk import not_waited_for
 from tests.draws import draw_from
+from tests.preparing import prepare_here
 
 PRELOAD = [
     "torch", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor",
@@ -129,8 +130,10 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from tilewright.data import prepare
+
     torch.set_num_threads(1)
-    os.fsync = not_waited_for  # this process is the test's own
+    os.fsync, prepare.call_module = not_waited_for, prepare_here  # this process is the test's own
     draw_from(function.__qualname__)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in local.items()})

@@ -229,6 +229,7 @@ print(sorted(times)[100])
 """
 
 
+@pytest.mark.slow
 def test_a_phase_costs_under_a_millisecond():
     """In a process of its own: reading glibc's books takes longer the more free pieces earlier tests left there."""
     printed = subprocess.run([sys.executable, "-c", PHASE_COST], capture_output=True, text=True, check=True).stdout

@@ -62,7 +62,8 @@ BLOCKS = [Case(((7, 512), (5,), (6, 1024)), format, columns=True, seed=seed) for
 ]
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
 def test_blocks_of_rows_and_columns_have_the_bits_of_the_whole_update(sizes):
     """As tensor parallelism by columns leaves them, and FSDP2 over it."""
     for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, BLOCKS)):

@@ -51,6 +51,7 @@ def test_every_rate_is_positive_and_sane(measured):
     assert measured.threads == torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_measured_in_a_process_of_its_own(machine, tmp_path, monkeypatch):
     """Another module in the place of ours, which would measure for a quarter of a minute."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)

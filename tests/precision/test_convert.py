@@ -105,6 +105,7 @@ def test_decoder_attention_is_a_rule_of_its_own():
     assert report.unmatched == ()
 
 
+@pytest.mark.slow
 def test_decoder_is_compiled_whole_layer_by_layer():
     """Dynamo's own backend without code generation: what matters is that there is one graph and no break."""
     eager, compiled = decoder(), decoder()

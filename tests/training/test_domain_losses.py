@@ -86,13 +86,14 @@ def test_steps_between_two_lines_are_in_the_second(data, tmp_path):
             assert line[name]["loss"] == pytest.approx(sum(one["loss"] * one["tokens"] for one in of) / count, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_lines_loses_nothing(data, tmp_path):
-    how = {"train__log_interval": 4, "checkpoint__interval": 1, "optim__schedule": "constant"}
-    train(tiny(data, tmp_path, run__name="stopped", train__steps=6, **how))
+    how = {"train__log_interval": 3, "checkpoint__interval": 1, "optim__schedule": "constant"}
+    train(tiny(data, tmp_path, run__name="stopped", train__steps=4, **how))
     for name in ("stopped", "whole"):
-        train(tiny(data, tmp_path, run__name=name, train__steps=12, **how))
+        train(tiny(data, tmp_path, run__name=name, train__steps=8, **how))
     last = [rows(tmp_path / name / "metrics.jsonl") for name in ("stopped", "whole")]
-    told = [[row["train_domains"] for row in one if "train_domains" in row and row["step"] > 8] for one in last]
+    told = [[row["train_domains"] for row in one if "train_domains" in row and row["step"] > 6] for one in last]
     assert told[0] == told[1]
     tensors = [sum(row["train_domains"]["alpha"]["tokens"] for row in one if "train_domains" in row) for one in last]
     assert tensors[0] == tensors[1]
@@ -105,14 +106,18 @@ def run(rank, data, folder, cases):
         train(tiny(Path(data), Path(folder), run__name=name, **SMALL | changes))
 
 
+MESHES = {
+    "copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1},
+    "stages": {"parallel__pp": 2, "train__global_batch_size": 6, "model__tie_embeddings": "false"},
+    "documents": {"parallel__pp": 2, "model__tie_embeddings": "false", **DOCUMENTS},
+}
+
+
 @pytest.mark.dist
-def test_ranks_tell_what_one_process_tells(data, tmp_path):
+@pytest.mark.parametrize("names", [("copies", "documents"), pytest.param(("stages",), marks=pytest.mark.slow)])
+def test_ranks_tell_what_one_process_tells(data, tmp_path, names):
     """Copies with uneven rows, stages, and stages of whole documents."""
-    cases = {
-        "copies": {"parallel__dp_replicate": 2, "parallel__dp_shard": 1},
-        "stages": {"parallel__pp": 2, "train__global_batch_size": 6, "model__tie_embeddings": "false"},
-        "documents": {"parallel__pp": 2, "model__tie_embeddings": "false", **DOCUMENTS},
-    }
+    cases = {name: MESHES[name] for name in names}
     on_ranks(2, run, str(data), str(tmp_path / "ranks"), cases)
     for name, changes in cases.items():
         alone = {key: value for key, value in changes.items() if not key.startswith("parallel")}

@@ -14,13 +14,14 @@ from tilewright.report.run_data.forecast_table import forecast_view, measured
 
 pytestmark = pytest.mark.dist
 SMALL = {
-    "train__steps": 2, "train__global_batch_size": 8, "train__micro_batch_size": 1, "train__eval_interval": 0,
+    "train__steps": 2, "train__global_batch_size": 4, "train__micro_batch_size": 1, "train__eval_interval": 0,
     "train__sample_tokens": 0, "train__log_interval": 1, "checkpoint__interval": 0, "log__report": "false",
     "model__dim": 128, "model__num_layers": 4, "model__num_heads": 4, "data__seq_len": 128, "optim__kind": "adamw",
     "precision__mode": "fp32", "parallel__dp_shard": 1, "ops__cross_entropy": "native",
 }  # fmt: skip
-TWO = {"shards": {"parallel__dp_shard": 2}, "matrices": {"parallel__tp": 2}, "stages": {"parallel__pp": 2}}
+TWO = {"shards": {"parallel__dp_shard": 2}, "stages": {"parallel__pp": 2}}
 MORE = {
+    "matrices": {"parallel__tp": 2},
     "copies": {"parallel__dp_replicate": 2},
     "experts": {
         "parallel__dp_shard": 2, "parallel__ep": 2, "model__num_experts": 4, "model__num_experts_per_token": 2,
@@ -88,7 +89,9 @@ def test_a_step_respects_its_bound_and_has_all_of_it(found, name):
     assert sum(label.startswith("Memory of rank") for label in labels) == (4 if name in FOUR else 2)
 
 
-@pytest.mark.parametrize("name", ["shards", pytest.param("copies", marks=pytest.mark.slow), "matrices"])
+@pytest.mark.parametrize(
+    "name", ["shards", *(pytest.param(name, marks=pytest.mark.slow) for name in ("copies", "matrices"))]
+)
 def test_without_stages_a_step_is_that_of_the_plan(found, name):
     """Nothing is hidden on a CPU."""
     plan = json.loads((found(name) / "plan.json").read_text())

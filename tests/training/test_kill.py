@@ -107,6 +107,7 @@ def test_killed_six_times_at_random_moments(data, tmp_path, straight, seed):
 
 
 @pytest.mark.support("signal", "one")
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_with_0(data, tmp_path, straight):
     code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM, **COMPILED)
     assert code == 0, said

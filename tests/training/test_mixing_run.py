@@ -69,12 +69,12 @@ class Kill(StepHook):
         return step
 
 
-STATEFUL = ("exp3", "aioli")
-"""Policies that learn from what they have seen; the others know their weights from the step, or have one number."""
+QUICK = ("exp3",)
+"""The state of each policy that learns is killed and restored in `tests.data.test_mixing_kills`."""
 
 
 @pytest.mark.parametrize(
-    "policy", [policy if policy in STATEFUL else pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES]
+    "policy", [policy if policy in QUICK else pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES]
 )
 def test_a_run_that_was_killed_goes_on_with_the_weights_of_one_that_was_not(policy, data, tmp_path):
     """Killed between two evaluations; metrics, log, policy and model are those of the undisturbed run, bit by bit."""
@@ -109,7 +109,7 @@ def test_samples_follow_the_weights(data, tmp_path):
     assert counts[1]["beta"] / counts[1].total() == pytest.approx(0.9, abs=0.01)
 
 
-@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+@pytest.mark.parametrize("executor", ["standard", pytest.param("layer_major", marks=pytest.mark.slow)])
 def test_weights_that_do_not_move_change_no_loss(executor, data, tmp_path):
     """Evaluations between steps leave no trace in them."""
     how = {"memory__executor": executor, "model__num_layers": 2, "train__steps": 6}
@@ -155,12 +155,16 @@ def run(rank, data, folder, cases):
         train(tiny(Path(data), Path(folder), run__name=name, **changes))
 
 
+MESHES = {
+    "copies": of("exp3", parallel__dp_replicate=2, parallel__dp_shard=1, train__steps=10),
+    "stages": of("aioli", parallel__pp=2, model__num_layers=2, model__tie_embeddings="false", train__steps=10),
+}
+
+
 @pytest.mark.dist
-def test_ranks_move_as_one_process_does(data, tmp_path):
-    cases = {
-        "copies": of("exp3", parallel__dp_replicate=2, parallel__dp_shard=1, train__steps=10),
-        "stages": of("aioli", parallel__pp=2, model__num_layers=2, model__tie_embeddings="false", train__steps=10),
-    }
+@pytest.mark.parametrize("name", [pytest.param("copies", marks=pytest.mark.slow), "stages"])
+def test_ranks_move_as_one_process_does(data, tmp_path, name):
+    cases = {name: MESHES[name]}
     on_ranks(2, run, str(data), str(tmp_path / "ranks"), cases)
     for name, changes in cases.items():
         alone = {key: value for key, value in changes.items() if not key.startswith("parallel")}
@@ -172,6 +176,7 @@ def test_ranks_move_as_one_process_does(data, tmp_path):
             assert mine["weights"] == pytest.approx(one["weights"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_mixed_and_continues_bit_by_bit(data, tmp_path):
     """Its losses of rows come in the order of the stream, though its documents are rows of their own."""
     config = LlamaConfig(
@@ -190,7 +195,7 @@ def test_a_model_of_transformers_is_mixed_and_continues_bit_by_bit(data, tmp_pat
     assert [set(one["alpha"]) for one in shown(tmp_path / "whole")] == [{"weight", "epochs", "loss", "train_loss"}] * 6
 
 
-@pytest.mark.parametrize("policy", ["ppl_guard", "aioli"])
+@pytest.mark.parametrize("policy", ["ppl_guard", pytest.param("aioli", marks=pytest.mark.slow)])
 def test_another_policy_keeps_the_weights_and_says_so(policy, data, tmp_path, capsys):
     train(tiny(data, tmp_path, **of("exp3", train__steps=8)))
     before = last_state(tmp_path / "tiny")[1]["parts"]

@@ -14,7 +14,8 @@ KEPT = {"lora__rank": 2, "lora__alpha": 4.0, "lora__base": "keep", "optim__lr": 
 KEPT |= {"train__steps": 4, "train__eval_interval": 2, "checkpoint__interval": 2}
 CODED = KEPT | {"lora__base": "fp8", "precision__mode": "fp8_tile"}
 TIED = {"model__tie_embeddings": "true"}
-SAVED = KEPT | TIED | {"lora__modules_to_save": '["embed_tokens", "lm_head"]'}
+WHOLE = TIED | {"lora__modules_to_save": '["embed_tokens", "lm_head"]'}
+SAVED, BOTH = KEPT | WHOLE, CODED | WHOLE
 FIRST = KEPT | {"lora__targets": '["*layers.0.*"]'}
 """No adapter on any other rank than the first, which alone has something to train."""
 FOREIGN = {"model__kind": "hf", "model__weights": "load"}
@@ -23,16 +24,18 @@ PIPED = {"parallel__pp": 2}
 ZBV = PIPED | {"parallel__schedule": "zbv"}
 SHARDS = PIPED | {"parallel__dp_shard": 2}
 HALF = {"optim__schedule": "constant", "checkpoint__interval": 0}
-ALONE = {"kept": KEPT, "coded": CODED, "saved": SAVED, "first": FIRST, "last": LAST, "foreign": CODED | FOREIGN}
+ALONE = {"kept": KEPT, "coded": CODED, "saved": SAVED, "both": BOTH, "first": FIRST, "last": LAST}
+ALONE["foreign"] = CODED | FOREIGN
 SHARED = {"parallel__dp_shard": 2}
 """FP8 weight gradients take one scale for 128 tokens: a run without stages must share its rows in the same way."""
 ALONE |= {f"{name} in shards": ALONE[name] | SHARED for name in ("coded", "foreign")}
 CASES = [
     # (run without stages, ranks, settings of the stages)
-    ("coded", 2, ZBV),
-    ("saved", 2, PIPED),
+    ("both", 2, ZBV),
 ]
 MORE = [
+    ("coded", 2, ZBV),
+    ("saved", 2, PIPED),
     ("kept", 2, PIPED),
     ("first", 2, PIPED),
     ("saved", 2, ZBV),

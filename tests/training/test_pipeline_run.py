@@ -26,6 +26,7 @@ TIED = {"model__tie_embeddings": "true"}
 FP8 = {"precision__mode": "fp8_tile"}
 EXPORT = {"checkpoint__export_hf": "true"}
 HALF = {"optim__schedule": "constant", "checkpoint__interval": 0}
+STOP = {"train__steps": 3, "train__sample_tokens": 0}
 
 
 class Told(StepHook):
@@ -56,27 +57,21 @@ def runs(rank, data, folder, changes):
 
 @pytest.fixture(scope="module")
 def ran(data, tmp_path_factory):
-    """The folder of all runs, and what each returned on each rank. Some stop half-way, and go on elsewhere."""
+    """The folder of all runs, and what each returned on each rank. One process begins, or stages do."""
     folder, found = tmp_path_factory.mktemp("piped"), {}
 
     def launch(world, changes):
         for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), changes)):
             found.update({(name, world, rank): value for name, value in of_rank.items()})
 
-    whole = HALF | TIED
-    stop = whole | {"train__steps": 3}
-    alone = {"experts_alone": EXPERTS, "whole": whole, "alone_first": stop}
-    alone |= {"tied_alone": EXPORT | TIED, "fp8_alone": FP8}
-    launch(1, alone)
-    piped = {
-        "experts": INTERLEAVED | EXPERTS,
-        "piped_first": PIPED | stop | {"parallel__split": "[1,3]"},
-    }
-    piped["fp8"] = PIPED | FP8 | {"parallel__schedule": "dualpipe_v"}
-    launch(2, piped | {"alone_first": INTERLEAVED | whole})
-    launch(1, {"piped_first": whole})
+    stop = HALF | STOP
+    begun = {"experts": EXPERTS | stop, "tied_shards": TIED | stop}
+    launch(1, {"experts_alone": EXPERTS | HALF, "tied_alone": EXPORT | TIED | HALF} | begun)
+    split = {"parallel__split": "[1,3]"}
+    launch(2, {"experts": INTERLEAVED | EXPERTS | HALF, "to_one": PIPED | TIED | stop | split})
+    launch(1, {"to_one": TIED | HALF})
     zbv = {"parallel__dp_shard": 2, "parallel__schedule": "zbv"}
-    launch(4, {"tied_shards": PIPED | TIED | EXPORT | zbv})
+    launch(4, {"tied_shards": PIPED | TIED | EXPORT | HALF | zbv})
     return folder, found
 
 
@@ -85,35 +80,33 @@ SHARDS = {
     "copies": PIPED | {"parallel__dp_replicate": 2},
     "shards": PIPED | {"parallel__dp_shard": 2, "parallel__split": "[3,1]"},
     "bubbles": PIPED | {"parallel__dp_shard": 2, "parallel__schedule": "interleaved_zero_bubble"},
+    "fp8": PIPED | FP8 | {"parallel__schedule": "dualpipe_v"},
+    "fp8_alone": FP8,
 }
 
 
 @pytest.mark.slow
 def test_other_stages_in_shards(ran, data):
-    """Uneven ones, a schedule with a gradient in two parts on more than two stages; copies; ends of their own."""
+    """Uneven ones, a gradient in two parts on more than two stages; copies; ends of their own; 8 bits."""
     folder, found = ran
-    launches = {1: ("alone",), 2: ("1f1b",), 4: ("copies", "shards", "bubbles")}
+    launches = {1: ("alone", "fp8_alone"), 2: ("1f1b", "fp8"), 4: ("copies", "shards", "bubbles")}
     for world, names in launches.items():
         given = {name: SHARDS.get(name, EXPORT) for name in names}
         for rank, of_rank in enumerate(on_ranks(world, runs, str(data), str(folder), given)):
             found = found | {(name, world, rank): value for name, value in of_rank.items()}
     for world in (2, 4):
         for name in launches[world]:
-            test_it_is_the_run_of_one_process((folder, found), name, world, "alone")
+            test_it_is_the_run_of_one_process((folder, found), name, world, "fp8_alone" if name == "fp8" else "alone")
     check_folder(folder, "1f1b", "alone")
-    test_the_audit_is_of_all_stages((folder, found), "1f1b", "alone")
+    for name, other in (("1f1b", "alone"), ("fp8", "fp8_alone")):
+        check_audit(folder, name, other)
 
 
 @pytest.mark.support("run", "stages")
-@pytest.mark.support("fp8", "stages")
 @pytest.mark.support("evaluation", "stages")
 @pytest.mark.parametrize(
     ("name", "world", "other"),
-    [
-        ("experts", 2, "experts_alone"),
-        ("tied_shards", 4, "tied_alone"),
-        ("fp8", 2, "fp8_alone"),
-    ],
+    [("experts", 2, "experts_alone"), ("tied_shards", 4, "tied_alone")],
 )
 def test_it_is_the_run_of_one_process(ran, name, world, other):
     folder, found = ran
@@ -129,12 +122,12 @@ def test_it_is_the_run_of_one_process(ran, name, world, other):
 
 @pytest.mark.support("resume", "stages")
 @pytest.mark.support("reshard", "stages")
-@pytest.mark.parametrize("name", ["piped_first", "alone_first"])
-def test_it_goes_on_with_other_stages(ran, name):
+def test_it_goes_on_with_other_stages(ran):
     """Tied ends: one parameter of two ranks is saved once, and read by both."""
     folder, found = ran
-    assert {value[0] for (run, _, _), value in found.items() if run == name} == {3, 6}
-    _same(folder / name, folder / "whole")
+    for name in ("experts", "tied_shards", "to_one"):
+        assert {value[0] for (run, _, _), value in found.items() if run == name} == {3, 6}
+    _same(folder / "to_one", folder / "tied_alone")
 
 
 @pytest.mark.support("export", "stages")
@@ -163,14 +156,17 @@ def test_each_rank_knows_the_losses_of_its_rows(ran):
     assert sorted(each for each, _ in rows) == pytest.approx(sorted(sums), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "other"), [("fp8", "fp8_alone")])
-def test_the_audit_is_of_all_stages(ran, name, other):
-    ours, theirs = (json.loads((ran[0] / run / "audit.json").read_text())["rows"] for run in (name, other))
+def test_the_audit_is_of_all_stages(ran):
+    check_audit(ran[0], "experts", "experts_alone")
+
+
+def check_audit(folder, name, other):
+    ours, theirs = (json.loads((folder / run / "audit.json").read_text())["rows"] for run in (name, other))
     assert [(row["layer"], row["gemm"], row["format"]) for row in ours] == [
         (row["layer"], row["gemm"], row["format"]) for row in theirs
     ]
     assert [row["calls"] for row in ours] == [row["calls"] for row in theirs]
-    counts = [last_state(ran[0] / run)[1]["parts"]["audit"] for run in (name, other)]
+    counts = [last_state(folder / run)[1]["parts"]["audit"] for run in (name, other)]
     assert counts[0] == counts[1]
 
 

@@ -92,7 +92,7 @@ def exchanged(rank, data, runs, cases):
 @pytest.mark.parametrize(
     ("replicate", "shards", "names"),
     [
-        (1, 2, ("zero2", "accumulated", "bf16")),
+        pytest.param(1, 2, ("zero2", "accumulated", "bf16"), marks=pytest.mark.slow),
         (2, 2, ("zero3", "reduced each")),
         (2, 1, ("zero3",)),
         pytest.param(1, 2, ("zero3", "reduced each"), marks=pytest.mark.slow),
@@ -146,10 +146,22 @@ def test_a_plan_knows_that_weights_travel_as_codes(data, tmp_path):
 def test_a_plan_knows_rows_that_go_to_experts(data, tmp_path):
     """Of both ranks together there are as many as are planned, wherever the router sends them."""
     again, codes = {"train__activation_checkpoint": "full"}, {"parallel__dispatch": "fp8"}
-    mixed = {"precision__mode": "bf16_mixed", "ops__linear": "native"}
     foreign = write_model(tmp_path, "qwen3_moe", hidden_size=128) | SPREAD | {"ops__cross_entropy": "native"}
-    ways = {"kept": ROUTED, "again": ROUTED | again, "codes": ROUTED | codes}
-    ways |= {"stacked": foreign | mixed, "stacked, again": foreign | again | codes}
+    ways = {"again": ROUTED | again, "stacked, again": foreign | again | codes}
+    check_routed(data, tmp_path, ways)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_plan_knows_rows_that_go_to_experts_once(data, tmp_path):
+    """Layers that keep what they computed; without codes."""
+    foreign = write_model(tmp_path, "qwen3_moe", hidden_size=128) | SPREAD | {"ops__cross_entropy": "native"}
+    mixed = {"precision__mode": "bf16_mixed", "ops__linear": "native"}
+    ways = {"kept": ROUTED, "codes": ROUTED | {"parallel__dispatch": "fp8"}, "stacked": foreign | mixed}
+    check_routed(data, tmp_path, ways)
+
+
+def check_routed(data, tmp_path, ways):
     results = on_ranks(2, exchanged, str(data), str(tmp_path), ways)
     for name in ways:
         ranks = [found[name] for found in results]

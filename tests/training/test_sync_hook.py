@@ -105,28 +105,48 @@ FP8 = {"parallel__grad_sync": "fp8", "parallel__grad_feedback": "true", "paralle
 SHARDS = {"parallel__dp_shard": 2}
 
 
+RAISES = [(3, "fp8", "bf16"), (7, "bf16", "fp32")]
+"""Of a limit that both formats exceed, in a run of ten steps."""
+
+
+def raised(data, folder, cases):
+    """By run, the steps at which its format was raised, and its rows of metrics."""
+    on_ranks(2, runs, str(data), str(folder), cases)
+    told, sent = {}, {}
+    for name in cases:
+        events = rows(folder / name / "events.jsonl")
+        told[name] = [(e["step"], e["before"], e["now"]) for e in events if e["kind"] == "grad_sync"]
+        sent[name] = [row for row in rows(folder / name / "metrics.jsonl") if "loss" in row]
+    return told, sent
+
+
 @pytest.mark.dist
 def test_the_format_is_raised_and_stays(data, tmp_path):
-    """A limit that both formats exceed: two raises, at the same steps where the run was stopped between them."""
+    """Two raises, also where the run was stopped between them."""
+    steady = COPIES | FP8 | {"optim__schedule": "constant"}
+    cases = {
+        "resumed": [steady | {"train__steps": 5}, steady | {"train__steps": 8}],
+        "loose": [COPIES | FP8 | {"train__steps": 4, "parallel__grad_sync_error": 0.5}],
+    }
+    told, sent = raised(data, tmp_path, cases)
+    assert told == {"resumed": RAISES, "loose": []}
+    last = sent["resumed"][-1]
+    assert "sent_bytes.dp_replicate.all_reduce.fp32" in last
+    assert not any(name.endswith(("fp8", "bf16")) for name in last if name.startswith("sent_bytes."))
+    first = sent["loose"][-1]
+    assert 0 < first["grad_sync_error.dp_replicate"] < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_that_was_stopped_between_raises_is_the_one_that_was_not(data, tmp_path):
+    """And shards raise at the same steps."""
     steady = COPIES | FP8 | {"optim__schedule": "constant"}
     cases = {
         "whole": [steady | {"train__steps": 10}],
         "resumed": [steady | {"train__steps": 5}, steady | {"train__steps": 10}],
         "shards": [SHARDS | FP8 | {"train__steps": 10}],
-        "loose": [COPIES | FP8 | {"train__steps": 4, "parallel__grad_sync_error": 0.5}],
     }
-    on_ranks(2, runs, str(data), str(tmp_path), cases)
-    told, sent = {}, {}
-    for name in cases:
-        events = rows(tmp_path / name / "events.jsonl")
-        told[name] = [(e["step"], e["before"], e["now"]) for e in events if e["kind"] == "grad_sync"]
-        found = [row for row in rows(tmp_path / name / "metrics.jsonl") if "loss" in row]
-        sent[name] = found
-    raises = [(3, "fp8", "bf16"), (7, "bf16", "fp32")]
-    assert told == {"whole": raises, "resumed": raises, "shards": raises, "loose": []}
+    told, sent = raised(data, tmp_path, cases)
+    assert told == dict.fromkeys(cases, RAISES)
     assert [row["loss"] for row in sent["whole"]] == [row["loss"] for row in sent["resumed"]]
-    last = sent["whole"][-1]
-    assert "sent_bytes.dp_replicate.all_reduce.fp32" in last
-    assert not any(name.endswith(("fp8", "bf16")) for name in last if name.startswith("sent_bytes."))
-    first = sent["loose"][-1]
-    assert 0 < first["grad_sync_error.dp_replicate"] < 0.2
