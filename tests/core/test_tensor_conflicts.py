@@ -12,13 +12,13 @@ REFUSED = {
     "parallel.cpu_offload": {"parallel.cpu_offload": "true"},
     "memory.executor": {"memory.executor": "layer_major"},
     "precision.rules": {"precision.rules": '[{match = "*", compute = "int8"}]'},
-    "train.compile": {"train.compile": "on"},
+    "train.compile": {"train.compile": "on", "model.kind": "hf", "model.path": "some/folder"},
     "ops.cross_entropy": {"ops.cross_entropy": "ref"},
 }
 
 
 def test_cut_matrices_alone_are_accepted():
-    assert load(CUT, {"precision.mode": "bf16_mixed"}).parallel.tp == 2
+    assert load(CUT, {"precision.mode": "bf16_mixed", "train.compile": "on"}).parallel.tp == 2
     assert load(CUT, {"parallel.pp": "2", "parallel.schedule": "zbv", "model.num_layers": "8"}).parallel.tp == 2
     assert load(CUT, {"parallel.pp": "2", "model.kind": "hf", "model.path": "some/folder"}).parallel.tp == 2
     assert load(CUT, {"parallel.dp_shard": "2", "optim.moments": "8bit", "model.num_kv_heads": "2"}).parallel.tp == 2
@@ -34,7 +34,6 @@ def test_each_row_of_the_table_has_a_case():
 
 @pytest.mark.support("offload", "tensor", refused=True)
 @pytest.mark.support("integers", "tensor", refused=True)
-@pytest.mark.support("compiled", "tensor", refused=True)
 @pytest.mark.support("layer_major", "tensor", refused=True)
 @pytest.mark.parametrize("field", REFUSED)
 def test_it_is_refused_by_name(field):

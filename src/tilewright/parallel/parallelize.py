@@ -17,9 +17,11 @@ from torch import Tensor
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
+from tilewright.parallel.inside.tensor.compiled import compile_cut
 from tilewright.parallel.inside.tensor.hold import check_tensors, cut_tensors
 from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.pipeline.split import Pipeline
@@ -95,6 +97,20 @@ def in_stages(
         to_placeholders(model, device)
         fill_buffers(model, values)
     return hold_stages(model, pipeline, row)
+
+
+def compile_layers(model: Model, world: World, *, waits: bool = False) -> None:
+    """Compile the layers of what `parallelize` gave; nothing is traced before they run.
+
+    Args:
+        model: whole, or this rank's part.
+        world: who holds what.
+        waits: weight gradients are computed later than those of inputs.
+    """
+    if world.sizes.tp > 1 and isinstance(model, Decoder):
+        compile_cut(model)
+    else:
+        model.compile_blocks(waits=waits)
 
 
 def counted_elsewhere(model: Model) -> frozenset[Tensor]:

@@ -35,7 +35,7 @@ from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.agree import gather
 from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.launch import check_equal, in_turn, on_first
-from tilewright.parallel.parallelize import counted_elsewhere, parallelize
+from tilewright.parallel.parallelize import compile_layers, counted_elsewhere, parallelize
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
@@ -344,7 +344,7 @@ def build(
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
         if setup.compiles:
-            model.compile_blocks(waits=setup.waits)
+            compile_layers(model, world, waits=setup.waits)
         cut_layers(model, layers, compile=setup.compiles)
         # 5. The optimizer, over parameters that stay the same objects from here on.
         optim = recipe.optim

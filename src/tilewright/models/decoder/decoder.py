@@ -96,7 +96,7 @@ class Decoder(Model):
         """Where ranks have other positions of the residual stream. Set by `parallel.inside.tensor`."""
         self.hidden_loss: HiddenLoss | None = None
         """Of layers that learn hidden values of a teacher."""
-        self._compiled = False
+        self._compiled = self._in_parts = False
         self._load_LE: Tensor | None = None
         self.last_load_LE: Tensor | None = None
         """Rows of each expert, by layer, of the last step and all ranks."""
@@ -266,7 +266,9 @@ class Decoder(Model):
         for router, bias_E in zip(routers, biases, strict=True):
             router.e_score_correction_bias.copy_(bias_E)
 
-    def compile_blocks(self, *, waits: bool = False) -> None:
+    def compile_blocks(
+        self, *, waits: bool = False, between_exchanges: Callable[[nn.Module], None] | None = None
+    ) -> None:
         """Compile each layer in place. Layers of one kind share one compiled graph; where weight gradients wait, one
         graph between two matmuls, inside of what is recomputed: torch recomputes what is compiled in pieces as a whole
         only where it is called from outside.
@@ -274,23 +276,33 @@ class Decoder(Model):
         A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
         different things for backward have a graph for each way, made when it first runs.
+
+        Args:
+            waits: weight gradients are computed later than those of inputs.
+            between_exchanges: compiles attention or an MLP whose hooks exchange with other ranks, which stay outside;
+                each layer is compiled in parts then.
         """
         silence_checkpoint_warning()
         options, limit = layer_options(), graph_limit()
+        compile_part = between_exchanges or (lambda part: part.compile(options=options, **limit))
         for block in self.blocks:
-            if (waits or self.checkpoint_inputs == "fp8") and not block.is_moe:
-                block.compiled_inside = True
+            if not block.is_moe and between_exchanges is None:
+                if waits or self.checkpoint_inputs == "fp8":
+                    block.compiled_inside = True
+                else:
+                    block.compile(options=options, **limit)
                 continue
-            if not block.is_moe:
-                block.compile(options=options, **limit)
-                continue
-            attention = (block.input_layernorm, block.self_attn) if block.has_attention else ()
-            for part in (*attention, block.post_attention_layernorm):
-                part.compile(options=options, **limit)
-            if block.mlp.shared_experts is not None:
-                block.mlp.shared_experts.compile(options=options, **limit)
-            for expert in block.mlp.experts:
+            if block.has_attention:
+                block.input_layernorm.compile(options=options, **limit)
+                compile_part(block.self_attn)
+            if block.has_mlp:
+                block.post_attention_layernorm.compile(options=options, **limit)
+                dense = block.mlp.shared_experts if block.is_moe else block.mlp
+                if dense is not None:
+                    compile_part(dense)
+            for expert in block.mlp.experts if block.is_moe else ():
                 expert.compile(dynamic=True, options=options, **limit)
+        self._in_parts = between_exchanges is not None or self.config.num_experts > 0
         self._compiled = True
         self._note_opaque_parts()
 
@@ -329,10 +341,11 @@ class Decoder(Model):
         return x_BSD if self.slices is None else self.slices.enter(x_BSD)
 
     def _note_opaque_parts(self) -> None:
-        if self._compiled and CONTEXTS.keys() & set(self.checkpointing) and self.config.num_experts:
+        if self._compiled and CONTEXTS.keys() & set(self.checkpointing) and self._in_parts:
+            kind = "mixture-of-experts layers" if self.config.num_experts else "layers whose matrices are cut"
             note = (
-                "Compiled mixture-of-experts layers are recomputed whole: checkpointing that keeps selected results "
-                "cannot see into their compiled parts."
+                f"Compiled {kind} are recomputed whole: checkpointing that keeps selected results cannot see into "
+                "their compiled parts."
             )
             if note not in self.notes:
                 self.notes.append(note)

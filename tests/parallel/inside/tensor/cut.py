@@ -18,7 +18,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill.loss import HEAD, HIDDEN, HOW, how
 from tilewright.parallel.inside.experts.hold import mixtures
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.parallelize import parallelize
+from tilewright.parallel.parallelize import compile_layers, parallelize
 from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 
@@ -71,6 +71,7 @@ class Case:
     chunks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     reshard: bool = True
+    compiled: bool = False
     lora: str = ""
     """Storage of the frozen weights under adapters."""
     dropout: float = 0.0
@@ -117,6 +118,8 @@ def cut(case: Case, world: World) -> Decoder:
         prepared(model, case)
     section = ParallelSection(reshard_after_forward=case.reshard, sequence_parallel=case.slices)
     parallelize(model, world, section, device=torch.device("cpu"), values=values)
+    if case.compiled:
+        compile_layers(model, world)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
     return model

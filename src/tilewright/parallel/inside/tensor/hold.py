@@ -30,6 +30,7 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
 from tilewright.precision.float8.linear import Float8Linear
 
+ATTENTION_OR_MLP = (GroupedQueryAttention, LatentAttention, MLP)
 TILE = ROW_TILE.cols
 """Tokens that share a scale of a column."""
 
@@ -78,12 +79,12 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
             module.divided, module.slices = None, slices
             if slices is None:
                 module.divided = functools.partial(_each_some_tokens, ranks)
-        elif isinstance(module, GroupedQueryAttention | LatentAttention | MLP) and slices is not None:
+        elif isinstance(module, ATTENTION_OR_MLP) and slices is not None:
             _run_on_slices(module, slices)
         elif isinstance(module, GroupedQueryAttention | MLP):
             _spread_input(module, ranks)
-        if isinstance(module, GroupedQueryAttention | LatentAttention | MLP) and slices is None:
-            _join_output(module.down_proj if isinstance(module, MLP) else module.o_proj, ranks)
+        if isinstance(module, ATTENTION_OR_MLP) and slices is None:
+            _join_output(module, ranks)
     if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
         for end in held_ends(model):
             if isinstance(end, nn.Embedding):

@@ -1,7 +1,7 @@
 """Parts of parameters, and of 8-bit codes, in the place of the whole ones: DTensors for what stores and updates them,
 plain tensors for the module while it runs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ Cut = Callable[[Tensor, int], Tensor]
 ADAPTERS = {0: ("lora_B", "lora_A"), 1: ("lora_A", "lora_B")}
 """By the dim along which a weight is cut: the matrix of its adapter that is cut along it too, and the one that all
 ranks have, and each a part of the gradient of."""
+_HANDLES = "hooks_of_parts"
+"""Attribute of a module: of its hooks."""
 _WAITING = "codes_in_parts"
 """Attribute of a module that runs: its codes as DTensors."""
 
@@ -98,20 +100,32 @@ def adapter_on_all(module: nn.Module, dim: int) -> tuple[str, ...]:
     return (name,) if module._parameters.get(name) is not None else ()
 
 
-def run_on_parts(module: nn.Module, hidden: tuple[str, ...] = ()) -> None:
+def run_on_parts(module: nn.Module, hidden: tuple[str, ...] = (), layers: Sequence[nn.Module] = ()) -> None:
     """Let a module compute on the parts of its parameters that are here.
 
     Args:
         module: with parameters from `part_along`, maybe sharded further.
         hidden: parameters that it computes without.
+        layers: inside of it, where these have the parameters, and nothing but the module's call calls them: their own
+            hooks are taken off.
     """
 
     def enter(module: nn.Module, _: Any) -> None:
-        _enter(module)
-        module.__dict__.update(dict.fromkeys(hidden))
+        for one in layers or (module,):
+            _enter(one)
+            one.__dict__.update(dict.fromkeys(hidden))
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(_leave, always_call=True)
+    def leave(module: nn.Module, *_: Any) -> None:
+        for one in layers or (module,):
+            _leave(one)
+
+    for one in layers:
+        for handle in one.__dict__.pop(_HANDLES, ()):
+            handle.remove()
+    module.__dict__[_HANDLES] = (
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    )
 
 
 @contextmanager
@@ -139,7 +153,7 @@ def _enter(module: nn.Module) -> None:
         held.update(parts)
 
 
-def _leave(module: nn.Module, *_: Any) -> None:
+def _leave(module: nn.Module) -> None:
     for name in module._parameters:
         module.__dict__.pop(name, None)
     module.__dict__.update(module.__dict__.pop(_WAITING, {}))
