@@ -22,12 +22,13 @@ def write(target, model, tokenizer, tmp_path, task="causal_lm"):
     return target.write(given, tmp_path / "folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "task"),
     [
         (lambda: decoder(), "causal_lm"),
-        pytest.param(lambda: drawn(decoder(**LATENT | EXPERTS)), "causal_lm", marks=pytest.mark.slow),
-        pytest.param(lambda: hf("Bert"), "masked_lm", marks=pytest.mark.slow),
+        (lambda: drawn(decoder(**LATENT | EXPERTS)), "causal_lm"),
+        (lambda: hf("Bert"), "masked_lm"),
     ],
     ids=["decoder", "latent attention and experts", "BERT"],
 )

@@ -84,7 +84,8 @@ def alone():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.support("controller", "one", "copies")
 def test_ranks_decide_alike_and_as_one_process_does(world, alone):
     told = [json.loads(json.dumps(rows)) for rows in on_ranks(world, decide, world)]

@@ -71,6 +71,7 @@ def share_of_slow(tokens: dict[int, int]) -> float:
     return tokens[SLOW] / sum(tokens.values())
 
 
+@pytest.mark.slow
 def test_documents_go_where_they_take_as_long(ran):
     """And not without balance: then a slow rank has as much as the other one. Half-way between the two is the border,
     as speeds are followed step by step, and whole documents go."""
@@ -78,6 +79,7 @@ def test_documents_go_where_they_take_as_long(ran):
     assert on < 0.375 < off, (on, off)
 
 
+@pytest.mark.slow
 def test_each_change_of_places_is_an_event_with_its_numbers(ran):
     found = {
         name: [event for event in rows(ran / name / "events.jsonl") if event["kind"] == "balance"] for name in CASES
@@ -91,6 +93,7 @@ def test_each_change_of_places_is_an_event_with_its_numbers(ran):
     assert all(value >= 0 for value in event["coefficients"].values())
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_other_places(ran):
     """Relative 1e-5 after three steps: the order of FP32 sums, and what Adam makes of it."""
     on, off = (

@@ -189,6 +189,7 @@ def test_adapters_keep_less_where_memory_is_short_and_no_number_changes(data, tm
     assert {choice.activations for choice in read_plan(tmp_path / "tight" / "plan.toml").layers} != {"keep"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path, monkeypatch):
     """Memory runs out in mid-run: tiles stay where they were, something else moves, and no number does."""
     sliced = {"memory__executor": "layer_major", "optim__clip_norm": 0}
