@@ -4,9 +4,9 @@ the same further steps.
 
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
 the run as it is, and over the run with as many more steps. Recovery learns from the teacher's 32 likeliest tokens on
-disk; of half of both also from all of them. The file is written after each seed; the same command continues in its
-folder, which may be that of `prune_importance`. `--run` takes a run that is there as the only teacher, and writes
-another file.
+disk; of half of both also from all of them, and from all of them with hidden values of all layers. The file is written
+after each seed; the same command continues in its folder, which may be that of `prune_importance`. `--run` takes a run
+that is there as the only teacher, and writes another file.
 
 python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3] [--run RUN]
     [--only "ffn and heads -25 %"]
@@ -44,7 +44,9 @@ def of_cut(study: Study, kinds: tuple[Kind, ...], share: float) -> dict[str, Any
     if kinds == BOTH:
         found["from random weights"] = study.rises(study.from_random(f"{prefix}scratch-{share:g}", made))
     if kinds == BOTH and share == LIVE:
-        found |= _beside_live(cached, study.trained(f"{prefix}live-{share:g}", made, taught=True, cached=False))
+        live = study.trained(f"{prefix}live-{share:g}", made, taught=True, cached=False)
+        hidden = study.trained(f"{prefix}hidden-{share:g}", made, taught=True, cached=False, hidden=True)
+        found |= {"with hidden values": study.rises(hidden)} | _beside_live(cached, live)
     return found
 
 

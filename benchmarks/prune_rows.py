@@ -13,6 +13,7 @@ WAYS = {
     "before": "before anything is trained",
     "with teacher": "recovered with the run as its teacher",
     "without teacher": "recovered without it",
+    "with hidden values": "recovered with it and hidden values of its layers",
     "from random weights": "the same shape from random weights, steps of the run and of recovery",
 }
 

@@ -85,7 +85,7 @@ class Study:
         rows = sum(len(counts) for _, counts in self.whole.domains.values())
         return {"loss": self.whole.loss, "rows": rows, "as many more steps": rises_of(self.equal, self.whole, None)}
 
-    def trained(self, name: str, model: Any, *, taught: bool, cached: bool = True) -> RowLosses:
+    def trained(self, name: str, model: Any, *, taught: bool, cached: bool = True, hidden: bool = False) -> RowLosses:
         """Losses of a model after a stage.
 
         Args:
@@ -93,10 +93,13 @@ class Study:
             model: that it begins with.
             taught: learns from the teacher too.
             cached: from its likeliest tokens on disk; else from all of them, which it computes again.
+            hidden: each layer learns what the same layer of the teacher gives out, too. Not with `cached`.
         """
         recipe = self._recipe(name, model, taught)
         if not cached:
             recipe = changed(recipe, {"distill.cache": ""})
+        if hidden:
+            recipe = changed(recipe, {"distill.hidden": {str(layer): layer for layer in range(len(model.layers))}})
         return self._losses(run_stage(recipe, self.source))
 
     def from_random(self, name: str, model: Any) -> RowLosses:
