@@ -126,6 +126,16 @@ def test_a_cut_resnet_is_a_folder_that_reloads(tmp_path):
         assert far(net.eval()(pixel_values=batch["pixel_values"]).logits, logits(pruned, batch)) < 64 * EPS
 
 
+@pytest.mark.parametrize("refit", [False, True])
+def test_pruning_leaves_the_model_as_it_was(refit):
+    """Weights of convolutions are cut along two dimensions, and are all there afterwards: a second cut is the same."""
+    model, batches = resnet(), [images(4)]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, second = (prune(model, {"channels": 0.5}, importance="l1", batches=batches, refit=refit) for _ in range(2))
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])] == []
+    assert all(torch.equal(kept, second.kept["channels"][place]) for place, kept in first.kept["channels"].items())
+
+
 def test_finding_channels_leaves_the_model_as_it_was():
     model = resnet()
     model.train()

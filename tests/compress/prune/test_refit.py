@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from tests.compress.prune.models import batch_of, foreign, ours
 from tests.compress.prune.test_channels import images, resnet, silence
-from tilewright.compress.prune.cut import cut
+from tilewright.compress.prune.cut import cut, losses_of
+from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.refit import _NEAR, refit
 from tilewright.compress.prune.units import find_units
@@ -116,3 +117,18 @@ def test_a_fitted_cut_is_nearer_to_the_model():
             a, b = (one.hidden(batches[0]) for one in (made, model))
         far.append(float((a - b).norm() / b.norm()))
     assert far[1] < far[0]
+
+
+def test_a_fit_that_brings_nothing_is_left_out():
+    """The batches say which: here the fit is to inputs that the cut model does not have, layer after layer."""
+    model, batches = resnet(depths=(3, 3), widths=(32, 32)), [images(4) for _ in range(2)]
+    made, other = (
+        prune(model, {"channels": 0.5}, importance="l1", batches=batches, refit=fit) for fit in (True, False)
+    )
+    assert other.fitted == {}
+    plain = other.model
+    estimate_norms(plain, batches)
+    whole, own, without = (losses_of(one, batches) for one in (model, made.model, plain))
+    assert float((own - whole).abs().sum()) <= float((without - whole).abs().sum())
+    same = all(torch.equal(a, b) for a, b in zip(made.model.parameters(), plain.parameters(), strict=True))
+    assert made.fitted == {"channels": not same}

@@ -147,6 +147,8 @@ class Compression:
             self.model, {cut.kind: cut.share for cut in plan.cuts}, importance=self.settings.importance,
             batches=self._training_batches(), refit=self.settings.refit,
         )  # fmt: skip
+        for kind in (kind for kind, fitted in made.fitted.items() if not fitted):
+            self.say(f"{plan.name}: layers behind {kind} are not fitted, which would cost more than it brings")
         write_model(self.source, made.model, folder)
         before = row_losses_of(made.model, self.batches)
         seconds, whole_s = seconds_beside(made.model, self.model)
@@ -161,6 +163,7 @@ class Compression:
                 kind: {str(list(p)): units.tolist() for p, units in kept.items()} for kind, kept in made.kept.items()
             },
             "units": {kind: [made.before[kind], made.after[kind]] for kind in made.before},
+            "fitted": made.fitted,
             "parameters": parameters(made.model),
             "speed": seconds / whole_s,
             "rise_before": before.rise_over(self.whole)[0],

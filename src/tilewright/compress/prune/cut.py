@@ -5,7 +5,7 @@ would build, dense, and every trainer, export and `from_pretrained` takes it. Th
 is not believed but tried, on two short rows: the losses must be those of the model with the same units set to zero.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,6 +125,13 @@ def short_batch(model: Any) -> dict[str, Tensor]:
     return {"input_ids": ids_BS[:, :-1].contiguous(), "labels": ids_BS[:, 1:].contiguous()}
 
 
+@torch.no_grad()
+def losses_of(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Of all targets, in evaluation mode, FP64."""
+    with evaluation(model):
+        return torch.cat([_losses(model, batch) for batch in batches])
+
+
 def _losses(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     out = model.loss(batch)
     return (out.loss_sum[None] if out.each is None else out.each).double().flatten()
@@ -152,7 +159,7 @@ def _without(model: nn.Module, units: UnitGroup, kept: Kept) -> Iterator[None]:
                     tensor.index_fill_(share.dim, share.index(dropped, count), _NEVER if never else 0.0)
         yield
     finally:
-        for tensor, before in saved:
+        for tensor, before in reversed(saved):  # a convolution's weight is there twice: by its inputs and its outputs
             tensor.copy_(before)
 
 

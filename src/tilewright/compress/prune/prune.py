@@ -7,17 +7,18 @@ Legend: U units.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.compress.prune.cut import Kept, cut, difference, limit
+from tilewright.compress.prune.cut import Kept, cut, difference, limit, losses_of
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.readers import Batch
+from tilewright.compress.prune.refit import can_fit
 from tilewright.compress.prune.refit import refit as fit_readers
 from tilewright.compress.prune.scores import Method, Scores, score
 from tilewright.compress.prune.shares import Place, UnitGroup
@@ -37,6 +38,7 @@ class Pruned:
         before, after: units of a layer (of layers: of the model), by kind that was cut.
         kept: which units stay, by kind and place.
         whole: kinds that this model has and cannot be cut in, with the reason.
+        fitted: whether the layers behind a cut are fitted, by kind for which that was tried.
     """
 
     model: Any
@@ -44,6 +46,7 @@ class Pruned:
     after: dict[Kind, int] = field(default_factory=dict)
     kept: dict[Kind, Kept] = field(default_factory=dict)
     whole: dict[Kind, str] = field(default_factory=dict)
+    fitted: dict[Kind, bool] = field(default_factory=dict)
 
 
 def prune(
@@ -68,8 +71,9 @@ def prune(
         batches: for importance by activation and taylor, and for `refit`.
         multiple: of what stays, by kind.
         seed: of random importance.
-        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`), and measure
-            the statistics of batch norms again (`norms.estimate_norms`).
+        refit: fit the layers behind each cut to what they gave out before, on the batches (`refit.refit`), where that
+            brings their losses nearer to the model's, and measure the statistics of batch norms again
+            (`norms.estimate_norms`).
 
     Raises:
         ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it.
@@ -149,10 +153,8 @@ def _cut_kind(
         made = cut(model, units, kept)
         seen.append(difference(model, units, kept, made))
         if seen[-1] <= limit(model, kind):
-            if refit:
-                fit_readers(model, units, kept, made, batches)
-                estimate_norms(made, batches)
-            return Pruned(made, pruned.before, pruned.after, pruned.kept | {kind: kept}, pruned.whole)
+            found = replace(pruned, model=made, kept=pruned.kept | {kind: kept})
+            return _refitted(model, units, found, batches) if refit else found
     if not all(map(torch.isfinite, torch.tensor(seen))):
         raise NumericsError(
             "Losses are not finite where a cut is tried",
@@ -167,6 +169,30 @@ def _cut_kind(
         try_="other kinds of unit; this one stays whole",
         where=type(model.net).__name__,
     )
+
+
+def _refitted(model: Any, units: UnitGroup, pruned: Pruned, batches: Sequence[Batch]) -> Pruned:
+    """A cut with batch norms measured again, and with fitted layers where the losses on the batches are nearer to the
+    model's own with them. Each fit is to what the model reads, not to what the cut one does: where many follow each
+    other, as in a deep cut of a ResNet, that may be worse than none.
+
+    Args:
+        model: before the cut.
+        units: that were cut.
+        pruned: after it.
+        batches: text or images.
+    """
+    estimate_norms(pruned.model, batches)
+    if not can_fit(units):
+        return pruned
+    kept = pruned.kept[units.kind]
+    fitted = cut(model, units, kept)
+    fit_readers(model, units, kept, fitted, batches)
+    estimate_norms(fitted, batches)
+    whole = losses_of(model, batches)
+    plain, better = (float((losses_of(one, batches) - whole).abs().sum()) for one in (pruned.model, fitted))
+    known = pruned.fitted | {units.kind: better <= plain}
+    return replace(pruned, model=fitted if better <= plain else pruned.model, fitted=known)
 
 
 def _check_shares(shares: Mapping[Kind, float]) -> None:

@@ -29,6 +29,11 @@ _AT_ONCE = 2**30
 """Bytes of sums that are collected in one run through the data."""
 
 
+def can_fit(units: UnitGroup) -> bool:
+    """Whether layers read these units as channels: not lists of modules, nor experts."""
+    return not units.listed and units.kind != "experts"
+
+
 @torch.no_grad()
 def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence[Batch]) -> None:
     """Fit, in place, the linear layers and convolutions of a cut model that read what was cut.
@@ -40,7 +45,7 @@ def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence
         made: of `cut`.
         batches: text or images, at least one.
     """
-    if units.listed or units.kind == "experts":
+    if not can_fit(units):
         return
     targets = stored(made)
     for readers in _runs(find_readers(model, units)):
