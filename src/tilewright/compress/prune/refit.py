@@ -30,7 +30,7 @@ _AT_ONCE = 2**30
 
 
 def can_fit(units: UnitGroup) -> bool:
-    """Whether layers read these units as channels: not lists of modules, nor experts."""
+    """True where layers read these units as channels: not of lists of modules, nor of experts."""
     return not units.listed and units.kind != "experts"
 
 
