@@ -20,6 +20,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.param_groups import decay_groups
 from tilewright.planner.advice.changes import to_fit
 from tilewright.planner.cost.links import unmeasured
+from tilewright.planner.machine.overhead import GRAPH_BYTES
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.roofline import binding
 from tilewright.planner.plan import Budget, Plan
@@ -143,6 +144,24 @@ def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint)
     )
     planned, measured = plan_of(recipe).tracked["forward"]["activations"], measured_activations(recipe)
     assert planned == pytest.approx(measured, rel=0.05, abs=200_000), f"{planned / measured - 1:+.1%}"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kind"),
+    [("none", "keep"), ("selective", "selective"), ("attention", "attention"), ("full", "recompute")],
+)
+def test_the_graph_of_an_eager_layer_counts_beside_its_tensors(checkpoint, kind):
+    """On a CPU, where it is in the memory of the device; in FP32, where all tensors that are kept grow with tokens."""
+
+    def kept(layers, tokens):
+        train = {"activation_checkpoint": checkpoint}
+        recipe = make_recipe(
+            model={"num_layers": layers}, data={"seq_len": tokens}, train=train, precision={"mode": "fp32"}
+        )
+        return plan_of(recipe).tracked["forward"]["activations"]
+
+    short, long = (kept(6, tokens) - kept(5, tokens) for tokens in (64, 128))
+    assert 2 * short - long == pytest.approx(GRAPH_BYTES[kind], abs=4)
 
 
 HF = {

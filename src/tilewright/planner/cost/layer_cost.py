@@ -208,7 +208,7 @@ class LayerParts:
         place = self._place("host" if shards.offload else "device")  # of parts, their gradients too
         work = counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight
         yield from self._stored_at(place, place)
-        yield Holding("activations", "kept", lines[kind])
+        yield Holding("activations", "kept", lines[kind] + self.shape.graph.get(kind, 0.0))
         yield Holding("work", "kept", lines[kind] * self.shape.gaps)
         yield Holding("gradients", "gradients", gradient, place)
         yield Holding("work", "gradients", gradient * self.shape.spread, place)

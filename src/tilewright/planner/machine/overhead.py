@@ -24,6 +24,16 @@ COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
 KIND_BYTES = 8 * MIB
 """Of those, graphs and code for one way of treating layers; each further way adds as much (measured: 5, 8 and 10)."""
+GRAPH_BYTES = {
+    "keep": 75 * 2**10,
+    "selective": 58 * 2**10,
+    "matmuls": 58 * 2**10,
+    "attention": 56 * 2**10,
+    "recompute": 54 * 2**10,
+}
+"""Of an eager layer of a decoder on a CPU, from forward to backward, by what it keeps: autograd's nodes, and Python's
+objects of functions and checkpoints, which are no tensors (measured in runs, by what malloc has given out beyond the
+tensors: 8 and 16 layers; docs/log.md, 2026-11-27)."""
 TRANSFORMERS_BYTES = 65 * MIB
 """Added by transformers where the model is one of its own (measured)."""
 TRITON_BYTES = 70 * MIB

@@ -13,7 +13,7 @@ from tilewright.ops.attention import attention_kind, keeps_mask
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
-from tilewright.planner.machine.overhead import KIND_BYTES, Pages, process_size
+from tilewright.planner.machine.overhead import GRAPH_BYTES, KIND_BYTES, Pages, process_size
 from tilewright.planner.model.gemms import (
     BYTES,
     DTYPES,
@@ -104,6 +104,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         expert_rows=expert_rows(machine),
         keeps_freed=machine.device == "cpu",
         gaps=pages.gaps,
+        graph=GRAPH_BYTES if machine.device == "cpu" and not compiled else {},
         rebuilt=pages.rebuilt,
         notes=rule_notes(recipe),
     )

@@ -198,6 +198,9 @@ class ModelShape:
     and these stay with the process (`overhead.free_pages`)."""
     rebuilt: float = 1.0
     """Of what a layer makes again, what counts in addition to its work (there too)."""
+    graph: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that are no tensors of a layer's graph, by what it keeps (`overhead.GRAPH_BYTES`); empty where they are in
+    no memory of the device, or few."""
     backward: Line = Line()
     """Of a model without a list of layers: most bytes in backward of a first micro-batch, all gradients included."""
     direction_format: str = "bf16"
