@@ -19,7 +19,8 @@ SOURCE = Path(tilewright.__file__).parent
 CLASSES = {"Decoder", "HFModel"}
 OWN = ("models/decoder/", "models/hf/")
 CUTTERS = {"parallel/pipeline/stages.py", "parallel/inside/experts/hold.py", "parallel/inside/tensor/cuts.py",
-           "parallel/inside/tensor/hold.py", "parallel/parallelize.py", "compress/search/search_run.py"}  # fmt: skip
+           "parallel/inside/tensor/hold.py", "parallel/parallelize.py", "compress/search/search_run.py",
+           "training/components/model.py"}  # fmt: skip
 """They take models of these classes apart, and refuse any other in words."""
 RENAMED = ("mixtral", "vit")
 """By transformers, between its modules and its folders."""

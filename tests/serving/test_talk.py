@@ -92,7 +92,7 @@ def read_until(end, mark):
 
 def test_a_conversation_at_a_terminal_goes_on(model, tmp_path):
     (tmp_path / "refuses.jinja").write_text(REFUSES)
-    options = ["--chat-template", "refuses.jinja", "--tokens", "60", "--temperature", "5", "--device", "cpu"]
+    options = ["--chat-template", "refuses.jinja", "--tokens", "1000", "--temperature", "5", "--device", "cpu"]
     process, end = pty.fork()
     if process == 0:
         os.chdir(tmp_path)

@@ -287,7 +287,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
     """From step 5 on the loss is NaN; the weights of step 4 are saved."""
     from tilewright.training import assemble
 
-    real = assemble.build_adapted
+    real = assemble.build_trained
 
     def poisoned(*args, **kwargs):
         model = real(*args, **kwargs)
@@ -301,7 +301,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
         model.loss = bad
         return model
 
-    monkeypatch.setattr(assemble, "build_adapted", poisoned)
+    monkeypatch.setattr(assemble, "build_trained", poisoned)
     with pytest.raises(NumericsError, match="3 steps in a row") as caught:
         train(tiny(data, tmp_path, train__eval_interval=0, train__steps=8))
     assert caught.value.exit_code == 4
