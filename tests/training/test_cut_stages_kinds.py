@@ -1,5 +1,6 @@
 """Adapters and weights in 16 bits in stages whose matrices are cut, of a decoder and of a Hugging Face model: the run
-of one process, also of one that stops and goes on elsewhere; exports. By default `test_cut_stages_run` has adapters."""
+of one process, also of one that stops and continues elsewhere; exports. By default `test_cut_stages_run` has
+adapters."""
 
 import pytest
 from safetensors.torch import load_file

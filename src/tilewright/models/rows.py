@@ -25,7 +25,7 @@ from tilewright.models.generate import inference
 CHUNK = 128
 """Tokens of a prompt in one pass."""
 _LENGTHS = (2, 4)
-"""Of prompts by which the bytes of caches are told: any window holds the first, and two of them the second."""
+"""Lengths of prompts by which the bytes of caches are known: any window holds the first, and two of them the second."""
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ class Decoder(Model):
         Args:
             waits: weight gradients are computed later than those of inputs.
             between_exchanges: compiles attention or an MLP whose hooks exchange with other ranks, which stay outside;
-                each layer is compiled in parts then.
+                each layer is compiled piece by piece then.
         """
         silence_checkpoint_warning()
         options, limit = layer_options(), graph_limit()
