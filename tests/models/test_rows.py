@@ -172,6 +172,19 @@ def test_windows_of_a_foreign_model_take_theirs_and_a_pass():
         assert row.cache.num_bytes <= sizes.of(30)
 
 
+def test_windows_keep_the_whole_prompt_that_runs_in_one_pass(monkeypatch):
+    """The view that a layer with a window keeps holds the memory of all of it."""
+    monkeypatch.setattr("tilewright.models.hf.model.why_no_pieces", lambda net, vocab_size: "it forgets")
+    model = hf_model("gemma2", sliding_window=5).eval()
+    rows = RowBatch(model, CPU, chunk=6)
+    sizes = rows.row_bytes()
+    row = rows.begin([1] * 60, 4)
+    rows.prefill(row)
+    assert row.num_run == 60
+    assert row.cache.num_bytes <= sizes.of(64)
+    assert sizes.most_positions(10**9) is not None
+
+
 @pytest.mark.slow
 def test_a_model_that_attends_within_chunks_runs_its_rows_one_by_one():
     """Beyond the first chunk, which is longer than the rows that joining is tried with."""

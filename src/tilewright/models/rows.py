@@ -164,7 +164,8 @@ class RowBatch:
         if row.cache is None:
             return ()
         self.prefill(row)
-        return row.cache.growth(self.chunk)
+        with inference(self._model):
+            return row.cache.growth(self.chunk)
 
     def _alone(self, row: Row) -> Tensor:
         logits_V = self.prefill(row)

@@ -46,11 +46,13 @@ class HFCache:
         return sum(map(_held_bytes, self._layers))
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """See `protocols.KeyValueCache.growth`. A layer with a window keeps a view of a pass and of what was before."""
-        return [
-            (_held_bytes(layer), layer.sliding_window - 1 + chunk if getattr(layer, "is_sliding", False) else math.inf)
-            for layer in self._layers
-        ]
+        """See `protocols.KeyValueCache.growth`. A layer with a window keeps a view of a pass and of what was before; of
+        a prompt that runs in one pass it keeps all."""
+        return [(_held_bytes(layer), self._most(layer, chunk)) for layer in self._layers]
+
+    def _most(self, layer: Any, chunk: int) -> float:
+        has_end = getattr(layer, "is_sliding", False) and self.takes_pieces
+        return layer.sliding_window - 1 + chunk if has_end else math.inf
 
     @property
     def _layers(self) -> Sequence[Any]:
