@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tilewright.formats.tiled import WithCopies
-from tilewright.ops.base.parts import part_of
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
@@ -59,8 +59,9 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
 def _zero_some(module: nn.Module, x: Tensor) -> Tensor:
     """x [..., K] without some of its elements. A rank with some of the columns of all draws for all of them, as the
     ranks with the others do from the same state: each drops what one process would."""
-    part = part_of(module._parameters["lora_A"])
-    if part.is_rows:
+    down_RK, held = module._parameters["lora_A"], x.shape[-1]
+    if not isinstance(down_RK, DTensor) or down_RK.shape[1] == held:
         return F.dropout(x, module.lora_dropout)
-    kept = F.dropout(x.new_ones(*x.shape[:-1], part.shape[1]), module.lora_dropout)
-    return x * kept[..., part.slices[1]].contiguous()
+    first = down_RK.device_mesh.get_local_rank() * held  # of one axis, over which columns come out even
+    kept = F.dropout(x.new_ones(*x.shape[:-1], down_RK.shape[1]), module.lora_dropout)
+    return x * kept[..., first : first + held].contiguous()

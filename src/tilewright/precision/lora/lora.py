@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
@@ -169,12 +170,17 @@ def merge_lora(model: nn.Module) -> list[str]:
     The sum is made in FP32. To keep a merged model in FP8, save it with `save_hf(dtype=torch.float8_e4m3fn)`, which
     rounds the sum: small adapters may vanish in it.
 
-    Of weights in parts over ranks all of these call it, and each adds to its part what one process would add.
+    Of matrices that are cut over ranks (`parallel.tp`) all of these call it, and each adds to its part what one process
+    would add.
 
     Returns:
         Names of the merged layers.
+
+    Raises:
+        ConfigError: a model in shards (FSDP2).
     """
     layers, shared = adapted_layers(model), shared_weights(model)
+    _check_whole(model, layers)
     for name, module in layers.items():
         delta_MK = (_whole(module.lora_B) @ _whole(module.lora_A)) * module.lora_scaling
         delta = delta_MK.T if is_transposed(module) else delta_MK
@@ -200,6 +206,18 @@ def merge_lora(model: nn.Module) -> list[str]:
     unfreeze(model)
     _convert_again(model)
     return list(layers)
+
+
+def _check_whole(model: nn.Module, layers: Collection[str]) -> None:
+    if layers and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "Adapters of a model in shards cannot be merged",
+            got=f"{len(layers)} layers with adapters, under torch's fully_shard",
+            need="a model without shards: those gather weights into copies that a sum would be lost in, and put the "
+            "adapters' parameters back",
+            try_="save_adapter(model, folder) here, then load_adapter and merge_lora in one process; of a run: "
+            "tilewright merge RUN --out FOLDER",
+        )
 
 
 def _whole(param: Tensor) -> Tensor:
