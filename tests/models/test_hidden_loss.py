@@ -27,10 +27,12 @@ def taught_batch(rows, length, count, width):
     labels = torch.randint(WORDS, (rows, length))
     labels[torch.rand(rows, length) < 0.3] = -100
     labels[0, 0] = 7
+    values = torch.randn(rows, length, count, width, dtype=torch.float64)
+    values[labels == -100] = torch.nan  # of padding a teacher may give anything
     return {
         "input_ids": torch.randint(WORDS, (rows, length)),
         "labels": labels,
-        VALUES: torch.randn(rows, length, count, width, dtype=torch.float64),
+        VALUES: values,
         distill.HIDDEN: torch.randn(rows, length, 12, dtype=torch.float64),
         distill.HEAD: torch.randn(WORDS, 12, dtype=torch.float64),
         distill.HOW: distill.how(1.0, 0.5, "forward_kl"),

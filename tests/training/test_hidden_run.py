@@ -104,6 +104,12 @@ def test_bad_pairs_say_why(changes, said, teacher, data, tmp_path):
     assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
 
 
+def test_without_a_teacher_there_is_nothing_to_learn(data, tmp_path):
+    """Commands name the setting as unused then, as others of `[distill]`."""
+    run = train(tiny(data, tmp_path, **QUICK | {"distill__hidden": "{ 0 = 0 }", "train__steps": 1})).run_dir
+    assert not any(NAME in name for name in last_state(run)[0])
+
+
 @pytest.mark.slow
 def test_a_hugging_face_student_is_refused(teacher, data, tmp_path):
     folder = make_model(tmp_path / "qwen3", "qwen3")

@@ -293,7 +293,7 @@ class Compression:
             "Loss budget was not reached",
             got=f"best {best}",
             need=f"at most {100 * self.settings.budget:+g} % over the run{more}",
-            try_=f"a larger --budget, more --steps, or more --tries: the smallest cut that was tried is {smallest}",
+            try_=f"a larger --budget, --steps or --tries and a new --out: the smallest cut tried is {smallest}",
             where="--budget",
         )
 

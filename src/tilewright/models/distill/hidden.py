@@ -85,7 +85,7 @@ class HiddenLoss(nn.Module):
         dtype = torch.promote_types(x_BSD.dtype, torch.float32)
         if len(self.projections):
             x_BSD = machines_linear(x_BSD, self.projections[place].to(x_BSD.dtype))
-        theirs_BSE = theirs_BSE.to(dtype)
+        theirs_BSE = theirs_BSE.to(dtype).masked_fill(~targets_BS[..., None], 0.0)
         size_BS = theirs_BSE.square().sum(-1).clamp_min(torch.finfo(dtype).tiny)
         apart_BSE = (x_BSD.to(dtype) - theirs_BSE).masked_fill(~targets_BS[..., None], 0.0)
         return apart_BSE.square().sum(-1) / size_BS

@@ -104,7 +104,7 @@ def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: tor
     """
     model = build_adapted(recipe, vocab_size, kernels, device, **how)
     section = recipe.distill
-    if not section.hidden:
+    if not section.teacher or not section.hidden:
         return model
     layers, width = find_teacher(section.teacher).layers_and_width()
     pairs = {int(ours): theirs for ours, theirs in section.hidden.items()}
