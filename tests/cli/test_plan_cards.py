@@ -1,6 +1,7 @@
 """`tilewright plan --on h100,4090`: GPUs ranked by time and by energy, each with the plan that it has alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.cli.test_plan import MODEL
 from tests.contracts.observe import fixed_ceilings
 from tilewright.cli.app import run
 from tilewright.planner.machine.gpu_specs import TABLE
+from tilewright.planner.planner import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,14 @@ def test_where_it_fits_none_the_exit_code_is_3(capsys):
     assert "does not fit" in shown.out
 
 
+def test_memory_that_is_not_known_is_not_said_not_to_fit(capsys, monkeypatch):
+    of_model = Planner.shape
+    monkeypatch.setattr(Planner, "shape", lambda self, recipe: replace(of_model(self, recipe), unknown="no trace"))
+    shown = planned(capsys, "--on", "h100,4090", "--json", code=6)
+    assert [row["state"] for row in json.loads(shown.out)["plans"]] == ["not known"] * 2
+    assert "cannot be predicted" in shown.err
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -54,6 +64,8 @@ def test_where_it_fits_none_the_exit_code_is_3(capsys):
         (["--on", "h100,h200", "--why", "layer.0"], "--why is of the plan of one machine"),
         (["--on", "h100,h200", "--world", "8"], "--world is of the plan of one machine"),
         (["--on", "h100,h100"], "GPU twice in --on"),
+        (["--on", "h100,"], "GPU without a name in --on"),
+        (["--on", ","], "GPU without a name in --on"),
         (["--on", "h100,5090x"], "Unknown machine name"),
     ],
 )

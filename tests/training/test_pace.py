@@ -1,6 +1,7 @@
 """A run is held against its plan: how long it takes is said before it starts, and steps that are far off early."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,13 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.config.recipe import TrainSection
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.microbench import WAITED
+from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG_S, long_run
 from tilewright.training.planning.off_plan import OFF, off_plan
-from tilewright.training.planning.pace import COUNTED, WORTH_S, PlannedSeconds, StepSeconds, hold_against_plan
+from tilewright.training.planning.pace import COUNTED, WORTH_S, Pace, PlannedSeconds, StepSeconds, hold_against_plan
+from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.session import train
 
 
@@ -115,6 +119,28 @@ def test_a_long_run_is_told_before_it_starts(train_section, done, step_s, said):
         assert left * step_s > LONG_S
         assert f"{left} steps" in text
         assert "--train.minutes 15" in text
+
+
+@pytest.mark.parametrize("before", range(COUNTED))
+@pytest.mark.parametrize("why", ["its gradient turned bad", "the batch holds no targets"])
+def test_steps_that_were_not_computed_do_not_count(before, why, tmp_path):
+    """They take no time: rates of the machine would be taken for thousands of times what they are."""
+    asked, kept = [], []
+    log = RunLog(tmp_path)
+    counters, recorder = Counters(), SimpleNamespace(event=lambda *_, **__: None, log=log)
+    correct = lambda own_s: asked.append(own_s) or own_s  # noqa: E731
+    keep = lambda step, seconds: kept.append((step.number, seconds))  # noqa: E731
+    pace = Pace(PlannedSeconds(1.0), 1, 10**6, on_cpu=True, correct=correct, keep=keep)
+    skipped = [None] * before + [why] * COUNTED + [None] * COUNTED
+    for number, reason in enumerate(skipped, start=1):
+        seconds = 2.0 if reason is None else 0.0
+        result = StepResult(1.0, 1, 1, 1.0, reason, 1.0, seconds, processor_s=seconds)
+        counters.add(result)
+        log.step(counters, result, 0.1, 1e-3)
+        pace.after_step(Step(number, (), 0.1, None, 0.0, False, recorder, None), result)
+    assert asked == [2.0]
+    assert kept == [(2 * COUNTED, 2.0)]
+    log.close()
 
 
 def test_a_run_tells_both(data, tmp_path, monkeypatch, capsys):

@@ -69,6 +69,10 @@ class Plan:
     """Why the planner decides nothing of this recipe, and cannot plan it again; empty where it may."""
     split: tuple[int, ...] = ()
     """Layers of each stage of a pipeline, which the run then holds; empty where they are as many in each."""
+    stages: int = 1
+    """Ranks of a pipeline, of which the plan is that of the one that holds most."""
+    whole: ModelShape | None = None
+    """The model of all of them together; None where `shape` is."""
     least_bytes: float | None = None
     """The least that a step takes with what the recipe says, where that did not fit and something else was decided."""
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
@@ -100,8 +104,7 @@ class Plan:
 
     @property
     def state(self) -> State:
-        """True if the run is within its budgets. What is known of a run may be too much already where the rest is not
-        known."""
+        """The run beside its budgets. What is known of a run may be too much already where the rest is not known."""
         over_host = bool(self.host) and self.host_bytes > self.budget.host
         if self.peak_bytes > self.budget.device or over_host:
             return "does not fit"
@@ -287,7 +290,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """True if it fits, how fast, and what memory is scarce, in a sentence."""
+        """The fit, the speed, and what memory is scarce, in a sentence."""
         peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
         budget = format_bytes(self.budget.device)
         each = self.setting.shards.of_each

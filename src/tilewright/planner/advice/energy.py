@@ -73,7 +73,7 @@ def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy |
         return None
     seconds, watts = steps * plan.step_s, board_watts(plan.machine)
     if watts is not None:
-        return PlannedEnergy(watts, plan.setting.shards.processes, True, seconds)
+        return PlannedEnergy(watts, plan.stages * plan.setting.shards.processes, True, seconds)
     assumed = plan.recipe.energy.assume_watts
     return PlannedEnergy(assumed, machines, False, seconds) if assumed else None
 
@@ -83,7 +83,7 @@ def flops_per_token(plan: Plan) -> float | None:
     shapes are not known."""
     if plan.shape.unknown:
         return None
-    shape, recipe = plan.shape, plan.recipe
+    shape, recipe = plan.whole or plan.shape, plan.recipe
     others = sum(  # of no linear layer: experts in one tensor, convolutions
         layers.count * flops
         for layers in (*shape.classes, shape.rest)

@@ -90,6 +90,7 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
         for layers in different.values()
     ]
     largest, split = max(plans, key=lambda plan: plan.peak_bytes), recipe.parallel.split
+    largest = replace(largest, stages=pipeline.pp, whole=shape)
     if split or len(set(costs)) <= 1:
         return replace(largest, split=split)
     split = tuple(map(len, ranges))

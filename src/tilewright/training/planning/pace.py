@@ -164,14 +164,17 @@ class Pace(StepHook):
     ) -> None:
         self._planned, self._steps, self._on_cpu = planned, steps, on_cpu
         self._correct, self._keep = correct, keep
-        self.next_step = first + COUNTED - 1
+        self._first, self.next_step = first, first + COUNTED - 1
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Compare the step and those before it."""
+        """Compare the step and those before it. One that was skipped says nothing: it may not have been computed."""
         if step.number < self.next_step:
             return
-        self.next_step, log = math.inf, step.recorder.log
-        clock, processor = (list(seconds)[-COUNTED:] for seconds in (log.recent_s, log.recent_processor_s))
+        taken = [seconds for number, *seconds in step.recorder.log.recent if number >= self._first][-COUNTED:]
+        if len(taken) < COUNTED:
+            return
+        self.next_step = math.inf
+        clock, processor = zip(*taken, strict=True)
         found = StepSeconds.of(clock, processor, on_cpu=self._on_cpu)
         corrected = hold_against_plan(
             step.recorder.event, self._planned, found, step.number, self._steps, self._correct

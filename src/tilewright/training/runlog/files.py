@@ -170,10 +170,8 @@ class RunLog:
         self._precision_path = paths[3]
         self._precision: JsonLines | None = None
         self._interval = Interval()
-        self.recent_s: deque[float] = deque(maxlen=8)
-        """Seconds of the last steps."""
-        self.recent_processor_s: deque[float] = deque(maxlen=8)
-        """Of these the calling thread's on a processor; see `StepResult.processor_s`."""
+        self.recent: deque[tuple[int, float, float]] = deque(maxlen=8)
+        """Of the last steps that were not skipped: number, seconds, and `StepResult.processor_s`."""
         self.step_done = resumed_step or 0
         """Last step that was counted."""
 
@@ -221,8 +219,8 @@ class RunLog:
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
             row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
-        self.recent_s.append(result.seconds)
-        self.recent_processor_s.append(result.processor_s)
+        if result.skipped is None:
+            self.recent.append((counters.step, result.seconds, result.processor_s))
         self._interval.steps += 1
         self._interval.tokens += result.num_tokens
         self._interval.seconds += seconds

@@ -119,6 +119,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
     finally:
         parts.stream.close()
     joules = use.joules["steps"] if counters and meter.reads else None
+    broken = [f"{name}: {part['trouble']}" for name, part in use.parts.items() if part["trouble"]]
     tokens = sum(result.num_tokens for result in results)
     seconds = [result.seconds for result in results]
     per_token = flops_per_token(setup.plan)
@@ -133,7 +134,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
         "joules_per_step": joules and joules / steps,
         "joules_per_token": joules and joules / tokens,
         "joules_per_flop": joules / (tokens * per_token) if joules and per_token else None,
-        "not_counted": reasons,
+        "not_counted": [*reasons, *broken],
         "others": others,
         "matmuls": _rates(total_flops(gemms), alone, seconds),
         "owners": None if told is None else [{"name": o.name, "seconds": o.seconds, "calls": o.calls} for o in told],

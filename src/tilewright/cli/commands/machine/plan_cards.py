@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tilewright.cli.common import echo, print_json, show_table
 from tilewright.core.env import gc_paused
-from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.errors import ConfigError, FitError, UnknownFitError
 from tilewright.core.units import J_PER_KWH, format_bytes, format_joules, format_kwh, format_seconds
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
-    from tilewright.planner.plan import Plan
+    from tilewright.planner.plan import Plan, State
     from tilewright.training.planning.request import PlanRequest
 
 By = Literal["time", "energy"]
@@ -28,7 +28,8 @@ class CardPlan:
         plan: None where nothing fits.
         seconds, joules: of all steps; joules are the most that the boards take.
         tokens: of all steps.
-        reason: that nothing fits.
+        state: of the run there.
+        reason: that nothing fits, or that it is not known.
     """
 
     name: str
@@ -36,15 +37,16 @@ class CardPlan:
     seconds: float = 0.0
     joules: float = 0.0
     tokens: int = 0
+    state: "State" = "does not fit"
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """In JSON types."""
         if self.plan is None:
-            return {"on": self.name, "state": "does not fit", "reason": self.reason}
+            return {"on": self.name, "state": self.state, "reason": self.reason}
         numbers = {"step_s": self.plan.step_s, "seconds": self.seconds, "kwh": self.joules / J_PER_KWH}
         numbers |= {"joules_per_token": self.joules / self.tokens, "peak_bytes": int(self.plan.peak_bytes)}
-        return {"on": self.name, "state": self.plan.state, **numbers}
+        return {"on": self.name, "state": self.state, **numbers}
 
 
 def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
@@ -76,6 +78,14 @@ def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
             try_=f"--on {names[0]} --{given[0]} ..., or --on {on} without it",
             where=f"--{given[0]}",
         )
+    if "" in names:
+        raise ConfigError(
+            "GPU without a name in --on",
+            got=on,
+            need="a name on both sides of each comma",
+            try_=f"--on {','.join(filter(None, names)) or 'h100,h200'}",
+            where="--on",
+        )
     if len(set(names)) < len(names):
         raise ConfigError(
             "GPU twice in --on", got=on, need="each name once", try_=f"--on {','.join(dict.fromkeys(names))}",
@@ -97,6 +107,7 @@ def plan_cards(loaded: "Loaded", names: Sequence[str], by: By, request: "PlanReq
     Raises:
         ConfigError: a machine that is not published, or budgets that are not right.
         FitError: the recipe fits none of them.
+        UnknownFitError: the memory that it takes cannot be predicted.
     """
     found = sorted(
         (_on(loaded, name, request) for name in names),
@@ -106,6 +117,14 @@ def plan_cards(loaded: "Loaded", names: Sequence[str], by: By, request: "PlanReq
         print_json({"by": by, "plans": [row.to_json() for row in found]})
     else:
         _show(loaded, found, by)
+    if all(row.state == "not known" for row in found):
+        raise UnknownFitError(
+            "Memory of this run cannot be predicted",
+            got=found[0].reason,
+            need="a model whose shapes are known before it runs",
+            try_="tilewright train RECIPE --dry-run --plan.enforce false, on one of them",
+            where="--on",
+        )
     if all(row.plan is None for row in found):
         raise FitError(
             f"{loaded.name} fits none of these GPUs",
@@ -128,11 +147,11 @@ def _on(loaded: "Loaded", name: str, request: "PlanRequest") -> CardPlan:
     except FitError as error:
         return CardPlan(name, reason=error.problems[0].got)
     if plan.state != "fits":
-        return CardPlan(name, reason=plan.verdict)
+        return CardPlan(name, state=plan.state, reason=plan.verdict)
     steps = expected_steps(plan.recipe, plan.step_s)
     energy = planned_energy(plan, steps)
     assert energy is not None, "published GPUs have their power"
-    return CardPlan(name, plan, energy.seconds, energy.joules, steps * plan.tokens_per_step)
+    return CardPlan(name, plan, energy.seconds, energy.joules, steps * plan.tokens_per_step, plan.state)
 
 
 def _show(loaded: "Loaded", found: Sequence[CardPlan], by: By) -> None:
@@ -152,7 +171,7 @@ def _show(loaded: "Loaded", found: Sequence[CardPlan], by: By) -> None:
 def _row(row: CardPlan) -> list[str]:
     plan = row.plan
     if plan is None:
-        return [row.name, "does not fit", *["-"] * 5]
+        return [row.name, row.state, *["-"] * 5]
     settings = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in plan.narrowed.items())
     memory = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget.device)}"
     energy = (format_kwh(row.joules), format_joules(row.joules / row.tokens))
