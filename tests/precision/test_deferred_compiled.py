@@ -17,12 +17,16 @@ from tilewright.precision.mixed.deferred import attach
 
 @pytest.fixture
 def as_traced(monkeypatch):
-    """What torch.compile traces is run as it is, and nothing is left uncompiled in silence."""
+    """What torch.compile traces is run as it is, and nothing is left uncompiled in silence.
+
+    Through AOTAutograd, as by default: torch's backend "eager" keeps what an autograd function saves where no checkpoint
+    sees it, so a recomputed layer would take the values of its first pass.
+    """
     plain_compile = torch.compile
 
     @functools.wraps(plain_compile)  # with its signature, which `graph_limit` reads
     def traced(*args, options=None, **kwargs):
-        return plain_compile(*args, backend="eager", **kwargs)
+        return plain_compile(*args, backend="aot_eager", **kwargs)
 
     monkeypatch.setattr(torch, "compile", traced)
     torch._dynamo.reset()
