@@ -47,7 +47,7 @@ def groups() -> list[Group]:
         Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], gpu),
         Group("Pipelines", list(pipeline_rows.rows())),
         Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], gpu),
-        Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], gpu),
+        Group("Numerics", [*_quality(), *_controller(), *_search(), *_search_predictions(), *gpu_rows("loss")], gpu),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver(), *rank_rows.rows()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Data builds", list(data_rows.rows()), note=DATA),
@@ -292,6 +292,21 @@ def _search() -> Iterator[Row]:
     status = (PASS if within else MISS) if known else UNDECIDED
     metric = "predicted change of loss of the searched policy against BF16"
     yield Row("search predicted", metric, "within 2x", Verdict(said, status, why), result)
+
+
+def _search_predictions() -> Iterator[Row]:
+    result = read("search_predictions")
+    for seed, found in result.results["seeds"].items():
+        for cost, text in (("token", "a cached token"), ("prefill", "a prefill")):
+            error = 100 * found["table"]["largest error"][cost]
+            metric = f"latency of {text} by the table of `tilewright search`, largest error of 20 random shapes, seed {seed}"
+            verdict = once(error, f"{error:.1f} %", at_most=10)
+            yield Row(f"search_table_{cost}_{seed}", metric, "at most 10 %", verdict, result)
+        ranks = found["ranks"]
+        metric = f"rank correlation of 12 shapes' predicted with their trained loss, seed {seed}"
+        said = f"{ranks['predicted']:.2f} (FLOPs alone {ranks['flops']:.2f}, chance {ranks['random'][1]:.2f} at most in 95 %)"
+        verdict = once(ranks["predicted"], said, at_least=0.6)
+        yield Row(f"search_ranks_{seed}", metric, "at least 0.6", verdict, result)
 
 
 def _below_zero(gaps: Sequence[float], noise: float) -> Verdict:
