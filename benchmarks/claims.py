@@ -299,12 +299,15 @@ def _search_predictions() -> Iterator[Row]:
     for seed, found in result.results["seeds"].items():
         for cost, text in (("token", "a cached token"), ("prefill", "a prefill")):
             error = 100 * found["table"]["largest error"][cost]
-            metric = f"latency of {text} by the table of `tilewright search`, largest error of 20 random shapes, seed {seed}"
+            metric = (
+                f"latency of {text} by the table of `tilewright search`, largest error of 20 random shapes, seed {seed}"
+            )
             verdict = once(error, f"{error:.1f} %", at_most=10)
             yield Row(f"search_table_{cost}_{seed}", metric, "at most 10 %", verdict, result)
         ranks = found["ranks"]
         metric = f"rank correlation of 12 shapes' predicted with their trained loss, seed {seed}"
-        said = f"{ranks['predicted']:.2f} (FLOPs alone {ranks['flops']:.2f}, chance {ranks['random'][1]:.2f} at most in 95 %)"
+        chance = f"chance {ranks['random'][1]:.2f} at most in 95 %"
+        said = f"{ranks['predicted']:.2f} (FLOPs alone {ranks['flops']:.2f}, {chance})"
         verdict = once(ranks["predicted"], said, at_least=0.6)
         yield Row(f"search_ranks_{seed}", metric, "at least 0.6", verdict, result)
 

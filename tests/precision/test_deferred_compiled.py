@@ -19,8 +19,8 @@ from tilewright.precision.mixed.deferred import attach
 def as_traced(monkeypatch):
     """What torch.compile traces is run as it is, and nothing is left uncompiled in silence.
 
-    Through AOTAutograd, as by default: torch's backend "eager" keeps what an autograd function saves where no checkpoint
-    sees it, so a recomputed layer would take the values of its first pass.
+    Through AOTAutograd, as by default: torch's backend "eager" keeps what an autograd function saves where no
+    checkpoint sees it, so a recomputed layer would take the values of its first pass.
     """
     plain_compile = torch.compile
 
