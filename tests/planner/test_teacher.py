@@ -10,7 +10,7 @@ from tests.training.tiny import tiny, write_text
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import build_model
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.top_k import handed_on_bytes, top_k_of
+from tilewright.models.distill.kept import handed_on_bytes, keeping
 from tilewright.models.teacher import note_rows, stream_of
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost import teacher as costs
@@ -104,8 +104,8 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("chunk_rows", [256, 512])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(mode, chunk_rows, temperature):
+@pytest.mark.parametrize(("temperature", "divergence"), [(1.0, "forward_kl"), (2.0, "forward_kl"), (2.0, "reverse_kl")])
+def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(mode, chunk_rows, temperature, divergence):
     words, tokens, width, top_k, chunk = 4000, 512, 64, 32, 4 * 4000 * chunk_rows
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk)
@@ -113,12 +113,12 @@ def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(mode, chunk_r
     if mode != "fp32":
         head.compute_dtype = dtype
     x_ND = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-    ids, logs = top_k_of(torch.randn(tokens, words).log_softmax(-1), top_k)
+    ids, logs = keeping(divergence).choose(torch.randn(tokens, words).log_softmax(-1), top_k, torch.rand(tokens))
     batch = {
         "labels": torch.randint(words, (1, tokens)),
         distill.TOKENS: ids[None],
         distill.LOGS: logs[None],
-        distill.HOW: distill.how(temperature, 0.5, "forward_kl"),
+        distill.HOW: distill.how(temperature, 0.5, divergence),
     }
     counted = LiveBytes()
     with counted:

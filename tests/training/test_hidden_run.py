@@ -1,11 +1,15 @@
 """Runs that learn hidden values of a teacher: both executors, resume, exports, settings, bad input, plans."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.cli.tuned import make_model
+from tests.cli.tuned import SHAPE
 from tests.planner.rates import make_machine, make_rates, make_recipe
-from tests.training.tiny import last_state, rows, save_tokenizer, tiny
+from tests.training.tiny import last_state, rows, tiny
 from tilewright.cli.load_run import open_to_export
 from tilewright.core.errors import ConfigError
 from tilewright.models.distill.hidden import NAME
@@ -110,14 +114,80 @@ def test_without_a_teacher_there_is_nothing_to_learn(data, tmp_path):
     assert not any(NAME in name for name in last_state(run)[0])
 
 
+@pytest.fixture(scope="module")
+def foreign(teacher, tmp_path_factory):
+    """A folder of transformers' own layers with the teacher's tokens, narrower than it."""
+    folder = tmp_path_factory.mktemp("foreign") / "qwen3"
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 300, "tie_word_embeddings": False})).save_pretrained(folder)
+    shutil.copy(teacher / "tokenizer.json", folder)
+    return {"model__kind": "hf", "model__path": folder, "model__weights": "load", "train__steps": 3}
+
+
+def test_a_student_of_transformers_learns_them(foreign, teacher, data, tmp_path):
+    """Under both executors, bit for bit; its folder has no projections."""
+    options = QUICK | foreign | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }"}
+    more = {"train__log_interval": 1, "optim__lr": 3e-3, "checkpoint__export_hf": True}
+    one = train(tiny(data, tmp_path, run__name="one", **options | more)).run_dir
+    two = train(tiny(data, tmp_path, run__name="two", memory__executor="layer_major", **options | more)).run_dir
+    assert told(one)[-1] < told(one)[0]
+    (tensors, _), (expected, _) = last_state(two), last_state(one)
+    assert expected[f"model.{NAME}.projections.1"].shape == (48, 32)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+    assert not [name for name, _ in open_to_export(one).model.named_parameters() if NAME in name]
+    with safe_open(one / "hf" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if NAME in name]  # noqa: SIM118
+
+
 @pytest.mark.slow
-def test_a_hugging_face_student_is_refused(teacher, data, tmp_path):
-    folder = make_model(tmp_path / "qwen3", "qwen3")
-    save_tokenizer(folder)
-    options = QUICK | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 0 }"}
-    options |= {"model__kind": "hf", "model__path": folder, "model__weights": "load"}
-    with pytest.raises(ConfigError, match="student of tilewright's own layers"):
-        train(tiny(data, tmp_path, **options))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision__mode": "bf16_mixed"},
+        {"precision__mode": "fp8_tile"},
+        {"precision__mode": "pure_fp16"},
+        {"train__activation_checkpoint": "full"},
+        {"train__activation_checkpoint": "full", "train__checkpoint_inputs": "fp8"},
+        {"train__compile": "on"},
+    ],
+)
+def test_a_student_of_transformers_learns_them_in_every_format(changes, foreign, teacher, data, tmp_path):
+    options = QUICK | foreign | {"distill__teacher": teacher, "distill__hidden": "{ 0 = 1, 1 = 2 }"}
+    options |= {"train__log_interval": 1, "optim__lr": 3e-3}
+    plain = told(train(tiny(data, tmp_path, run__name="plain", **options)).run_dir)
+    found = told(train(tiny(data, tmp_path, run__name="other", **options | changes)).run_dir)
+    assert found[0] == pytest.approx(plain[0], rel=0.01)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+def test_a_student_of_transformers_learns_the_same_from_the_host(mode, foreign, teacher, data, tmp_path):
+    """Layers that are fetched for each pass, beside the standard executor."""
+    options = QUICK | foreign | {"distill__teacher": teacher, "distill__hidden": "{ 1 = 2 }", "precision__mode": mode}
+    one = train(tiny(data, tmp_path, run__name="one", **options)).run_dir
+    more = {"memory__executor": "layer_major", "memory__offload_params": "cpu"}
+    two = train(tiny(data, tmp_path, run__name="two", **options | more)).run_dir
+    (tensors, _), (expected, _) = last_state(two), last_state(one)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+@pytest.mark.slow
+def test_layers_of_transformers_teach_those_of_transformers(foreign, data, tmp_path):
+    """A model that learns from its own folder has nothing to learn from hidden values."""
+    options = QUICK | foreign | {"distill__teacher": foreign["model__path"], "distill__hidden": "{ 0 = 0, 1 = 1 }"}
+    options |= {"distill__hidden_projection": "none", "train__steps": 1}
+    assert told(train(tiny(data, tmp_path, **options)).run_dir)[0] < 1e-9
+
+
+@pytest.mark.slow
+def test_a_student_of_transformers_resumes_as_if_it_had_not_stopped(foreign, teacher, data, tmp_path):
+    options = QUICK | foreign | {"distill__teacher": teacher, "distill__hidden": "{ 1 = 2 }"}
+    options |= {"optim__schedule": "constant"}
+    whole = train(tiny(data, tmp_path, run__name="whole", **options)).run_dir
+    train(tiny(data, tmp_path, run__name="part", **options | {"train__steps": 2}))
+    resumed = train(tiny(data, tmp_path, run__name="part", **options)).run_dir
+    (tensors, _), (expected, _) = last_state(resumed), last_state(whole)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 
 
 @pytest.mark.parametrize("learned", ["learned", "none"])

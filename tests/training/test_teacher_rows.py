@@ -26,7 +26,9 @@ def teacher(data, tmp_path_factory):
 
 
 def open_rows(folder, **made_of):
-    return TeacherRows(folder, {"teacher": "a", "data": "b"} | made_of, top_k=TOP_K, vocab_size=VOCAB)
+    return TeacherRows(
+        folder, {"teacher": "a", "data": "b"} | made_of, top_k=TOP_K, vocab_size=VOCAB, divergence="reverse_kl"
+    )
 
 
 def batch_of(count, length, generator):

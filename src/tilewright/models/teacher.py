@@ -11,7 +11,9 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import LoraSection, Recipe
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
+from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, kind_of
+from tilewright.models.decoder.config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,13 @@ class TeacherFolder:
     def layers_and_width(self) -> tuple[int, int]:
         """How many layers it has, and how wide its residual stream is; nothing of its weights is read."""
         model = build_model(self.model.model_copy(update={"weights": "random"}), 1, device="meta")
-        return len(model.layers), model.head.in_features
+        return len(model.layers), stream_width(model)
+
+
+def stream_width(model: Model) -> int:
+    """Numbers per position between layers of a language model, whose head may read fewer (as OPT's does)."""
+    config = model.config
+    return config.dim if isinstance(config, DecoderConfig) else config.get_text_config().hidden_size
 
 
 def find_teacher(name: str) -> TeacherFolder:

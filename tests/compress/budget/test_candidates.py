@@ -90,6 +90,7 @@ def test_bad_words_are_refused_before_anything_is_loaded(budget, targets, kinds,
     with pytest.raises(ConfigError, match=match) as error:
         CompressSettings.of(budget, targets, kinds)
     assert all((problem.got and problem.need and problem.try_) for problem in error.value.problems)
+    assert {problem.where for problem in error.value.problems} <= {"--budget", "--targets", "--cut"}
 
 
 def test_short_names_of_targets():

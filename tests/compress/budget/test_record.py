@@ -20,3 +20,14 @@ def test_stages_without_their_record_are_refused(text, tmp_path):
     assert_in_words(caught.value, "blocks in", "new folder")
     write_record(tmp_path, {"run": "a"})
     assert read_record(tmp_path, FILE, ("blocks", "shapes"))["run"] == "a"
+
+
+@pytest.mark.parametrize("run", ["control-teacher", "recovered-ffn-32"])
+def test_a_run_folder_without_the_record_is_refused(run, tmp_path):
+    """It would be continued for whatever is compressed next, also where no other stage has begun."""
+    (tmp_path / run).mkdir()
+    assert read_record(tmp_path) is None
+    (tmp_path / run / "run.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        read_record(tmp_path)
+    assert_in_words(caught.value, f"{run} in", "new folder")

@@ -5,8 +5,10 @@ import torch
 
 from tests.compress.prune.models import ours
 from tests.compress.prune.test_channels import images, resnet
+from tests.optim.test_citizen import assert_in_words
 from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.prune import prune
+from tilewright.core.errors import ConfigError
 
 
 def arriving(model, batches):
@@ -64,3 +66,17 @@ def test_models_without_batch_norms_are_left_alone():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     estimate_norms(model, [])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_one_value_per_channel_has_no_variance():
+    """A single image that is one pixel behind the last stage; all is put back."""
+    model = resnet()
+    momenta = [module.momentum for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    batch = images(1)
+    tiny = batch | {"pixel_values": batch["pixel_values"][..., :8, :8]}
+    with pytest.raises(ConfigError) as caught:
+        estimate_norms(model, [tiny])
+    assert_in_words(caught.value, "one value per channel", "--train.micro_batch_size 2")
+    assert momenta == [module.momentum for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert not any(module.training for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d))
+    estimate_norms(model, [images(4)])

@@ -17,6 +17,8 @@ from tilewright.core.json_text import to_json
 FILE, FORMAT = "compress.json", 4
 STAGES = ("cut", "artefacts")
 """Folders of a compression: what run folders of stages are made of, and what is made of them."""
+RUN_FILE = "run.toml"
+"""Each run folder has it, from its first moment on."""
 Record = dict[str, Any]
 
 
@@ -26,7 +28,7 @@ def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) 
     Args:
         folder: of stages.
         name: of the record.
-        stages: folders of stages, which are written behind the record.
+        stages: folders of stages, which are written behind the record, as all run folders beside them are.
 
     Raises:
         ConfigError: it is missing, damaged or of another format beside stages, of which it would say what they are of.
@@ -37,7 +39,8 @@ def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) 
         found = None
     if isinstance(found, dict) and found.get("format") == FORMAT:
         return found
-    left = [stage for stage in stages if (folder / stage).exists()]
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{RUN_FILE}") if not path.parent.is_symlink())
+    left = [stage for stage in stages if (folder / stage).exists()] + runs
     if left:
         raise ConfigError(
             "Folder holds stages without their record",

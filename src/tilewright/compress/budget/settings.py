@@ -71,10 +71,7 @@ class CompressSettings:
                 try_='--budget "1%"',
                 where="--budget",
             )
-        names = [name.strip() for name in targets.split(",")]
-        return cls(
-            share, tuple(find_targets(",".join(SHORT.get(name, name) for name in names))), _kinds(kinds), **others
-        )
+        return cls(share, tuple(find_targets(targets, "--targets", SHORT)), _kinds(kinds), **others)
 
     def to_json(self) -> dict[str, Any]:
         """For the record. What was measured is measured again where it was with others."""

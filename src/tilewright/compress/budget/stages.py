@@ -51,7 +51,7 @@ def stage_recipe(
         name: of the stage.
         out: where run folders of stages are.
         folder: of the model that training begins with.
-        taught: learns from the run too, whose likeliest tokens are kept in a folder of `out`.
+        taught: learns from the run too, tokens of which are kept in a folder of `out`.
         steps: of training.
         integers: format that weights are rounded to meanwhile, as in precision rules; "": none but the run's own.
 

@@ -1,6 +1,7 @@
 """All export targets, in the order in which they are written and shown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
 from tilewright.compress.export.source import ExportSource
@@ -20,19 +21,25 @@ PREFERRED = {
 """By use, the targets of a command without `--to`: the first that is there and can hold the model."""
 
 
-def find_targets(names: str) -> list[Target]:
+def find_targets(names: str, where: str = "--to", short: Mapping[str, str] = MappingProxyType({})) -> list[Target]:
     """The targets of a comma-separated list, each once, in our order.
+
+    Args:
+        names: the list.
+        where: the option that has it.
+        short: other names of targets on that command line.
 
     Raises:
         ConfigError: a name is no target.
 
     Example:
-        >>> [target.name for target in find_targets("gguf-q8_0, hf")]
-        ['hf', 'gguf-q8_0']
+        >>> [target.name for target in find_targets("gguf-q8_0, hf, int8", short={"int8": "onnx-int8"})]
+        ['hf', 'gguf-q8_0', 'onnx-int8']
     """
-    known = [target.name for target in TARGETS]
-    asked = chosen(names, known, what="No such export target", try_="--to hf,gguf-q8_0", where="--to")
-    return [target for target in TARGETS if target.name in asked]
+    known = {**short, **{target.name: target.name for target in TARGETS}}
+    asked = chosen(names, list(known), what="No such export target", try_=f"{where} hf,gguf-q8_0", where=where)
+    wanted = {known[name] for name in asked}
+    return [target for target in TARGETS if target.name in wanted]
 
 
 def chosen(text: str, known: Sequence[str], *, what: str, try_: str, where: str) -> list[str]:

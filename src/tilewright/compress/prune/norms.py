@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tilewright.compress.prune.cut import short_batch
 from tilewright.compress.prune.readers import Batch
+from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import evaluation
 
 
@@ -25,6 +26,9 @@ def estimate_norms(model: nn.Module, batches: Sequence[Batch]) -> None:
     Args:
         model: after a cut.
         batches: text or images, at least one.
+
+    Raises:
+        ConfigError: a norm gets one value per channel, which has no variance.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     if not norms:
@@ -37,10 +41,26 @@ def estimate_norms(model: nn.Module, batches: Sequence[Batch]) -> None:
             norm.reset_running_stats()
             norm.momentum = None  # the plain mean over batches
             norm.train()
+        checks = [norm.register_forward_pre_hook(_check_values) for norm in norms]
         try:
             for batch in batches:
                 told.loss(batch)
         finally:
+            for check in checks:
+                check.remove()
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
                 norm.eval()
+
+
+def _check_values(norm: nn.Module, args: tuple[Any, ...]) -> None:
+    x = args[0]
+    if x.shape[0] * x[0, 0].numel() > 1:
+        return
+    raise ConfigError(
+        "Batch norm gets one value per channel",
+        got=f"one row whose channels are {list(x.shape[2:]) or 'single numbers'} there",
+        need="two values at least: their mean and variance are measured again behind a cut",
+        try_="--train.micro_batch_size 2, or larger images",
+        where="train.micro_batch_size",
+    )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewright.core.errors import ConfigError
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, LayerContext, LossOutput
 from tilewright.ops.linear import machines_linear
@@ -73,10 +74,14 @@ class HiddenLoss(nn.Module):
             layer: of the student, just run.
             x_BSD: what it gave.
             context: with what `of_batch` made of a batch with a teacher; of another one nothing happens.
+
+        Raises:
+            ConfigError: it gave no stream of positions.
         """
         place = self._places.get(layer)
         if place is None or VALUES not in context:
             return x_BSD
+        check_stream(x_BSD, context[TARGETS], f"layer {layer} of the student")
         each_BS = self._each(place, x_BSD, context[VALUES][:, :, place], context[TARGETS])
         context[LOSSES][place].copy_(each_BS.detach())
         return _Joined.apply(x_BSD, self._share * each_BS.sum(), context[SCALE])  # type: ignore[return-value]
@@ -116,6 +121,28 @@ def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     losses = torch.zeros(values.shape[2], *labels.shape, dtype=dtype, device=values.device)
     scale = torch.ones((), dtype=dtype, device=values.device)
     return {VALUES: values, TARGETS: labels != IGNORED_LABEL, LOSSES: losses, SCALE: scale}
+
+
+def check_stream(x: Tensor, like_BS: Tensor, whose: str) -> None:
+    """Raise where what a layer gives out has not one vector per position, as where a model has several streams.
+
+    Args:
+        x: what it gave.
+        like_BS: of the positions.
+        whose: the layer, in words.
+
+    Raises:
+        ConfigError: other dimensions.
+    """
+    if x.ndim == 3 and x.shape[:2] == like_BS.shape:
+        return
+    raise ConfigError(
+        "Layer gives no stream of positions",
+        got=f"{list(x.shape)} from {whose}",
+        need=f"one vector per position: {[*like_BS.shape, 'width']}",
+        try_="distill.hidden = {}, which learns the teacher's distributions alone",
+        where="distill.hidden",
+    )
 
 
 class _Joined(torch.autograd.Function):

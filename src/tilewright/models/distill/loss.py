@@ -2,12 +2,12 @@
 
 loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student), both at temperature T (Hinton et al.,
 "Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets; see `divergences`. Logits are
-made and freed by chunks of rows, forward and backward, for teacher and student alike. Where the teacher's likeliest
-tokens were kept (`top_k`), the batch has these and no logits of the teacher are made. Like pairs of preferences, what
+made and freed by chunks of rows, forward and backward, for teacher and student alike. Where tokens of the
+teacher were kept (`kept`), the batch has these and no logits of the teacher are made. Like pairs of preferences, what
 the loss needs travels with the batch, so each executor computes it.
 
 Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary
-K tokens that are kept  G = K + 1 groups.
+K tokens that are kept  G = K + 1 logarithms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, whole_operands
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
-from tilewright.models.distill.top_k import top_k_loss
+from tilewright.models.distill.kept_loss import kept_loss
 from tilewright.ops.base.labels import check_labels, summed_and_each
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
@@ -29,8 +29,8 @@ HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
 """Of a batch: the teacher's last hidden values [B, S, E], the weight of its head [V, E], and FP32 [temperature,
 weight, place in `DIVERGENCES`]."""
 TOKENS, LOGS = "teacher_tokens", "teacher_logs"
-"""Instead of the first two: the teacher's likeliest tokens int64 [B, S, K], and log-probabilities at its temperature of
-these and of all others together, FP32 [B, S, G]."""
+"""Instead of the first two: tokens of the teacher int64 [B, S, K], and what was kept of them at its temperature, FP32
+[B, S, G]."""
 
 MADE = frozenset((HIDDEN, HEAD, HOW, TOKENS, LOGS))
 """What a teacher adds to a batch: of ranks that hold stages of one model the one with the loss alone has it."""
@@ -99,7 +99,7 @@ def _from_tokens(
     batch: Mapping[str, Tensor],
     how: Teaching,
 ) -> LossOutput:
-    """The same from the teacher's likeliest tokens; inputs and labels in chunks."""
+    """The same from tokens of the teacher that were kept; inputs and labels in chunks."""
     rows = len(labels[0]) if labels else 1
     tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
     # A single chunk is what may be alive: its gradient is kept until backward, and nothing is made twice.
@@ -123,7 +123,7 @@ def _token_chunk(
 ) -> tuple[Tensor, Tensor]:
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
     logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
-    return top_k_loss(logits_CV, labels_C, ids_CK, theirs_CG, how)
+    return kept_loss(logits_CV, labels_C, ids_CK, theirs_CG, how)
 
 
 def _chunk(

@@ -33,6 +33,8 @@ from tilewright.models.base.head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.base.routers import find_routers
+from tilewright.models.distill.foreign_hidden import loss_beside_hidden
+from tilewright.models.distill.hidden import VALUES, HiddenLoss
 from tilewright.models.distill.loss import batch_loss, is_taught
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_no_pieces, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
@@ -69,6 +71,8 @@ class HFModel(Model):
         self.task = task
         self.kernels = kernels or Kernels.default()
         self.notes: list[str] = []
+        self.hidden_loss: HiddenLoss | None = None
+        """Of layers that learn hidden values of a teacher."""
         self._style: InputStyle | None = None
         self._caches: bool | None = None
         self._joins: bool | None = None
@@ -130,6 +134,10 @@ class HFModel(Model):
             batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
                 image_classification pixel_values [B, 3, H, W] and labels [B]; or pairs of answers, `base.preference`.
         """
+        place = self._list_of_layers() if VALUES in batch else None
+        if self.hidden_loss is not None and place is not None:
+            self._input_style(packed="segments" in batch)  # its tries are no rows of the batch
+            return loss_beside_hidden(self.forward, self.hidden_loss, place, batch)
         if self.task == "image_classification":
             return _of_logits(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
@@ -291,11 +299,20 @@ class HFModel(Model):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The largest list of layers, where transformers can checkpoint each of them; see `protocols.Model`."""
-        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
-        sizes = {module: sum(param.numel() for param in module.parameters()) for module in lists}
-        found = tuple(max(lists, key=sizes.__getitem__)) if lists else ()
+        found = self._list_of_layers()
+        return () if found is None else tuple(getattr(*found))
+
+    def _list_of_layers(self) -> tuple[nn.Module, str] | None:
+        """Where that list is: a module, and its name there."""
+        lists = [
+            (parent, name)
+            for parent in self.net.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
+        largest = max(lists, key=lambda at: sum(param.numel() for param in getattr(*at).parameters()), default=None)
         able = set(self._layers())
-        return found if able and set(found) == able else ()
+        return largest if largest is not None and able and set(getattr(*largest)) == able else None
 
     def _layers(self) -> list[nn.Module]:
         """The layers that transformers can checkpoint."""

@@ -1,39 +1,19 @@
 """Where a foreign model has its blocks: the largest `nn.ModuleList` whose members a forward pass calls once each, in
-order, each reading what the one before gave. Stand-ins can take its place."""
+order, each reading what the one before gave."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from tilewright.models.base.stand_ins import stand_ins
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.calls import LayerCall, tensors_of
-
-Visit = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class NotSliceableError(Exception):
     """Why a model is kept whole."""
-
-
-class _StandIn(nn.Module):
-    """In a layer's place: answers calls by `visit`, and all else as the layer would."""
-
-    def __init__(self, index: int, layer: nn.Module, visit: Visit) -> None:
-        super().__init__()
-        self._index, self._visit = index, visit
-        self._layer = (layer,)  # in a tuple, so that it is not registered
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattribute__("_layer")[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._visit(self._index, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -100,7 +80,7 @@ def _follow(model: HFModel, place: CallSite, batch: Mapping[str, Tensor]) -> Cal
         call.out = blocks[index](*args, **kwargs)
         return call.out
 
-    with stand_ins(place, visit):
+    with stand_ins(place.parent, place.name, visit):
         model.loss(batch)
     if [index for index, _ in seen] != list(range(len(blocks))):
         raise NotSliceableError("its members are not called once each, in order")
@@ -136,15 +116,3 @@ def _asks(value: Any) -> bool:
 
 def _has(call: _Seen, slot: int | str) -> bool:
     return slot < len(call.args) if isinstance(slot, int) else slot in call.kwargs
-
-
-@contextmanager
-def stand_ins(place: CallSite, visit: Visit, blocks: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """The list of blocks is a list of stand-ins inside, for these blocks, by default those in it."""
-    real = place.blocks
-    members = (_StandIn(i, layer, visit) for i, layer in enumerate(real if blocks is None else blocks))
-    place.parent._modules[place.name] = nn.ModuleList(members)
-    try:
-        yield
-    finally:
-        place.parent._modules[place.name] = real

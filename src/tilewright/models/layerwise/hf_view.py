@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from tilewright.models.base.eval_mode import eager
 from tilewright.models.base.protocols import LayerContext, LossOutput
+from tilewright.models.base.stand_ins import Visit, stand_ins
+from tilewright.models.distill.foreign_hidden import learned, without_values
+from tilewright.models.distill.hidden import of_batch
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.calls import LayerCall, LayerCalls
-from tilewright.models.layerwise.hf_blocks import CallSite, NotSliceableError, Visit, find_blocks, stand_ins
+from tilewright.models.layerwise.hf_blocks import CallSite, NotSliceableError, find_blocks
 from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
@@ -80,7 +83,7 @@ class HFLayers:
         try:
             self._run(batch, visit)
         except _Reached:
-            return streams[0], self.calls.pack(calls)
+            return streams[0], {**self.calls.pack(calls), **of_batch(batch)}
         raise AssertionError("the last layer was not reached, as it was when the blocks were found")
 
     def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, None]:
@@ -89,12 +92,14 @@ class HFLayers:
         enabled, dtype = call.autocast
         args, kwargs = call.arguments(self._place.slot, x)
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
-            return self._place.unpack(self.blocks[index](*args, **kwargs)), None
+            out = self._place.unpack(self.blocks[index](*args, **kwargs))
+        return learned(self.model.hidden_loss, index, out, context), None
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """The model's own loss, with `x` as what its layers gave."""
         with self.giving(x):
-            return self.model(batch)
+            out = self.model(without_values(batch))
+        return out if self.model.hidden_loss is None else self.model.hidden_loss.added(out, context)
 
     @contextmanager
     def giving(self, x: Tensor) -> Iterator[None]:
@@ -113,18 +118,20 @@ class HFLayers:
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters that the prologue and the epilogue were seen to read."""
-        return self._outer
+        """Parameters that the prologue and the epilogue were seen to read; in both what layers share."""
+        first, last = self._outer
+        shared = () if self.model.hidden_loss is None else tuple(self.model.hidden_loss.parameters())
+        return [*first, *shared], [*last, *shared]
 
     def _run(self, batch: Mapping[str, Tensor], visit: Visit) -> LossOutput:
         with self._visited(visit):
-            return self.model(batch)
+            return self.model(without_values(batch))
 
     @contextmanager
     def _visited(self, visit: Visit) -> Iterator[None]:
         # A compiled whole would be compiled again around the stand-ins; else what is compiled here is the loss.
         whole = self.model.net._compiled_call_impl is not None
-        with stand_ins(self._place, visit, self.blocks), eager() if whole else nullcontext():
+        with stand_ins(self._place.parent, self._place.name, visit, self.blocks), eager() if whole else nullcontext():
             yield
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
-chunk made twice: in forward, and again in backward. With a cache it hands on its likeliest tokens, and a single chunk
+chunk made twice: in forward, and again in backward. With a cache it hands on some of its tokens, and a single chunk
 of the student's logits is made once; where the cache has all rows of the run it is not there at all. Of several ranks
 each has the whole teacher and exchanges nothing for it; in a row (`parallel.pp`) each has some of its layers, and
 passes all micro-batches through these.
@@ -24,7 +24,7 @@ CHUNKS = {"forward_kl": 7.0, "reverse_kl": 7.0, "jensen_shannon": 10.0}
 """FP32 chunks of logits alive at once in backward of the loss, by divergence (counted: about 6.5 in BF16, 7 in FP32;
 three more with the middle of two distributions)."""
 TOP_K_CHUNKS, TOP_K_SCALED_CHUNKS = 2.0, 4.0
-"""The same of a loss from likeliest tokens (counted: 1.9 to 2.1 at temperature one, 3.9 to 4.0 at others)."""
+"""The same of a loss from tokens that were kept (counted: 1.9 to 2.1 at temperature one, 3.9 to 4.0 at others)."""
 TOP_K_AGAIN = 2.0
 """More chunks where there are several, each of which is made again in backward (counted: 1.6 to 2.2)."""
 TOP_K_LOSSES = 1.4
@@ -102,7 +102,7 @@ def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> d
 
 
 def _logits_s(shape: ModelShape, tokens: int, loss_chunk_bytes: int, rates: Ceilings) -> float:
-    """Both passes of the teacher's head, and one more of the student's. From likeliest tokens the student's alone,
+    """Both passes of the teacher's head, and one more of the student's. From kept tokens the student's alone,
     where there is more than one chunk."""
     assert shape.teacher is not None
     ours = _head_s(shape, tokens, shape.dim, rates)

@@ -39,7 +39,8 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.models.distill.hidden import HiddenLoss, with_projections
 from tilewright.models.folder.resolve import find_model, is_hub_name, is_pinned, local_folder, split_name
-from tilewright.models.teacher import find_teacher
+from tilewright.models.hf.model import HFModel
+from tilewright.models.teacher import find_teacher, stream_width
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
@@ -110,8 +111,8 @@ def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: tor
     pairs = {int(ours): theirs for ours, theirs in section.hidden.items()}
     learned = section.hidden_projection == "learned"
     _check_pairs(pairs, model, layers, width, learned=learned)
-    assert isinstance(model, Decoder)
-    widths = model.config.dim, width
+    assert isinstance(model, (Decoder, HFModel))
+    widths = stream_width(model), width
     model.hidden_loss = found = HiddenLoss(pairs, widths, section.hidden_weight, learned=learned, device=device)
     if torch.device(device).type != "meta":
         fill = with_projections(_nothing_else, recipe.run.seed, alike=found.alike)
@@ -126,19 +127,20 @@ def _nothing_else(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] =
 def _check_pairs(pairs: Mapping[int, int], model: Model, layers: int, width: int, *, learned: bool) -> None:
     """Raise where a student cannot learn these hidden values."""
     problems: list[Problem] = []
-    if not isinstance(model, Decoder):
-        problems.append(
-            Problem(
-                "Hidden values of a teacher need a student of tilewright's own layers",
-                got=f"{type(model.net).__name__} of transformers",
-                need="model.kind = \"decoder\", which folders of Llama's and Mistral's layout have",
-                try_="distill.hidden = {}, which learns the teacher's distributions alone",
-                where="distill.hidden",
+    for whose, count in (("student", len(model.layers)), ("teacher", layers)):
+        if not count:
+            problems.append(
+                Problem(
+                    f"Layers of the {whose} were not found",
+                    got="no list of layers that transformers can checkpoint",
+                    need="one list of all layers, as Llama, Qwen, GPT-2 and others have",
+                    try_="distill.hidden = {}, which learns the teacher's distributions alone",
+                    where="distill.hidden",
+                )
             )
-        )
     for whose, numbers, count in (("student", pairs, len(model.layers)), ("teacher", pairs.values(), layers)):
         beyond = [number for number in numbers if number >= count]
-        if beyond and isinstance(model, Decoder):
+        if beyond and count:
             problems.append(
                 Problem(
                     f"No such layer of the {whose}",
@@ -148,11 +150,11 @@ def _check_pairs(pairs: Mapping[int, int], model: Model, layers: int, width: int
                     where="distill.hidden",
                 )
             )
-    if not learned and isinstance(model, Decoder) and model.config.dim != width:
+    if not learned and (own := stream_width(model)) != width:
         problems.append(
             Problem(
                 "Hidden values of student and teacher are not equally wide",
-                got=f"{model.config.dim} and {width} numbers, without a projection",
+                got=f"{own} and {width} numbers, without a projection",
                 need="equal widths, or projections",
                 try_='distill.hidden_projection = "learned"',
                 where="distill.hidden_projection",
@@ -203,7 +205,7 @@ def first_values(recipe: Recipe, model: Model) -> InitialValues:
     """
     seed, stored = recipe.run.seed, recipe.model.weights == "load"
     values = stored_values(model, local_folder(recipe.model.path)) if stored else random_values(model, seed)
-    found = model.hidden_loss if isinstance(model, Decoder) else None
+    found = model.hidden_loss if isinstance(model, (Decoder, HFModel)) else None
     return values if found is None else with_projections(values, seed, alike=found.alike)
 
 

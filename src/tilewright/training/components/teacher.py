@@ -5,7 +5,7 @@ holds the hash of the teacher's weights, so that a run is not continued with ano
 holds the whole teacher, which has neither gradients nor states, and runs it on its own rows. Where the student is in
 stages, so is the teacher: one range of its layers per rank of the row, the last one where the student's loss is. All
 micro-batches of a step pass it before the student's first one, and the rank with the loss alone adds to them. With
-`distill.cache` its likeliest tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
+`distill.cache` some of its tokens are kept instead (`teacher_rows`), and it runs on rows that were never seen alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +29,7 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.hidden import VALUES, captured
-from tilewright.models.distill.top_k import top_k_of
+from tilewright.models.distill.hidden import VALUES, captured, check_stream
 from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of
 from tilewright.ops.linear import machines_linear
 from tilewright.parallel.agree import any_of, gather, sum_over
@@ -47,6 +46,9 @@ from tilewright.training.components.model import build_adapted
 from tilewright.training.components.teacher_rows import TeacherRows
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
+
+_CHOOSING_BYTES = 32
+"""Of each logit while tokens are chosen: four arrays in FP64."""
 
 
 class Teacher(StepHook):
@@ -137,6 +139,8 @@ class Teacher(StepHook):
                 with captured(self.model.layers if self._layers else (), self._layers) as inside:
                     hidden = self._hidden(number, batch)
                 extra = {} if head is None or hidden is None else {distill.HIDDEN: hidden, distill.HEAD: head}
+                for layer, values in inside.items():
+                    check_stream(values, batch["labels"], f"layer {layer} of the teacher")
                 if inside:
                     extra[VALUES] = torch.stack([inside[layer] for layer in self._layers], dim=2)
                 found.append({**batch, **(extra and extra | {distill.HOW: self._how})})
@@ -158,7 +162,7 @@ class Teacher(StepHook):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _kept(self, number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Likeliest tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
+        """Tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
         is used is what is kept, bit for bit, so that a row teaches the same each time."""
         count, rows = len(batch["input_ids"]), self.rows
         found: list[Any] = [None] * count if rows is None else rows.find(batch)
@@ -169,7 +173,7 @@ class Teacher(StepHook):
             with evaluation(self.model):  # type: ignore[arg-type]
                 hidden_BSE = self._hidden(number, part)
                 if rows is not None and hidden_BSE is not None:
-                    rows.add(part, *self._likeliest(hidden_BSE, rows.top_k))
+                    rows.add(part, *self._chosen(hidden_BSE, rows, part))
             for row, one in zip(missing, () if rows is None else rows.find(part), strict=rows is not None):
                 found[row] = one
         if rows is None:
@@ -183,15 +187,15 @@ class Teacher(StepHook):
         sum_over(self._row, [missing])
         return missing.nonzero().flatten().tolist()
 
-    def _likeliest(self, hidden_BSE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, S, K] and log-probabilities of groups [B, S, G], on the host."""
-        head_VE = _head(self.model)
-        chunk = max(1, self.model.kernels.loss_chunk_bytes // (4 * len(head_VE)))
-        parts = [
-            top_k_of((machines_linear(hidden_CE, head_VE).float() / self._temperature).log_softmax(-1), top_k)
-            for hidden_CE in hidden_BSE.flatten(0, 1).split(chunk)
-        ]
-        shape = hidden_BSE.shape[:2]
+    def _chosen(self, hidden_BSE: Tensor, rows: TeacherRows, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, S, K] and their logarithms [B, S, G], on the host."""
+        head_VE, shape = _head(self.model), hidden_BSE.shape[:2]
+        numbers_N = rows.numbers(batch).to(hidden_BSE.device).flatten()
+        chunk = max(1, self.model.kernels.loss_chunk_bytes // (_CHOOSING_BYTES * len(head_VE)))
+        parts = []
+        for hidden_CE, numbers_C in zip(hidden_BSE.flatten(0, 1).split(chunk), numbers_N.split(chunk), strict=True):
+            log_CV = (machines_linear(hidden_CE, head_VE).float() / self._temperature).log_softmax(-1)
+            parts.append(rows.keeping.choose(log_CV, rows.top_k, numbers_C))
         tokens, logs = (torch.cat(each).cpu().unflatten(0, shape) for each in zip(*parts, strict=True))
         return tokens, logs
 
@@ -273,12 +277,12 @@ def open_teacher(
     def open_rows(weights: str) -> TeacherRows:
         top_k = min(section.cache_top_k, words - 1)  # of so few tokens all are known
         made_of = {
-            "format": 1, "teacher": weights, "data": prepared.fingerprint, "top_k": top_k, "vocab_size": words,
+            "format": 2, "teacher": weights, "data": prepared.fingerprint, "top_k": top_k, "vocab_size": words,
             "temperature": section.temperature, "computed_in": mode,
         }  # fmt: skip
         rows = TeacherRows(
-            Path(section.cache).expanduser(), made_of, top_k=top_k, vocab_size=words, stream=stream_of(recipe),
-            steps=recipe.train.steps,
+            Path(section.cache).expanduser(), made_of, top_k=top_k, vocab_size=words,
+            divergence=section.divergence, stream=stream_of(recipe), steps=recipe.train.steps,
         )  # fmt: skip
         steps = recipe.train.steps * recipe.train.global_batch_size
         rows.check_room(min(steps, sum(prepared.num_rows.values())), recipe.data.seq_len)

@@ -1,11 +1,11 @@
-"""A teacher's probabilities for rows of data, on disk: written when a row comes first, read when it comes again.
+"""Tokens of a teacher for rows of data, on disk: written when a row comes first, read when it comes again.
 
 A row is found by the hash of its own tokens and document boundaries, so neither the order of rows nor their number,
 epochs, weights of domains, ranks or resumes matter. `teacher.json` says of which teacher, data and format the folder
-is. Each process appends to a file of its own; a record is a head and the bytes of `distill.top_k`, with their hash: a
+is. Each process appends to a file of its own; a record is a head and the bytes of `distill.kept`, with their hash: a
 record that a killed process left torn, or that is damaged, counts as missing and is made again.
 
-Legend: B rows  S positions  K tokens that are kept  G = K + 1 groups.
+Legend: B rows  S positions  K tokens that are kept  G = K + 1 logarithms.
 """
 
 import json
@@ -25,7 +25,7 @@ from torch import Tensor
 from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.json_text import to_json
 from tilewright.core.units import format_bytes
-from tilewright.models.distill.top_k import bytes_per_position, decode, encode
+from tilewright.models.distill.kept import bytes_per_position, decode, encode, keeping
 from tilewright.models.teacher import note_rows
 
 FILE = "teacher.json"
@@ -40,6 +40,7 @@ class TeacherRows:
         folder: made where it is missing.
         made_of: what the bytes depend on: plain JSON values by name.
         top_k, vocab_size: format of a position.
+        divergence: that learns from it; it says which tokens are kept.
         stream, steps: of the run that reads: its rows, see `models.teacher.stream_of`, and how many steps of them.
 
     Raises:
@@ -54,11 +55,12 @@ class TeacherRows:
         *,
         top_k: int,
         vocab_size: int,
+        divergence: str,
         stream: str = "",
         steps: int = 0,
     ) -> None:
         self.folder, self.top_k, self._vocab_size = folder, top_k, vocab_size
-        self._stream, self._steps = stream, steps
+        self._stream, self._steps, self.keeping = stream, steps, keeping(divergence)
         self._width = bytes_per_position(top_k, vocab_size)
         self._places: dict[bytes, tuple[Path, int, int, int]] = {}  # hash: file, offset, positions, hash of the bytes
         self._readers: dict[Path, BinaryIO] = {}
@@ -66,7 +68,7 @@ class TeacherRows:
         self.damaged = 0
         """Records that did not have their hash."""
         try:
-            self._check(dict(made_of))
+            self._check({**made_of, "tokens": self.keeping.name})
             for path in sorted(folder.glob("*.rows")):
                 self._index(path)
         except OSError as error:
@@ -99,8 +101,14 @@ class TeacherRows:
             )
 
     def find(self, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-        """Of each row of a micro-batch tokens [S, K] and log-probabilities [S, G]; None where it is not there."""
+        """Of each row of a micro-batch tokens [S, K] and their logarithms [S, G]; None where it is not there."""
         return [self._read(key) for key in _keys(batch)]
+
+    def numbers(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Uniform ones in [0, 1) of each position [B, S], on the host: a function of the row, whoever makes it."""
+        length = batch["input_ids"].shape[1]
+        generators = [torch.Generator().manual_seed(int.from_bytes(key[:7], "little")) for key in _keys(batch)]
+        return torch.stack([torch.rand(length, generator=generator) for generator in generators])
 
     def add(self, batch: Mapping[str, Tensor], ids_BSK: Tensor, log_BSG: Tensor) -> None:
         """Keep the rows of a micro-batch that are not there.
@@ -155,7 +163,8 @@ class TeacherRows:
             del self._places[key]
             return None
         rows = np.frombuffer(kept, np.uint8).reshape(positions, self._width)
-        return decode(rows, self.top_k, self._vocab_size)
+        ids_SK, logs_SG = decode(rows, self.top_k, self._vocab_size)
+        return ids_SK, self.keeping.normalized(logs_SG)
 
     def _index(self, path: Path) -> None:
         """Heads of a file, up to a torn one."""

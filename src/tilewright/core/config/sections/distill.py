@@ -24,11 +24,13 @@ class DistillSection(Section):
     """Between the two distributions. `forward_kl`: the student covers all that its teacher finds likely; `reverse_kl`:
     it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
     cache: str = ""
-    """Folder that keeps the teacher's likeliest tokens of each row of data, at most 200 bytes per token. A row that is
+    """Folder that keeps some tokens of the teacher for each row of data, at most 200 bytes per token. A row that is
     there costs no forward pass of the teacher, in whatever order or run it comes. Empty: none, and whole distributions
     are compared."""
     cache_top_k: Count = Field(default=32, ge=1, le=256)
-    """Tokens that are kept of each position. All others count as one; see `tilewright.models.distill.top_k`."""
+    """Tokens that are kept of each position. With `forward_kl` they are drawn such that loss and gradient are those of
+    whole distributions on average; else they are the likeliest, and all others count as one. See
+    `tilewright.models.distill.kept`."""
     hidden: dict[str, Annotated[int, Field(ge=0)]] = Field(default={})
     """Layers that learn what layers of the teacher give out, as `{ 2 = 5, 5 = 11 }`: the run's layer, then the
     teacher's, both counted from 0. Empty: none. See `tilewright.models.distill.hidden`."""
