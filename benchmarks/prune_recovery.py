@@ -3,10 +3,10 @@ trained, recovered with distillation and without it, and the small shape from ra
 the same further steps.
 
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
-the run as it is, and over the run with as many more steps. Recovery learns from the teacher's 32 likeliest tokens on
-disk; of half of both also from all of them, and from all of them with hidden values of all layers. The file is written
-after each seed; the same command continues in its folder, which may be that of `prune_importance`. `--run` takes a run
-that is there as the only teacher, and writes another file.
+the run as it is, and over the run with as many more steps. Recovery learns from 32 tokens of the teacher on disk; of
+half of both also from whole distributions, and from these with hidden values of all layers. The file is written after
+each seed; the same command continues in its folder, which may be that of `prune_importance`. `--run` takes a run that
+is there as the only teacher, and writes another file.
 
 python -m benchmarks.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3] [--run RUN]
     [--only "ffn and heads -25 %"]
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.prune_stages import SHAPE, Study
-from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
+from tilewright.compress.budget.measure import parameters, row_losses_of
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.prune import prune
 
@@ -46,14 +46,9 @@ def of_cut(study: Study, kinds: tuple[Kind, ...], share: float) -> dict[str, Any
     if kinds == BOTH and share == LIVE:
         live = study.trained(f"{prefix}live-{share:g}", made, taught=True, cached=False)
         hidden = study.trained(f"{prefix}hidden-{share:g}", made, taught=True, cached=False, hidden=True)
-        found |= {"with hidden values": study.rises(hidden)} | _beside_live(cached, live)
+        found["with hidden values"] = study.rises(hidden)
+        found["with whole distributions"] = study.rises(live)
     return found
-
-
-def _beside_live(cached: RowLosses, live: RowLosses) -> dict[str, Any]:
-    """Rise of what was recovered from likeliest tokens over what was recovered from whole distributions."""
-    rise, error = cached.rise_over(live)
-    return {"cache over live teacher": {"rise": rise, "error": error}}
 
 
 def studies(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:

@@ -13,7 +13,8 @@ WAYS = {
     "before": "before anything is trained",
     "with teacher": "recovered with the run as its teacher",
     "without teacher": "recovered without it",
-    "with hidden values": "recovered with it and hidden values of its layers",
+    "with whole distributions": "recovered with its whole distributions",
+    "with hidden values": "recovered with these and hidden values of its layers",
     "from random weights": "the same shape from random weights, steps of the run and of recovery",
 }
 
@@ -37,6 +38,7 @@ def rows() -> Iterator[Row]:
         yield _not_run(
             "prune_recovery_run", "FFN channels and heads -25 % of the default run recovered", "at most 1.2 %"
         )
+    yield from _of("kept_tokens", "a teacher's drawn tokens beside whole distributions", "at most 0.1 %", _kept)
     yield from _of("prune_predicted", "predicted loss of sets of cuts", "at least 16 of 20", _predicted)
     yield from _of("prune_images", "ResNets with a quarter of their parameters", "at most 0.8 points", _images)
     paths = read_all("compress_path")
@@ -94,11 +96,16 @@ def _recovered(result: Result, run: str = "a small run", most: float | None = No
             metric = f"loss of {run} with {cut}, {how}, over as many more steps of it"
             target = "-" if bound is None else f"at most {bound:g} %"
             yield Row(f"{result.name} {cut} {way}", metric, target, seeds(rises, noise, at_most=bound), result)
-        live = [found.get(cut, {}).get("cache over live teacher") for found in by_seed.values()]
-        if all(live):
-            rises = _percent([one["rise"] for one in live])
-            metric = f"loss of {cut} recovered from the teacher's 32 likeliest tokens, over all its tokens"
-            yield Row(f"{result.name} live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
+
+
+def _kept(result: Result) -> Iterator[Row]:
+    by_seed: Seeds = result.results["seeds"]
+    shares = _percent([found["gradients"]["32"]["bias of likeliest"] for found in by_seed.values()])
+    metric = "gradient of logits from the teacher's 32 likeliest tokens: bias, over its length (drawn tokens: none)"
+    yield Row("kept_tokens bias", metric, "-", seeds(shares, None), result)
+    rises = _percent([found["recovered"]["rise"] for found in by_seed.values()])
+    metric = "loss of ffn and heads -50 % recovered from 32 drawn tokens of the teacher, over all its tokens"
+    yield Row("kept_tokens live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
 
 
 def _predicted(result: Result) -> Iterator[Row]:

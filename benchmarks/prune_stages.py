@@ -92,7 +92,7 @@ class Study:
             name: of the stage.
             model: that it begins with.
             taught: learns from the teacher too.
-            cached: from its likeliest tokens on disk; else from all of them, which it computes again.
+            cached: from 32 of its tokens on disk; else from all of them, which it computes again.
             hidden: each layer learns what the same layer of the teacher gives out, too. Not with `cached`.
         """
         recipe = self._recipe(name, model, taught)
