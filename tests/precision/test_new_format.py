@@ -23,6 +23,7 @@ from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.gemms import LinearGemm, matmuls_of
 from tilewright.planner.model.operands import OperandBytes
+from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.float8.experts import ExpertRunner
@@ -223,7 +224,7 @@ def test_a_whole_model_trains_in_it(form, num_experts, monkeypatch):
     assert "fp8_tile" not in ran
     if not form.operands.input.is_fp8:
         assert "decoded" in ran[form.name].fallback
-    planned = {str(matmul.gemms) for matmul in matmuls_of(model, policy)}
+    planned = {str(matmul.gemms) for matmul in matmuls_of(model, decide_all(model, policy))}
     assert any(form.name in name for name in planned)
 
 

@@ -93,13 +93,6 @@ def explain(model: nn.Module, policy: Policy | str) -> Table:
     return decide_all(model, _placed(model, policy)).report.rows
 
 
-def stored_formats(model: nn.Module, policy: Policy | str) -> dict[nn.Parameter, str]:
-    """The format in which `convert` would store each parameter that it decides. Changes nothing; works on the meta
-    device."""
-    plan = decide_all(model, _placed(model, policy))
-    return {parameter: decision.storage for site, decision in plan.sites for parameter in site.parameters()}
-
-
 def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
     """Switch a converted model to another policy. The optimizer and its states are not touched.
 

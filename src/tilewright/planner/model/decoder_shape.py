@@ -66,7 +66,8 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     copies = not narrow or recipe.parallel.dp_shard <= 1
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled, copies)
-    of_rest = [gemm for gemm in matmuls_of(skeleton.model, policy) if ".layers." not in f".{gemm.fqn}"]
+    every = matmuls_of(skeleton.model, skeleton.decided(policy))
+    of_rest = [gemm for gemm in every if ".layers." not in f".{gemm.fqn}"]
     of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
     angles = Line(0, seq_len * FP32 * config.rope_dim)  # cosines and sines of half of it, which all layers read
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
@@ -147,7 +148,7 @@ class _Decoder:
         index, moe = indices[0], bool(self.skeleton.layers[place].is_moe)
         share_of_tokens = self.chosen / config.num_experts if config.num_experts else 1.0
         prefix = f"{self.skeleton.names[place]}."
-        every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
+        every = matmuls_of(self.skeleton.model, self.skeleton.decided(policy), share_of_tokens)
         matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
         storage = storage_in(
             policy,

@@ -11,12 +11,11 @@ from torch import nn
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.precision.convert import explain
+from tilewright.precision.assign.decide import ConversionPlan
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
 from tilewright.precision.float8.gemm.weight_store import store_bytes
 from tilewright.precision.policy.gemm_formats import GemmFormat, Gemms
-from tilewright.precision.policy.policy import Policy
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,16 +51,18 @@ class LinearGemm:
         return store_bytes((self.num_out, self.num_in), self.gemms.operands.weight)
 
 
-def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
-    """Linear layers and the router, in the model's order, with the formats that the policy gives them.
+def matmuls_of(
+    model: nn.Module, decided: ConversionPlan, shares: Mapping[str, float] | float = 1.0
+) -> tuple[LinearGemm, ...]:
+    """Linear layers and the router, in the model's order, with their formats.
 
     Args:
         model: on the meta device.
-        policy: in one mode.
+        decided: the formats of its parts in one mode.
         shares: of a row's tokens that pass a layer, by name, those without a name left out; one number for all, of
             which the experts of our decoder get those that the router sends them.
     """
-    rows = {row.fqn: row for row in explain(model, policy)}
+    rows = {row.fqn: row for row in decided.report.rows}
     found = []
     for fqn, module in model.named_modules():
         weight = getattr(module, "weight", None)

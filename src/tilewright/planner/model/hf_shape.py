@@ -141,7 +141,7 @@ class _Found:
             weight = getattr(linears.get(name), "weight", None) if name else None
             if weight is not None and weight.dim() == 2:
                 shares[name] = flops / (2 * seq_len * weight.numel())
-        self.matmuls = matmuls_of(skeleton.model, policy, shares)
+        self.matmuls = matmuls_of(skeleton.model, skeleton.decided(policy), shares)
 
     def through(self, name: str) -> Line:
         """A number of the whole trace."""

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,9 +20,8 @@ from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.parallel.inside.tensor.foreign import cut_shapes
 from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.decide import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights
-from tilewright.precision.convert import stored_formats
 from tilewright.precision.lora.lora import add_lora, matching
 from tilewright.precision.policy.policy import Policy
 
@@ -41,6 +40,13 @@ class Skeleton:
     """Name of the module before the layers; empty where the model names none."""
     config: DecoderConfig | None
     """The whole decoder's; None for a Hugging Face model."""
+    _decided: dict[Policy, ConversionPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    def decided(self, policy: Policy) -> ConversionPlan:
+        """Formats of the model's parts under a policy that names its device: decided once, for the model stays."""
+        if policy not in self._decided:
+            self._decided[policy] = decide_all(self.model, policy)
+        return self._decided[policy]
 
     @property
     def serves_all(self) -> bool:
@@ -67,7 +73,7 @@ class Skeleton:
         """Linear layers whose weights ranks would gather in 16 bits; see `precision.assign.gathered`."""
         if not getattr(self.model, "uses_every_parameter", False):
             return ()
-        found = narrow_weights(decide_all(self.model, policy).sites, kernels.machine.device, kernels)
+        found = narrow_weights(self.decided(policy).sites, kernels.machine.device, kernels)
         inside = {module for layer in self.layers for module in layer.modules()}
         return found.keys() & inside
 
@@ -75,7 +81,7 @@ class Skeleton:
         """Those whose weights ranks send as codes; see `parallel.communicate.coded`."""
         if parallel.param_gather != "fp8":
             return ()
-        return coded_weights(decide_all(self.model, policy).sites, power_of_two=policy.power_of_two)
+        return coded_weights(self.decided(policy).sites, power_of_two=policy.power_of_two)
 
     def weights(
         self,
@@ -88,7 +94,7 @@ class Skeleton:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
         where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold other
         experts, `tp`: other parts of matrices."""
-        storage, seen = stored_formats(self.model, policy), set[int]()
+        storage, seen = self.decided(policy).storage(), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)

@@ -249,7 +249,7 @@ class Weights:
 
         Args:
             modules: every level of the tree among them.
-            storage: format by parameter, from `convert.stored_formats`; FP32 for all others.
+            storage: format by parameter, from `ConversionPlan.storage`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).

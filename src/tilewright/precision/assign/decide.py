@@ -43,6 +43,10 @@ class ConversionPlan:
     switch: str
     """Setting of torch's process-wide switches for FP32 matmuls on CUDA, fp32 or tf32; empty: left alone."""
 
+    def storage(self) -> dict[nn.Parameter, str]:
+        """The format in which each parameter is stored that is decided."""
+        return {parameter: decision.storage for site, decision in self.sites for parameter in site.parameters()}
+
 
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     """Precision of every part of a model under a policy that names its device. Changes nothing; works on meta."""
