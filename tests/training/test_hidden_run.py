@@ -130,6 +130,8 @@ def test_a_student_of_transformers_learns_them(foreign, teacher, data, tmp_path)
     one = train(tiny(data, tmp_path, run__name="one", **options | more)).run_dir
     two = train(tiny(data, tmp_path, run__name="two", memory__executor="layer_major", **options | more)).run_dir
     assert told(one)[-1] < told(one)[0]
+    for name in ("hidden", "distillation", "cross_entropy"):
+        assert told(two, name) == pytest.approx(told(one, name), rel=1e-6)
     (tensors, _), (expected, _) = last_state(two), last_state(one)
     assert expected[f"model.{NAME}.projections.1"].shape == (48, 32)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.optim.test_citizen import assert_in_words
-from tilewright.compress.budget.record import FILE, read_record, write_record
+from tilewright.compress.budget.record import FILE, read_record, record_of, write_record
 from tilewright.core.errors import ConfigError
 
 
@@ -31,3 +31,12 @@ def test_a_run_folder_without_the_record_is_refused(run, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_record(tmp_path)
     assert_in_words(caught.value, f"{run} in", "new folder")
+
+
+def test_settings_that_differ_are_named(tmp_path):
+    """Not only that some do."""
+    write_record(tmp_path, {"run": "a", "settings": {"budget": 0.01, "steps": 5, "goal": "bytes"}})
+    asked = {"run": "a", "settings": {"budget": 0.02, "steps": 5, "goal": "latency"}}
+    with pytest.raises(ConfigError) as caught:
+        record_of(tmp_path, FILE, asked, what="stages of another compression", need="the same settings")
+    assert_in_words(caught.value, "with another budget and another goal", "new folder")

@@ -87,7 +87,7 @@ def record_of(
     before = read_record(folder, name, stages)
     if before is None:
         return None
-    differing = [key for key, value in asked.items() if before.get(key) != value]
+    differing = [_differing(key, before.get(key), value) for key, value in asked.items() if before.get(key) != value]
     if differing:
         raise ConfigError(
             f"Folder holds {what}",
@@ -97,6 +97,13 @@ def record_of(
             where="--out",
         )
     return before
+
+
+def _differing(name: str, before: Any, now: Any) -> str:
+    """An entry that differs; of several settings, these."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return name
+    return " and another ".join(key for key in now | before if before.get(key) != now.get(key))
 
 
 def _recipe_hash(recipe: Recipe) -> str:

@@ -155,6 +155,12 @@ def add_weighed(sums: dict[str, Tensor], values: Mapping[str, Tensor], targets: 
         sums[name] = sums.get(name, wide) + (value.to(wide.dtype) * targets if targets else wide)
 
 
+def add_each_weighed(sums: dict[str, Tensor], values: Sequence[Mapping[str, Tensor]], targets: Sequence[int]) -> None:
+    """Add what a model told of the first micro-batches, all of them unless a step ended early."""
+    for told, number in zip(values, targets, strict=False):
+        add_weighed(sums, told, number)
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which losses are added up."""
     return torch.float64 if device.type == "cpu" else torch.float32

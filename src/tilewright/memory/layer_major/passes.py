@@ -69,6 +69,8 @@ class LayerMajor:
         """Places of the layer groups whose graphs live from forward to the first backward. Set between steps."""
         self.each: list[Tensor | None] = []
         """`LossOutput.each` of each micro-batch, from the last backward pass."""
+        self.told: list[Mapping[str, Tensor]] = []
+        """`LossOutput.aux` of the same: what the loss tells beside itself."""
         self.retry = retry
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -86,7 +88,7 @@ class LayerMajor:
             batches: micro-batches on the device.
         """
         self._batches, self._contexts, self._counted = batches, [], [[] for _ in batches]
-        self.each = []
+        self.each, self.told = [], []
         with self._phase("forward"):
             xs = self._forward_prologue()
             for place, part in enumerate(self.layer_groups.groups):
@@ -132,7 +134,7 @@ class LayerMajor:
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
     def aux_metrics(self) -> list[dict[str, Tensor]]:
-        """Outputs of the model in addition to its loss, by micro-batch. Once a forward pass."""
+        """Counts of the layers, by micro-batch. Once a forward pass."""
         return [self.view.aux_metrics(counted) for counted in self._counted]
 
     # ---- backward ----
@@ -179,16 +181,17 @@ class LayerMajor:
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
         grads: list[Tensor | None] = []
-        self.each = []
+        self.each, self.told = [], []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                loss_one, grad, each = self.retry(
+                loss_one, grad, each, told = self.retry(
                     _Piece(self._epilogue_piece, wanted, micro, factor), self.free_saved_graphs
                 )
                 self._drop(place, micro, last)
                 loss_sum += loss_one
                 grads.append(grad)
                 self.each.append(each)
+                self.told.append(told)
             loss = float(loss_sum)
             if after_loss is not None:
                 after_loss(loss)
@@ -197,12 +200,12 @@ class LayerMajor:
 
     def _epilogue_piece(
         self, wanted: list[Tensor], micro: int, factor: float
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """One micro-batch's loss, its gradient at the last layer's output, and the loss of each target."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Mapping[str, Tensor]]:
+        """One micro-batch's loss, its gradient at the last layer's output, the loss of each target, and the rest."""
         x = self.inputs.get(len(self.layer_groups.groups), micro).requires_grad_()
         out = self._run_epilogue(micro, x)
         (out.loss_sum * factor).backward(inputs=[x, *wanted])
-        return out.loss_sum.detach(), x.grad, out.each
+        return out.loss_sum.detach(), x.grad, out.each, out.aux
 
     def _run_epilogue(self, micro: int, x: Tensor) -> LossOutput:
         key, batch, context = ("epilogue", micro), self._batches[micro], self._contexts[micro]

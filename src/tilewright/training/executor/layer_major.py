@@ -29,7 +29,7 @@ from torch import Tensor
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.data.batches.microbatches import (
     Batch,
-    add_weighed,
+    add_each_weighed,
     count_over,
     count_targets,
     mean_over,
@@ -204,6 +204,7 @@ class LayerMajorExecutor:
         if self.rollback_buffer is not None:
             self.rollback_buffer.commit()
         self.run.offloader.flush()
+        add_each_weighed(attempt.aux, self.run.told, attempt.targets)
         data = self._data if attempt.skipped is None else None  # one that is left out may have had nothing to tell
         aux = mean_over(data, attempt.aux, sum(attempt.targets), self.device)
         seconds, ran = time.perf_counter() - started, time.thread_time() - ran
@@ -342,8 +343,7 @@ class LayerMajorExecutor:
 
     def _forward(self, batches: Sequence[Batch], attempt: _Attempt) -> bool:
         finite = self.run.forward(batches)
-        for targets, told in zip(attempt.targets, self.run.aux_metrics(), strict=True):
-            add_weighed(attempt.aux, told, targets)
+        add_each_weighed(attempt.aux, self.run.aux_metrics(), attempt.targets)
         return not any_of(self._everyone, not finite, self.device)
 
     def _sum(self, value: float) -> float:
