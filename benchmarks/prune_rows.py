@@ -1,7 +1,7 @@
 """Rows of docs/benchmarks.md on pruning, distillation and whole compressions. See `benchmarks.claims`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.claim_rows import Result, Row, read, read_all
@@ -39,6 +39,7 @@ def rows() -> Iterator[Row]:
             "prune_recovery_run", "FFN channels and heads -25 % of the default run recovered", "at most 1.2 %"
         )
     yield from _of("kept_tokens", "a teacher's drawn tokens beside whole distributions", "at most 0.1 %", _kept)
+    yield from _of("kept_tokens_step", "a step from kept tokens beside a plain one", "at most 1.15x", _kept_step)
     yield from _of("prune_predicted", "predicted loss of sets of cuts", "at least 16 of 20", _predicted)
     yield from _of("prune_images", "ResNets with a quarter of their parameters", "at most 0.8 points", _images)
     paths = read_all("compress_path")
@@ -106,6 +107,18 @@ def _kept(result: Result) -> Iterator[Row]:
     rises = _percent([found["recovered"]["rise"] for found in by_seed.values()])
     metric = "loss of ffn and heads -50 % recovered from 32 drawn tokens of the teacher, over all its tokens"
     yield Row("kept_tokens live", metric, "at most 0.1 %", seeds(rises, None, at_most=0.1), result)
+
+
+def _kept_step(result: Result) -> Iterator[Row]:
+    ratios = result.results["ratios"]
+    for key, how, most in (("kept", "32 kept tokens of a teacher", 1.15), ("live", "a live teacher of its size", None)):
+        middle = median(ratios[key])
+        text = f"{middle:.2f}x ({min(ratios[key]):.2f}x to {max(ratios[key]):.2f}x, n = {len(ratios[key])})"
+        target = "-" if most is None else f"at most {most:g}x"
+        metric = (
+            f"processor time of a forward and backward pass of the default run that learns from {how}, over a plain one"
+        )
+        yield Row(f"kept_tokens_step {key}", metric, target, once(middle, text, at_most=most), result)
 
 
 def _predicted(result: Result) -> Iterator[Row]:
