@@ -120,12 +120,13 @@ def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:
         CheckpointError: weights that cannot be read, or a model that cannot be had.
         DataError: a tokenizer that cannot be read.
     """
-    given = [text.partition("=")[0] for text in typed if text.startswith(("--model.", "--lora.", "--run.name"))]
+    others = ("--model.", "--lora.", "--run.name", "--data.tokenizer")
+    given = [text.partition("=")[0] for text in typed if text.startswith(others)]
     if given:
         raise ConfigError(
             "Settings would make another model or run",
             got=", ".join(given),
-            need="settings of data, training and distillation: the model is the one that is compressed",
+            need="settings of data, training and distillation: model and tokenizer are those that are compressed",
             try_="tilewright compress without them",
             where=name,
         )

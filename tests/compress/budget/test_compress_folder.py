@@ -79,6 +79,7 @@ def test_a_folder_is_measured_and_cut_plans_are_shown(text, tmp_path, capsys):
         ("nothing-here", [], "No such run and no such model"),
         ("nothing-here", ["--model.dim=64"], "another model"),
         ("nothing-here", ["--lora.rank", "8"], "another model"),
+        ("nothing-here", ["--data.tokenizer", "tokenizer.json"], "another model"),
     ],
 )
 def test_bad_names_and_settings(name, typed, match):

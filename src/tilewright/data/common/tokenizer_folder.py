@@ -117,7 +117,7 @@ def folder_tokenizer(folder: str) -> str:
     if (path / TOKENIZER).is_file():
         return str(path)
     others = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
-    ways = 'data.tokenizer = the path of the tokenizer that the weights were trained with, or model.weights = "random"'
+    ways = f'a copy of that file in {path}; in a recipe also data.tokenizer = its path, or model.weights = "random"'
     if others:
         load = f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
         ways = f'python -c "from transformers import AutoTokenizer; {load}"\nor {ways}'
