@@ -1,6 +1,7 @@
 """Experts move at a checkpoint to where their rows are balanced; the run is the one in which they stay, bit for bit."""
 
 import itertools
+import math
 import signal
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tilewright.parallel.inside.experts.placement import balanced, fullest, wort
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks import expert_hook
 from tilewright.training.hooks.base import AfterStep
+from tilewright.training.planning import pace
 from tilewright.training.session import train
 
 RUN = MIXED | {
@@ -74,7 +76,7 @@ def test_experts_of_other_models_stay(setting):
 
 def runs(rank, data, folder, mesh, placed):
     """A run whose experts move, one whose experts stay, and perhaps one that begins where the first one ends up."""
-    ceilings.measure = fixed_ceilings  # this process is the test's own
+    ceilings.measure, pace.WORTH_S = fixed_ceilings, math.inf  # this process is the test's own
     expert_hook.SETTLED, placement.LEAST = 3, 1e-9
 
     def run(name, **changes):

@@ -1,5 +1,6 @@
 """Layers move from a slow rank to a fast one at a checkpoint, and the run is the one that is resumed by hand so."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.training.test_pipeline_run import RUN
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks.base import AfterStep, StepHook
+from tilewright.training.planning import pace
 from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist
@@ -35,7 +37,7 @@ class Slow(StepHook):
 
 def runs(rank, data, folder):
     """A run that moves its layers, and one that is stopped before and goes on by hand with what the first one chose."""
-    ceilings.measure = fixed_ceilings  # this process is the test's own
+    ceilings.measure, pace.WORTH_S = fixed_ceilings, math.inf  # this process is the test's own
 
     def run(name, until, **changes):
         loaded = tiny(Path(data), Path(folder), **RUN | STEPS | {"run__name": name} | changes)

@@ -12,7 +12,8 @@ from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.core.config.load import load_recipe
 from tilewright.training.session import train
 
-LONG = {"train__steps": 100_000, "checkpoint__interval": 0, "checkpoint__interval_minutes": 0}
+# Longer than a test needs it, and so short that no rates are measured again for its end (`pace.WORTH_S`).
+LONG = {"train__steps": 600, "checkpoint__interval": 0, "checkpoint__interval_minutes": 0}
 
 
 def kinds(run) -> list[str]:
