@@ -1,5 +1,6 @@
 """Filters of the user: what they drop and why, what their fingerprints are of, and what is said of wrong ones."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from tilewright.cli.app import run
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.records import Record
 from tilewright.data.engine.config import DataBuild, FiltersSection, load_data_toml
+from tilewright.data.engine.context import Context
 from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.executors.on_ray import _paths
 from tilewright.data.engine.tables import RECORDS, TableWriter, record_row, rows
 from tilewright.data.stages.kept import KEPT
-from tilewright.data.stages.text.own import apply_own, own_filters
+from tilewright.data.stages.text.own import apply_own, made, own_filters
 
 FILTER = """
 from dataclasses import dataclass
@@ -97,6 +100,84 @@ def test_each_record_is_judged_once_and_the_others_stay(tmp_path_factory, texts,
     assert rejects == gone
     assert (counts["records"], counts["rejects"]) == (len(kept), len(gone))
     assert counts["failed"] == sum(rule.endswith("failed") for rule, _ in gone.values())
+
+
+def judged(folder: Path, filters) -> list[tuple[str, str]]:
+    """(rule, value) of what the filters drop of two records."""
+    for name in ("records", "kept", "out"):
+        (folder / name).mkdir(exist_ok=True)
+    with (
+        TableWriter(folder / "records" / "records.parquet", RECORDS) as records,
+        TableWriter(folder / "kept" / "kept.parquet", KEPT) as kept,
+    ):
+        for number, text in enumerate(("river stone", "anna")):
+            records.append(record_row(Record(str(number), "text", "d", text, path=f"{number}.txt")))
+            kept.append({"row": number, "digest": bytes(16), "bytes": len(text), "language": ""})
+    where = {"records": folder / "records", "kept": folder / "kept", "filters": filters}
+    apply_own(0, SimpleNamespace(), folder / "out", **where)
+    return [(row["rule"], row["value"]) for row in rows(folder / "out" / "rejects.parquet")]
+
+
+@pytest.mark.parametrize("kind", ["file", "module"])
+def test_filters_of_one_module_share_its_classes(tmp_path, monkeypatch, kind):
+    """A class that names itself or another class of its module finds the one that its object is of."""
+    name = f"shared_{kind}_{tmp_path.name}".replace("-", "_")
+    text = FILTER.replace("        words =", "        assert isinstance(self, Words)\n        words =", 1)
+    path = tmp_path / f"{name}.py"
+    path.write_text(text + "\n\nclass Few(Words):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = str(path) if kind == "file" else name
+    use = {"one": f"{module}:Words", "two": f"{module}:Few", "three": f"{module}:Words"}
+    given = {"one": {"least": 0}, "two": {"least": 0}, "three": {"least": 2}}
+    filters = own_filters(FiltersSection.model_validate({"use": use, "settings": given}))
+    assert judged(tmp_path, filters) == [("three: least", "1")]
+    kinds = [type(made(one)) for one in filters]
+    assert kinds[0] is kinds[2]
+    assert issubclass(kinds[1], kinds[0])
+
+
+def test_a_file_that_changes_while_units_are_made_is_an_error(tmp_path):
+    """The unit would be kept under the digest of another content."""
+    names = tmp_path / "names.txt"
+    names.write_text("otto")
+    filters = own_filters(section(write_filter(tmp_path), 0, names=str(names)))
+    assert judged(tmp_path, filters) == []
+    names.write_text("anna")
+    with pytest.raises(DataError, match="File of a filter changed"):
+        judged(tmp_path, filters)
+    assert judged(tmp_path, own_filters(section(tmp_path / "words.py", 0, names=str(names)))) == [
+        ("words: names", "anna")
+    ]
+
+
+def test_an_error_of_the_machine_drops_no_record(tmp_path):
+    raised = f"raise OSError({errno.ENOSPC}, 'No space left on device')"
+    filters = own_filters(section(write_filter(tmp_path, FILTER.replace("words = record.text.split()", raised)), 0))
+    with pytest.raises(OSError, match="No space left"):
+        judged(tmp_path, filters)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [True, False], [1, 2.5], ["a"], [1, "a"], []])
+def test_a_list_reaches_the_constructor_as_it_is_written(tmp_path, values):
+    given = section(write_filter(tmp_path), 0).model_dump(mode="json")
+    given["settings"]["words"]["names"] = values
+    (one,) = own_filters(FiltersSection.model_validate(given))
+    found = vars(made(one))["names"]
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
+
+
+def test_an_error_of_the_package_around_a_module_names_the_filter(tmp_path, monkeypatch):
+    package = f"broken_{tmp_path.name}".replace("-", "_")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        own_filters(FiltersSection(use={"words": f"{package}.words:Words"}))
+
+
+def test_nodes_are_asked_for_the_files_of_filters(corpus, tmp_path):
+    found = _paths(Context(config(corpus), tmp_path))
+    assert {str(corpus / "words.py"), str(corpus / "names.txt")} <= set(found)
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +307,12 @@ def test_files_and_classes_are_beside_the_toml(tmp_path, caplog):
     with pytest.raises(ConfigError, match="Filter has no class") as caught:
         load_data_toml(toml)
     assert "Arguments of no filter" in str(caught.value)
+    toml.write_text(
+        '[filters]\nuse = { one = "words.py:Words" }\n[filters.files.one]\nnames = "names.txt"\n'
+        '[filters.settings.one]\nnames = "anna"\n'
+    )
+    with pytest.raises(ConfigError, match="given twice"):
+        load_data_toml(toml)
     missing = section(write_filter(tmp_path), 3, names=str(tmp_path / "none.txt"))
     with pytest.raises(DataError, match="File of a filter does not exist"):
         own_filters(missing)

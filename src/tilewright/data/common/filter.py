@@ -56,4 +56,5 @@ class RecordFilter(ABC):
         """The reason to drop a record, or None: it stays.
 
         An error that this raises drops the record, too: it is counted, and listed with the error as its reason.
+        Errors of the machine, such as a full disk, end the build.
         """

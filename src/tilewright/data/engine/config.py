@@ -152,7 +152,8 @@ class RulesSection(Section):
     """Most curly brackets (C4: 0, which drops code)."""
 
 
-FilterValue = bool | int | float | str | tuple[str, ...] | tuple[float, ...]
+FilterScalar = bool | int | float | str
+FilterValue = FilterScalar | tuple[FilterScalar, ...]
 
 
 class FiltersSection(Section):
@@ -363,6 +364,10 @@ def _wrong_filters(filters: FiltersSection) -> Iterator[tuple[str, Problem]]:
         for name in sorted(set(getattr(filters, setting)) - set(filters.use)):
             need = "some of: " + ", ".join(filters.use)
             yield f"filters.{setting}", Problem("Arguments of no filter", f"filters.{setting}.{name}", need, "")
+    for name, files in filters.files.items():
+        for key in sorted(set(files) & set(filters.settings.get(name, {}))):
+            got = f"{key} in filters.settings.{name} and in filters.files.{name}"
+            yield "filters.files", Problem("Argument of a filter is given twice", got, "one of both", "")
 
 
 def _absolute(build: DataBuild, folder: Path) -> DataBuild:

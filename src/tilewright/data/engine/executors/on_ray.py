@@ -188,11 +188,12 @@ class RayPool(Executor):
 
 
 def _paths(context: Context) -> list[str]:
-    """A file of each domain, and what scores and tokens are learned from."""
+    """A file of each domain, filters with their files, and what scores and tokens are learned from."""
     build = context.build
     files = {items[0].domain: items[0].path for items in context.listing.shards if items[0].path}
     learned = scores.paths(build.quality, build.noise, build.sample).values()
     own = [path for of_filter in build.filters.files.values() for path in of_filter.values()]
+    own += [use.rpartition(":")[0] for use in build.filters.use.values() if ".py:" in use]
     return [*files.values(), *learned, *own, *filter(None, [build.tokenizer.path])]
 
 

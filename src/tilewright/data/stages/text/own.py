@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tilewright.core.errors import ConfigError, DataError
+from tilewright.core.errors import ConfigError, DataError, is_of_machine
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.filter import DropReason, RecordFilter
 from tilewright.data.engine.config import FiltersSection
@@ -114,8 +114,8 @@ def _source_of(name: str, use: str) -> Path:
         return Path(module)
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise _cannot_import(name, use, str(error)) from error
+    except Exception as error:  # it imports the packages around the module, which are programs, too
+        raise _cannot_import(name, use, f"{type(error).__name__}: {error}") from error
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise _cannot_import(name, use, f"no module {module} with a file of its own")
     return Path(spec.origin)
@@ -135,7 +135,8 @@ def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
         )
     module, _, attribute = use.rpartition(":")
     try:
-        found = getattr(_loaded_file(path, digest) if module.endswith(".py") else _imported(module), attribute)
+        loaded = _loaded_file(path, digest) if module.endswith(".py") else _imported(module, digest)
+        found = getattr(loaded, attribute)
     except Exception as error:
         raise _cannot_import(name, use, f"{type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, RecordFilter)):
@@ -145,6 +146,7 @@ def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
     return found
 
 
+@lru_cache(maxsize=64)
 def _loaded_file(path: Path, digest: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
     assert spec is not None
@@ -159,8 +161,9 @@ def _loaded_file(path: Path, digest: str) -> ModuleType:
     return module
 
 
-def _imported(module: str) -> ModuleType:
-    """The module as its file is now."""
+@lru_cache(maxsize=64)
+def _imported(module: str, digest: str) -> ModuleType:
+    """The module, of a text with this digest: once, since a class of it is another one after each reload."""
     return importlib.reload(sys.modules[module]) if module in sys.modules else importlib.import_module(module)
 
 
@@ -215,7 +218,23 @@ def apply_own(
                 rejects.append(reject_of(row, FILTERS.name, reason))
             side = next(sides, None)
         counts = {"records": staying.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
+    _check_files(filters)
     return counts | {"failed": failed}
+
+
+def _check_files(filters: Sequence[OwnFilter]) -> None:
+    """Raise an error where a file has other content than when the build began. After the records: a filter may read
+    its files at any of them, and the unit is kept under the digests of the beginning."""
+    for one in filters:
+        for key, path, digest in one.files:
+            if not Path(path).is_file() or file_digest(Path(path)) != digest:
+                raise DataError(
+                    "File of a filter changed while the build ran",
+                    where=f"filters.files.{one.name}.{key}",
+                    got=f"another content of {path} than when the build began",
+                    need="the same content for all units",
+                    try_="the same command again: finished units stay",
+                )
 
 
 def _first_reason(row: Mapping[str, Any], judges: Sequence[tuple[str, RecordFilter]]) -> DropReason | None:
@@ -225,7 +244,9 @@ def _first_reason(row: Mapping[str, Any], judges: Sequence[tuple[str, RecordFilt
             continue
         try:
             reason = judge.judge(record)
-        except Exception as error:  # noqa: BLE001  a filter is a user's program, and raises whatever a program can
+        except Exception as error:  # a filter is a user's program, and raises whatever a program can
+            if is_of_machine(error):  # which says nothing of the record, and is another one in the next run
+                raise
             return DropReason(f"{name}: {FAILED}", f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
         if reason is None:
             continue
