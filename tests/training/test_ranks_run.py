@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.cli.tuned import SHAPE
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
@@ -231,6 +233,26 @@ def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, tau
         assert loss_now == pytest.approx(now["loss"], rel=1e-6)  # five rows: one rank has an empty micro-batch
     assert found[0][1] == pytest.approx(loss, rel=2e-5)
     assert found[0][2] == pytest.approx(evals, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["shards", "copies"])
+def test_layers_of_transformers_learn_on_ranks_as_in_one_process(mesh, data, teacher, tmp_path):
+    """Hidden values of the same teacher."""
+    folder = tmp_path / "qwen3"
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 300})).save_pretrained(folder)
+    shutil.copy(teacher / "tokenizer.json", folder)
+    world, sizes = MESHES[mesh]
+    changes = EVALS | TAUGHT | {"distill__teacher": str(teacher), "train__steps": 3}
+    changes |= {"model__kind": "hf", "model__path": str(folder), "model__weights": "load"}
+    on(1, data, tmp_path / "one", **changes)
+    on_ranks(world, run, str(data), str(tmp_path / "many"), {"parallel__dp_replicate": 1} | changes | sizes)
+    one, many = (
+        [row for row in rows(tmp_path / name / "tiny" / "metrics.jsonl") if "loss" in row] for name in ("one", "many")
+    )
+    for before, now in zip(one, many, strict=True):
+        for name in ("loss", "cross_entropy", "distillation", "hidden"):
+            assert now[name] == pytest.approx(before[name], rel=5e-5), name
 
 
 @pytest.mark.parametrize(
