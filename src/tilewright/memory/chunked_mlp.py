@@ -80,6 +80,11 @@ def chunk_layers(
     return _cut([part for part in parts if part[2] > 1], note, compile)
 
 
+def is_chunked(module: nn.Module) -> bool:
+    """True if a module is one of those that `chunk_mlps` found."""
+    return isinstance(module, _Chunked)
+
+
 def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None], compile: bool) -> list[str]:
     """Cut what is in these (prefix of names, module, chunks); the names."""
     found: list[str] = []

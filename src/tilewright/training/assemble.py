@@ -343,9 +343,9 @@ def build(
         sync = GradientSync.attached(world, recipe.parallel, setup.kernels, model)
         layers = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
         # 4. Compiled as it is now; nothing is traced before the first step.
+        cut_layers(model, layers, compile=setup.compiles and world.sizes.tp == 1)
         if setup.compiles:
             compile_layers(model, world, waits=setup.waits)
-        cut_layers(model, layers, compile=setup.compiles)
         # 5. The optimizer, over parameters that stay the same objects from here on.
         optim = recipe.optim
         optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed, numbers)

@@ -118,10 +118,10 @@ def cut(case: Case, world: World) -> Decoder:
         prepared(model, case)
     section = ParallelSection(reshard_after_forward=case.reshard, sequence_parallel=case.slices)
     parallelize(model, world, section, device=torch.device("cpu"), values=values)
-    if case.compiled:
-        compile_layers(model, world)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)
+    if case.compiled:
+        compile_layers(model, world)
     return model
 
 

@@ -19,6 +19,7 @@ matrices there and back, which add up as draws do; in 8 bits 22 dB, as ranks bes
 def test_gradients_are_those_of_one_process():
     cases = [Case(2, compiled=True), Case(2, compiled=True, slices=False, settings=FULL)]
     cases += [Case(2, compiled=True, kind=kind) for kind in ("moe", "mla_q")]
+    cases += [Case(2, compiled=True, chunks=2, settings=settings) for settings in ({}, FULL)]
     check(cases, on_ranks(2, compare, cases, seconds=280))
 
 

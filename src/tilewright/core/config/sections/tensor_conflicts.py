@@ -27,9 +27,9 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
         "precision.rules", "Weights that are trained for integers", "floating-point formats", "--precision.rules []",
     ),
     (
-        lambda r: r.train.compile == "on" and (r.model.kind == "hf" or r.memory.mlp_chunks > 1),
-        "train.compile", "Compiled layers of a Hugging Face model, or with MLPs in chunks",
-        "layers as they are, or tilewright's decoder with whole MLPs", "--train.compile off",
+        lambda r: r.train.compile == "on" and r.model.kind == "hf",
+        "train.compile", "Compiled layers of a Hugging Face model",
+        "layers as they are, or tilewright's decoder", "--train.compile off",
     ),
     (
         lambda r: r.ops.cross_entropy == "ref",

@@ -4,8 +4,9 @@
     compile_cut(model)
 
 Exchanges are in hooks of attention and MLPs, and so are the parts of parameters that these compute on; both stay
-outside of the graphs. Uncompiled are latent attention, whose heads exchange what they share inside of it, and attention
-or an MLP that reads codes which travel (`rows.Arrival`), for as long as it does.
+outside of the graphs. Uncompiled are latent attention, whose heads exchange what they share inside of it, MLPs in chunks
+(`memory.chunked_mlp`), which compute again in backward where no hook puts parts in, and attention or an MLP that reads
+codes which travel (`rows.Arrival`), for as long as it does.
 """
 
 import functools
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.formats.tiled import WithCopies
+from tilewright.memory.chunked_mlp import is_chunked
 from tilewright.models.decoder.attention import LatentAttention
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.compile import graph_limit, layer_options
@@ -23,8 +25,11 @@ from tilewright.precision.mixed.derived import Derived, derive
 
 
 def compile_cut(model: Decoder) -> None:
-    """Compile the layers of a model from `hold.cut_tensors`, in place; nothing is traced before they run."""
+    """Compile the layers of a model from `hold.cut_tensors`, its MLPs in chunks by then (`chunk_mlps`), in place; nothing
+    is traced before they run."""
     model.compile_blocks(between_exchanges=_compile_forward)
+    if any(is_chunked(module) for module in model.modules()):
+        model.notes.append("MLPs in chunks are not compiled where matrices are cut.")
     if model.config.attention == "mla":
         model.notes.append(
             "Latent attention is not compiled where matrices are cut: ranks exchange what heads share inside of it."
@@ -32,7 +37,7 @@ def compile_cut(model: Decoder) -> None:
 
 
 def _compile_forward(module: nn.Module) -> None:
-    if not isinstance(module, LatentAttention):
+    if not isinstance(module, LatentAttention) and not is_chunked(module):
         run_on_parts(module, layers=[layer for layer in module.children() if isinstance(layer, nn.Linear)])
         derive(module, _with_compiled_forward)
 
