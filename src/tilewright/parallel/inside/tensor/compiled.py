@@ -4,9 +4,9 @@
     compile_cut(model)
 
 Exchanges are in hooks of attention and MLPs, and so are the parts of parameters that these compute on; both stay
-outside of the graphs. Uncompiled are latent attention, whose heads exchange what they share inside of it, MLPs in chunks
-(`memory.chunked_mlp`), which compute again in backward where no hook puts parts in, and attention or an MLP that reads
-codes which travel (`rows.Arrival`), for as long as it does.
+outside of the graphs. Uncompiled are latent attention, whose heads exchange what they share inside of it, MLPs in
+chunks (`memory.chunked_mlp`), which compute again in backward where no hook puts parts in, and attention or an MLP that
+reads codes which travel (`rows.Arrival`), for as long as it does.
 """
 
 import functools
@@ -25,8 +25,8 @@ from tilewright.precision.mixed.derived import Derived, derive
 
 
 def compile_cut(model: Decoder) -> None:
-    """Compile the layers of a model from `hold.cut_tensors`, its MLPs in chunks by then (`chunk_mlps`), in place; nothing
-    is traced before they run."""
+    """Compile the layers of a model from `hold.cut_tensors`, in place; nothing is traced before they run. MLPs that run
+    in chunks must do so by then (`chunk_mlps`)."""
     model.compile_blocks(between_exchanges=_compile_forward)
     if any(is_chunked(module) for module in model.modules()):
         model.notes.append("MLPs in chunks are not compiled where matrices are cut.")
