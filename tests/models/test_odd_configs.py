@@ -51,7 +51,7 @@ def test_one_odd_value_is_an_error_or_a_shape(name, data, value):
 
 
 @examples(60)
-@given(st.sampled_from(sorted(FOREIGN)), st.data(), st.sampled_from((0, "8", [], {}, 1e999, None)))
+@given(st.sampled_from(sorted(FOREIGN)), st.data(), st.sampled_from((0, -1, -128, "8", [], {}, 1e999, None)))
 def test_one_odd_value_of_another_architecture(name, data, value):
     """What its author's code raises is an error of the folder."""
     raw = FOREIGN[name]

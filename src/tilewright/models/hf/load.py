@@ -37,6 +37,8 @@ AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
 }
 """By task, what of transformers builds and loads a model."""
+_OF_SHAPES = (RuntimeError,)
+"""Errors of torch on sizes below zero. Only where no memory is asked for, whose lack is one, too."""
 
 
 def load_hf(
@@ -67,7 +69,9 @@ def load_hf(
         with _of_config(path, config.model_type):
             net = _load_weights(auto, path, config, dtype)
         return HFModel(net.to(device), task, kernels)
-    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"), _of_config(path, config.model_type):
+    shapes = torch.device(device).type == "meta"
+    more = _OF_SHAPES if shapes else ()
+    with torch.device("meta" if shapes else "cpu"), _of_config(path, config.model_type, *more):
         net = auto.from_config(config, dtype=torch.float32, **_NO_CODE)
     return HFModel(net.to(device), task, kernels)
 
@@ -79,7 +83,7 @@ def hf_shapes(path: Path | str, task: Task) -> nn.Module:
         As `load_hf`.
     """
     auto, config = _task_class(path, task)
-    with real_integers(), _of_config(path, config.model_type):
+    with real_integers(), _of_config(path, config.model_type, *_OF_SHAPES):
         return auto.from_config(config, dtype=torch.float32, **_NO_CODE)
 
 
@@ -94,7 +98,7 @@ def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
     # Some architectures have several models without a task, and transformers cannot always tell which is meant.
     if type(config) not in AutoModel._model_mapping or not isinstance(AutoModel._model_mapping[type(config)], type):
         return None
-    with real_integers(), _of_config(path, config.model_type):
+    with real_integers(), _of_config(path, config.model_type, *_OF_SHAPES):
         return AutoModel.from_config(config, dtype=torch.float32, **_NO_CODE)
 
 
@@ -186,7 +190,11 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     with _of_config(path, model_type, OSError, StrictDataclassError):
-        return transformers.AutoConfig.from_pretrained(str(path), **_LOCAL)
+        config = transformers.AutoConfig.from_pretrained(str(path), **_LOCAL)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if isinstance(layers, int) and layers < 1:
+            raise ValueError(f"num_hidden_layers = {layers}, where there is at least one")
+        return config
 
 
 @contextmanager
