@@ -154,6 +154,13 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     return result
 
 
+def _module(path: Path) -> str:
+    """The name of a program of this folder, as `python -m` takes it."""
+    inside = path.resolve().with_suffix("")
+    inside = inside.relative_to(RESULTS.parent) if inside.is_relative_to(RESULTS.parent) else Path(path.stem)
+    return ".".join(("benchmarks", *inside.parts))
+
+
 def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequence[str] | None = None) -> Path:
     """Write `results/<name>.json` (under $OUT where that is set) and say where it is.
 
@@ -165,9 +172,7 @@ def write_result(name: str, claim: str, results: dict[str, Any], arguments: Sequ
     record = {
         "claim": claim,
         "command": "python -m "
-        + " ".join(
-            ["benchmarks." + Path(sys.argv[0]).stem, *map(_anywhere, sys.argv[1:] if arguments is None else arguments)]
-        ),
+        + " ".join([_module(Path(sys.argv[0])), *map(_anywhere, sys.argv[1:] if arguments is None else arguments)]),
         "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
         "machine": machine_facts(),

@@ -7,7 +7,7 @@ Each part is a process of its own that stops by itself when its time is over, is
 `<part>.json` (under $OUT, else benchmarks/results/gpu) before the next begins: its exit code, seconds, the end of what
 it printed, and the results it had written by then, also where it was cut short. Where all is cut short, what the last
 part had written is in the folder `under_way`. Parts that are there already are passed over. At the end each number
-stands beside its target: `benchmarks.gpu_targets`.
+stands beside its target: `benchmarks.rows.gpu_targets`.
 
 python -m benchmarks.gpu [--call N] [--only PART ...] [--again] [--tiny] [--list] [--minutes 9.2]
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import RESULTS, current_commit, machine_facts
-from benchmarks.gpu_targets import TARGETS, table
+from benchmarks.rows.gpu_targets import TARGETS, table
 
 TAIL_CHARACTERS = 6000
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HYPOTHESIS_PROFILE": "fuzz", "GPU_TESTS_ON": "cpu"}
@@ -89,30 +89,30 @@ def _tests(limit_s: int, name: str, *arguments: str) -> Part:
 
 STEP = ("--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise")
 HF_LAYERS = ("--only", "trainer", "tilewright_hf_eager", "tilewright_hf")
-GENERATE = ("-m", "benchmarks.generate", "--device", "auto", "--transformers", "--turns", "2", "--tokens")
-LOSS = ("-m", "benchmarks.loss_gpu", "--minutes", "{minutes}")
-PLANS = ("-m", "benchmarks.plan_measured", "--rounds")
+GENERATE = ("-m", "benchmarks.serving.generate", "--device", "auto", "--transformers", "--turns", "2", "--tokens")
+LOSS = ("-m", "benchmarks.card.loss_gpu", "--minutes", "{minutes}")
+PLANS = ("-m", "benchmarks.plans.plan_measured", "--rounds")
 PARTS = (
-    _part(40, "warm", "warm_gpu"),
-    _part(80, "fp8_gemm", "fp8_gpu", "gemm"),
-    _part(170, "fp8_step", "step_gpu", *STEP),
-    _part(35, "attention", "attention_gpu"),
+    _part(40, "warm", "card.warm_gpu"),
+    _part(80, "fp8_gemm", "card.fp8_gpu", "gemm"),
+    _part(170, "fp8_step", "card.step_gpu", *STEP),
+    _part(35, "attention", "card.attention_gpu"),
     _tests(110, "tests_fp8", "tests/gpu/test_fp8_cuda.py"),
-    _part(30, "fp8_quantize", "fp8_gpu", "quantize"),
+    _part(30, "fp8_quantize", "card.fp8_gpu", "quantize"),
     _tests(80, "tests_rest", "tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"),
-    _part(215, "largest", "memory_gpu", "largest", "--steps", "40"),
-    _part(110, "offload", "memory_gpu", "offload", "--steps", "3"),
-    _part(70, "hf_layers", "throughput", *HF_LAYERS, "--rounds", "6", "--wide", tiny=("--rounds", "2")),
-    _part(60, "lora", "lora_gpu"),
-    _part(80, "offload_24gib", "memory_gpu", "offload", "--steps", "3", "--device-gib", "24"),
-    Part("loss", LOSS, 180, ("-m", "benchmarks.loss_gpu", "--tiny"), least_s=110),
+    _part(215, "largest", "card.memory_gpu", "largest", "--steps", "40"),
+    _part(110, "offload", "card.memory_gpu", "offload", "--steps", "3"),
+    _part(70, "hf_layers", "runs.throughput", *HF_LAYERS, "--rounds", "6", "--wide", tiny=("--rounds", "2")),
+    _part(60, "lora", "card.lora_gpu"),
+    _part(80, "offload_24gib", "card.memory_gpu", "offload", "--steps", "3", "--device-gib", "24"),
+    Part("loss", LOSS, 180, ("-m", "benchmarks.card.loss_gpu", "--tiny"), least_s=110),
     Part("plan_measured", (*PLANS, "5", "--device", "cuda", *BY_TIME), 90, (*PLANS, "1", "--only", "llama", "--tiny")),
-    _part(60, "throughput", "throughput", "--rounds", "3", "--only", "autocast", "tilewright"),
-    _part(30, "muon", "muon_step"),
+    _part(60, "throughput", "runs.throughput", "--rounds", "3", "--only", "autocast", "tilewright"),
+    _part(30, "muon", "numerics.muon_step"),
     Part("generate", (*GENERATE, "256", *BY_TIME), 35, (*GENERATE, "8")),
-    _part(35, "ops", "ops"),
-    Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 40, ("-m", "benchmarks.tiers", "--tiny")),
-    _part(75, "limit", "memory_gpu", "limit"),
+    _part(35, "ops", "numerics.ops"),
+    Part("tiers", ("-m", "benchmarks.runs.tiers", "--slice-mib", "128"), 40, ("-m", "benchmarks.runs.tiers", "--tiny")),
+    _part(75, "limit", "card.memory_gpu", "limit"),
 )
 """In the order of their value; what each limit adds up to fits into three calls."""
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claim_rows import Group, Result, Row, read, read_all
-from benchmarks.claims import GIB, UNUSED, by_key, groups
 from benchmarks.common import place
-from benchmarks.data_rows import copies_table
-from benchmarks.headline_table import table as contest
-from benchmarks.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
+from benchmarks.rows.claim_rows import Group, Result, Row, read, read_all
+from benchmarks.rows.claims import GIB, UNUSED, by_key, groups
+from benchmarks.rows.data_rows import copies_table
+from benchmarks.rows.headline_table import table as contest
+from benchmarks.rows.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
@@ -57,9 +57,9 @@ HEADLINES = (
     ("memory 0", "42B parameters trained on one H200, tokens/s"),
 )
 COMMANDS = {
-    "quality": "python -m benchmarks.quality --rows 1 --seeds 3 --modes bf16_mixed fp32 fp8_tile fp8_hybrid "
+    "quality": "python -m benchmarks.numerics.quality --rows 1 --seeds 3 --modes bf16_mixed fp32 fp8_tile fp8_hybrid "
     "fp8_tensorwise 8bit_split24 8bit_stochastic",
-    "regroup": "python -m benchmarks.regroup",
+    "regroup": "python -m benchmarks.runs.regroup",
 }
 """Of results that several calls filled: the call that makes whatever is missing."""
 STATUSES = {

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from benchmarks import data_copies, data_texts
-from benchmarks.data_kills import finished_units, written_again
+from benchmarks.data import data_copies, data_texts
+from benchmarks.data.data_kills import finished_units, written_again
 
 TEXT = "one two three four five six seven eight nine ten\n" * 3 + "eleven (twelve) thirteen; fourteen fifteen."
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.device_time import BETWEEN_MS, device_ms
+from benchmarks.card.device_time import BETWEEN_MS, device_ms
 
 
 @dataclass

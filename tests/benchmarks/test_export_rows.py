@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.export_default import wanted
+from benchmarks.compress.export_default import wanted
 from benchmarks.pages import HEADLINES
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.claims import gpu_rows
-from benchmarks.gpu_targets import TARGETS, judged, table
-from benchmarks.verdict import MISS, NO_TARGET, NOT_RUN, PASS
+from benchmarks.rows.claims import gpu_rows
+from benchmarks.rows.gpu_targets import TARGETS, judged, table
+from benchmarks.rows.verdict import MISS, NO_TARGET, NOT_RUN, PASS
 
 GIB = 2**30
 BY_KEY = {target.key: target for targets in TARGETS.values() for target in targets}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.headlines`: all rows train the same thing, and the table has their numbers."""
+"""`python -m benchmarks.runs.headlines`: all rows train the same thing, and the table has their numbers."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.headline_rows import why_not
-from benchmarks.headline_table import table
+from benchmarks.rows.headline_rows import why_not
+from benchmarks.rows.headline_table import table
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ ROWS = ("plain", "peer", "standard", "bits8")
 def record(tmp_path_factory):
     """The result of a small contest of the eager rows."""
     folder = tmp_path_factory.mktemp("headlines")
-    command = [sys.executable, "-m", "benchmarks.headlines", "contest", "--tiny", "--rounds", str(ROUNDS)]
+    command = [sys.executable, "-m", "benchmarks.runs.headlines", "contest", "--tiny", "--rounds", str(ROUNDS)]
     command += ["--only", *ROWS]
     env = os.environ | {"OUT": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--modes", "eager"], env=env, capture_output=True, text=True, check=False)

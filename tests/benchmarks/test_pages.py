@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from benchmarks import pages
-from benchmarks.claims import UNUSED, groups
 from benchmarks.common import RESULTS
-from benchmarks.verdict import MISS, NOT_RUN, UNDECIDED
+from benchmarks.rows.claims import UNUSED, groups
+from benchmarks.rows.verdict import MISS, NOT_RUN, UNDECIDED
 
 FOUND = groups()
 ROWS = [row for group in FOUND for row in group.rows]

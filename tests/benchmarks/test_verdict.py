@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 from scipy.stats import ttest_1samp
 
-from benchmarks.verdict import (
+from benchmarks.rows.verdict import (
     MISS,
     NO_TARGET,
     PASS,

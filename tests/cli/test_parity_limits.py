@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exchanges import reduced_together
+from benchmarks.ranks.exchanges import reduced_together
 from tests.models.shapes import KERNELS
 from tilewright.cli.commands.outputs.parity import gaps
 from tilewright.cli.commands.outputs.parity_limits import IN_8_BITS, UNIT, limits_of, sum_tolerance

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fuzz_data import content, entries, problem_of, run_case
+from benchmarks.data.fuzz_data import content, entries, problem_of, run_case
 from tests.data.conftest import write_text
 from tests.draws import examples
 from tilewright.core.errors import DataError
@@ -82,7 +82,7 @@ def _check_account(tmp_path, root, max_bytes):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_quick_fuzz(seed, tmp_path):
-    """The first cases of benchmarks/fuzz_data.py."""
+    """The first cases of benchmarks/data/fuzz_data.py."""
     run_case(seed, tmp_path)
 
 

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import gpu
+from benchmarks.card.fp8_gpu import LAYERS, RATES, TOKENS, Products
+from benchmarks.card.memory_gpu import drawn_on_device
+from benchmarks.card.step_gpu import StepShape, fitting
 from benchmarks.common import Deadline, write_result
-from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products
 from benchmarks.gpu import (
     AROUND_S,
     BEFORE_S,
@@ -30,9 +32,7 @@ from benchmarks.gpu import (
     run_part,
     within,
 )
-from benchmarks.gpu_targets import TARGETS
-from benchmarks.memory_gpu import drawn_on_device
-from benchmarks.step_gpu import StepShape, fitting
+from benchmarks.rows.gpu_targets import TARGETS
 from benchmarks.worker import call_worker
 from tests.gpu import test_fp8_cuda, test_ops_cuda
 from tilewright.ops.base.dispatch import Op
@@ -201,7 +201,7 @@ def test_time_is_shared_among_contenders():
 
 def test_a_contender_that_hangs_is_ended_and_named():
     started = time.monotonic()
-    found = call_worker("step_gpu", "--help", timeout_s=0.05)
+    found = call_worker("card.step_gpu", "--help", timeout_s=0.05)
     assert found["error"].startswith("ended after 0 s")
     assert time.monotonic() - started < 100
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.exchanges import on_threads
+from benchmarks.ranks.exchanges import on_threads
 from tests.contracts.observe import fixed_ceilings
 from tests.models.shapes import KERNELS
 from tests.ranks import on_ranks

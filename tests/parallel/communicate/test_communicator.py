@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.exchanges import PacedTransport, ThreadTransport, on_threads, reduced_together
+from benchmarks.ranks.exchanges import PacedTransport, ThreadTransport, on_threads, reduced_together
 from tests.models.shapes import KERNELS
 from tests.ranks import on_ranks
 from tilewright.parallel.communicate.communicator import AsyncCommunicator

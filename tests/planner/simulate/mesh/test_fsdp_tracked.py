@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fsdp_tracked import FULL, LLAMA, SELECTIVE, apart, planned
+from benchmarks.plans.fsdp_tracked import FULL, LLAMA, SELECTIVE, apart, planned
 
 SMALL = LLAMA | {
     "model.dim": "512", "model.num_layers": "6", "model.num_heads": "8", "model.ffn_dim": "1408",

@@ -1,0 +1,1 @@
+"""Pruning, distillation, exports and searched shapes."""

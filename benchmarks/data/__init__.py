@@ -1,0 +1,1 @@
+"""Data builds, readers, mixing and streams."""

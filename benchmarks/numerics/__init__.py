@@ -1,0 +1,1 @@
+"""Formats and operations: losses, errors, seconds."""

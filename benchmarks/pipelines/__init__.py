@@ -1,0 +1,1 @@
+"""Stages: idle time, parity, memory."""

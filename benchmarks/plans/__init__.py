@@ -1,0 +1,1 @@
+"""Plans and searches beside what was measured."""

@@ -1,0 +1,154 @@
+"""Bytes that ranks of a mesh hold, measured beside those of a search over meshes (`planner.simulate.mesh`).
+
+A small decoder over gloo, one thread per rank, the third step (in the first one the loss is compiled, and what the
+compiler keeps, 22 MiB, counts as what that forward pass leaves): shards, copies of shards, stages, experts on two
+ranks, cut matrices. A rank's ledger counts parameters, gradients and states when an update begins, and what a forward
+pass leaves for backward, under stages of one micro-batch; the same owners of the search are beside them.
+
+python -m benchmarks.plans.mesh_memory
+"""
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import write_result
+from tilewright.core.config.load import load_recipe
+from tilewright.core.hardware import detect_machine
+from tilewright.core.memory_plan import KIND_OF
+from tilewright.parallel.agree import gather
+from tilewright.parallel.launch import launched
+from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.machine.gpu_specs import find_published
+from tilewright.planner.simulate.mesh.cluster import cluster_of
+from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.rank_memory import rank_memory
+from tilewright.planner.simulate.mesh.search import MeshSearch
+from tilewright.planner.simulate.mesh.setting import MeshSetting
+from tilewright.planner.simulate.mesh.space import Space
+from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.training.assemble import build, set_up
+
+CLAIM = (
+    "each rank of a mesh holds within 5 % of the parameters, gradients and states that a search over meshes counts, "
+    "and of the activations where layers keep all and have no experts"
+)
+OWNERS, ACTIVATIONS = ("parameters", "gradients", "optimizer"), "activations"
+LEAST = 2**16
+"""Bytes: less of an owner is not compared."""
+SECONDS = 1200.0
+"""Of a case at most: the first one measures the machine, where that has not been done."""
+DENSE = {
+    "model.dim": "128", "model.num_layers": "8", "model.num_heads": "4", "model.tie_embeddings": "false",
+    "data.seq_len": "256", "data.vocab_size": "512", "data.holdout": "0.2",
+    "train.global_batch_size": "16", "train.micro_batch_size": "2",
+    "run.threads": "1", "run.device": "cpu", "memory.plan": "", "precision.mode": "bf16_mixed", "train.compile": "off",
+    "optim.kind": "adamw", "optim.moments": "fp32",
+}  # fmt: skip
+MOE = DENSE | {
+    "model.num_experts": "8", "model.num_experts_per_token": "2", "model.expert_dim": "256",
+    "model.num_dense_layers": "1",
+}  # fmt: skip
+CASES: dict[str, tuple[int, dict[str, str]]] = {
+    "2 shards": (2, DENSE | {"parallel.dp_shard": "2"}),
+    "matrices in 2 parts": (2, DENSE | {"parallel.tp": "2", "parallel.dp_shard": "1"}),
+    "2 stages, 1f1b": (2, DENSE | {"parallel.pp": "2"}),
+    "experts on 2 ranks": (2, MOE | {"parallel.dp_shard": "2", "parallel.ep": "2"}),
+    "2 copies of 2 shards": (4, DENSE | {"parallel.dp_replicate": "2", "parallel.dp_shard": "2"}),
+    "4 shards, 8-bit moments": (4, DENSE | {"parallel.dp_shard": "4", "optim.moments": "8bit"}),
+    "2 stages of 2 shards": (4, DENSE | {"parallel.pp": "2", "parallel.dp_shard": "2"}),
+    "2 shards of matrices in 2 parts": (4, DENSE | {"parallel.tp": "2", "parallel.dp_shard": "2"}),
+    "2 shards, layers recomputed": (2, DENSE | {"parallel.dp_shard": "2", "train.activation_checkpoint": "full"}),
+    "matrices in 2 parts, outputs of matmuls kept": (
+        2,
+        DENSE | {"parallel.tp": "2", "parallel.dp_shard": "1", "train.activation_checkpoint": "selective"},
+    ),
+}
+
+
+def hold(rank: int, settings: dict[str, str], folder: str) -> list[dict[str, Any]]:
+    """What each rank's ledger has counted."""
+    there = {"data.source": f"{folder}/text", "data.cache_dir": f"{folder}/cache", "run.dir": folder}
+    loaded = load_recipe("default", settings | there, environ={})
+    torch.set_num_threads(1)
+    with launched(MeshSizes.of(loaded.recipe.parallel), device="cpu", timeout_s=300) as joined:
+        setup = set_up(loaded, world=joined)
+        parts = build(setup, fresh=True)
+        for step in range(3):
+            parts.modes.enter(step)
+            parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+            counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)  # of this step alone
+        parts.close()
+        row = {"rank": joined.rank}
+        row |= {"vocab": setup.prepared.vocab_size}
+        row |= {owner: counted["phase_owners"]["update"][owner] for owner in OWNERS}
+        row |= {ACTIVATIONS: counted["phase_owners"]["forward"][ACTIVATIONS]}
+        return gather(joined.everyone.handle, row)
+
+
+def planned(settings: dict[str, str], world: int, vocab: int) -> list[dict[str, float]]:
+    """The same of each rank of a row, from shapes."""
+    recipe = load_recipe("default", settings, environ={}).recipe
+    parallel, machine = recipe.parallel, detect_machine("cpu")
+    sizes = MeshSizes.of(parallel).fill(world)
+    model = MeshModel(recipe, vocab, machine, find_published("h100").ceilings())
+    rates = MeshRates(model, cluster_of("h100", world, "", []))
+    rows = recipe.train.micro_batch_size
+    setting = MeshSetting(
+        sizes, Pipeline.of(parallel) if sizes.pp > 1 else Pipeline(1), rows,
+        recipe.train.global_batch_size // sizes.data // rows, KIND_OF[recipe.train.activation_checkpoint],
+        recipe.optim.moments, recipe.optim.master_weights, parallel.reduce_each, parallel.grad_sync,
+    )  # fmt: skip
+    search = MeshSearch(rates, Space.of(model, world, world), 1e12, 1e12)
+    found = []
+    costs = MeshCosts(rates, setting)
+    for rank, held in zip(search.simulated(costs).memory, costs.held, strict=True):
+        one = rank if sizes.pp == 1 else rank_memory(model, setting, held, 1e12)[0]  # of one micro-batch
+        kept = max(owners[ACTIVATIONS] for name, owners in one.phases.items() if name.startswith("backward"))
+        found.append({owner: rank.phases["update"][owner] for owner in OWNERS} | {ACTIVATIONS: kept})
+    return found
+
+
+def write_text(folder: Path) -> None:
+    """As little text as a tokenizer of 512 entries needs."""
+    words = "tile scale block layer token matrix sum row column loss step norm weight bias".split()  # noqa: SIM905
+    draw = random.Random(3)
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400)) + f" {number}.")
+
+
+def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> dict[str, Any]:
+    """The worst rank by owner, and of the bytes that ranks hold all the time together."""
+    each, off = len(ranks) // len(counted), {}
+    for owner in (*OWNERS, ACTIVATIONS):
+        pairs = [(row[owner], counted[row["rank"] // each][owner]) for row in ranks]
+        off[owner] = max((plan / real - 1 for real, plan in pairs if real > LEAST), key=abs, default=0.0)
+    totals = [
+        sum(counted[row["rank"] // each][owner] for owner in OWNERS) / sum(row[owner] for owner in OWNERS) - 1
+        for row in ranks
+    ]
+    return {"off": off, "of_all": max(totals, key=abs), "measured": ranks, "planned": counted}
+
+
+def main() -> None:
+    """All cases; the result is written after each, as far as there is time."""
+    from tests.ranks import on_ranks
+
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_text(Path(folder) / "text")
+        for name, (world, settings) in CASES.items():
+            ranks = on_ranks(world, hold, settings, folder, seconds=SECONDS)[0]
+            results[name] = found = compared(ranks, planned(settings, world, ranks[0]["vocab"]))
+            words = {owner: f"{share:+.2%}" for owner, share in found["off"].items()}
+            print(f"{name}: {found['of_all']:+.2%} {words}", flush=True)
+            write_result("mesh_memory", CLAIM, results, arguments=())
+
+
+if __name__ == "__main__":
+    main()

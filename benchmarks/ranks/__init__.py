@@ -1,0 +1,1 @@
+"""Several processes: exchanges, checkpoints, kills, bytes."""

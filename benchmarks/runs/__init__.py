@@ -1,0 +1,1 @@
+"""Whole runs beside other loops and Trainer."""

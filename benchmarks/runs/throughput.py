@@ -1,0 +1,320 @@
+"""Training throughput and peak memory of one model of about 50M parameters, in turns on one machine.
+
+Contenders, each in a process of its own that stays alive and takes a few steps when it is its turn, so that
+every round compares them under the same conditions:
+  fp32      a plain PyTorch loop over Hugging Face's Llama, FP32, fused AdamW
+  autocast  the same under BF16 autocast
+  trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
+  trainer_tuned  the same in a process with huge pages and short spinning, which `tilewright train` sets for itself
+  tilewright  our decoder under bf16_mixed through the standard executor, layers compiled
+  tilewright_hf, tilewright_hf_eager  the very Llama of the first three, its layers compiled by us or not
+and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, in fp8_tile (which
+a CPU can only emulate), with BF16 moments, and with layers recomputed in the backward pass.
+All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1. With
+`--wide` it is a model of 0.6B parameters and 2 x 2048 tokens, for a GPU.
+
+python -m benchmarks.runs.throughput [--rounds 5] [--only CONTENDER ...] [--wide] [--tiny]
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.common import Deadline, machine_kind, spread, write_result
+from tilewright.core.env import tune_cpu_runtime
+
+CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, and the rows of a step."""
+
+    rows: int = 8
+    seq: int = 512
+    vocab: int = 16384
+    dim: int = 512
+    layers: int = 12
+    heads: int = 8
+    ffn: int = 1408
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.seq
+
+    def batch(self, step: int) -> torch.Tensor:
+        """The token rows of a step, [rows, seq + 1], the same for every contender."""
+        return torch.randint(0, self.vocab, (self.rows, self.seq + 1), generator=torch.Generator().manual_seed(step))
+
+
+TINY = Shape(2, 32, 512, 64, 2, 2, 128)
+WIDE = Shape(2, 2048, 32768, 2048, 8, 16, 8192)
+WARMUP, STEPS = 3, 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def hf_model(shape: Shape):
+    """Hugging Face's Llama of the contest's shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.dim, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
+def peak_bytes() -> int:
+    """Most memory used so far: of the GPU, or resident memory of this process."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def turns(step) -> None:
+    """Answer each line on stdin with the seconds of STEPS steps, after a warm-up at the start."""
+    count = 0
+    for _ in range(WARMUP):
+        step(count)
+        count += 1
+    synchronize()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step(count)
+            count += 1
+        tell(start)
+
+
+def tell(start: float) -> None:
+    """Seconds a step of the turn that began at `start`, and peak bytes, to the parent."""
+    synchronize()
+    print(json.dumps([(time.perf_counter() - start) / STEPS, peak_bytes()]), flush=True)
+
+
+def run_plain(shape: Shape, dtype: torch.dtype | None) -> None:
+    """A plain loop, FP32 or under autocast."""
+    model = hf_model(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
+
+    def step(count: int) -> None:
+        batch = shape.batch(count).to(DEVICE)
+        with torch.autocast(DEVICE, dtype=dtype, enabled=dtype is not None):
+            logits = model(input_ids=batch[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    turns(step)
+
+
+def run_trainer(shape: Shape) -> None:
+    """Hugging Face's Trainer, told by a callback when it is its turn."""
+    import tempfile
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            row = shape.batch(index // shape.rows)[index % shape.rows]
+            return {"input_ids": row[:-1], "labels": row[:-1]}  # the model shifts the labels itself
+
+    class Turns(TrainerCallback):
+        def __init__(self) -> None:
+            self.done, self.start = 0, 0.0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.done += 1
+            if self.done < WARMUP or (self.done - WARMUP) % STEPS:
+                return
+            if self.done == WARMUP:
+                synchronize()
+                print("ready", flush=True)
+            else:
+                tell(self.start)
+            if not sys.stdin.readline():
+                control.should_training_stop = True
+            self.start = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=shape.rows, max_steps=10**5, bf16=True, torch_compile=True,
+            optim="adamw_torch_fused", learning_rate=HYPER["lr"], adam_beta2=0.95, weight_decay=0.1,
+            max_grad_norm=1.0, logging_steps=10**9, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=DEVICE == "cpu", dataloader_drop_last=True, include_num_input_tokens_seen="no",
+        )  # fmt: skip
+        Trainer(hf_model(shape), args, train_dataset=Rows(), callbacks=[Turns()]).train()
+
+
+def run_tilewright(
+    shape: Shape, *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none",
+    foreign: bool = False,
+) -> None:  # fmt: skip
+    """Our decoder (`foreign`: the Llama of the others), policy, optimizer and executor."""
+    from tilewright.core.config.sections.model import ModelSection
+    from tilewright.core.hardware import detect_machine
+    from tilewright.models.build import build_model, init_weights
+    from tilewright.models.hf.model import HFModel
+    from tilewright.ops.kernels import Kernels
+    from tilewright.optim.adam import DeepSeekAdam
+    from tilewright.optim.clip import GradClip
+    from tilewright.optim.param_groups import decay_groups
+    from tilewright.precision.convert import convert
+    from tilewright.precision.float8.weight_cache import QuantizedWeights
+    from tilewright.training.executor.standard import StandardExecutor
+
+    kernels = Kernels(detect_machine(), compile=compiled)
+    section = ModelSection(dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, ffn_dim=shape.ffn)
+    if foreign:
+        model = HFModel(hf_model(shape), "causal_lm", kernels)
+    else:
+        model = build_model(section, shape.vocab, kernels, DEVICE)
+        init_weights(model, 0)
+    convert(model, mode, kernels=kernels)
+    model.activation_checkpoint = recompute
+    if compiled:
+        model.compile_blocks()
+    optimizer = DeepSeekAdam(
+        decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], moments=moments,
+        kernels=kernels,
+    )  # fmt: skip
+    QuantizedWeights(model, optimizer)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
+
+    def step(count: int) -> None:
+        batch = shape.batch(count)
+        executor.step([{"input_ids": batch[:, :-1], "labels": batch[:, 1:].contiguous()}], lr=HYPER["lr"])
+
+    turns(step)
+
+
+RUNS = {
+    "fp32": functools.partial(run_plain, dtype=None),
+    "autocast": functools.partial(run_plain, dtype=torch.bfloat16),
+    "trainer": run_trainer,
+    "trainer_tuned": run_trainer,
+    "tilewright_eager": functools.partial(run_tilewright, compiled=False),
+    "tilewright": run_tilewright,
+    "tilewright_hf": functools.partial(run_tilewright, foreign=True),
+    "tilewright_hf_eager": functools.partial(run_tilewright, foreign=True, compiled=False),
+    "tilewright_fp8": functools.partial(run_tilewright, mode="fp8_tile"),
+    "tilewright_bf16_moments": functools.partial(run_tilewright, moments="bf16"),
+    "tilewright_recompute": functools.partial(run_tilewright, moments="bf16", recompute="full"),
+}
+CONTENDERS = tuple(RUNS)
+PLAIN = ("fp32", "autocast", "trainer")
+"""Contenders in the environment as it is."""
+
+
+Times, Peaks = dict[str, list[float]], dict[str, int]
+
+
+def contest(
+    names: tuple[str, ...], rounds: int, size: str, deadline: Deadline, say: Callable[[Times, Peaks], None]
+) -> None:
+    """After each round `say` is given the seconds of a step by contender, one per round, and peak bytes by contender.
+    No round is begun where the one before took more than the time that is left."""
+    plain = dict(os.environ)
+    tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
+    workers = {}
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.runs.throughput", "--worker", name, *([size] if size else [])]
+        workers[name] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain if name in PLAIN else None
+        )
+        answer(workers[name], name)
+        print(f"{name}: ready", flush=True)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, int] = {}
+    taken_s = 0.0
+    for done in range(rounds):
+        if done and deadline.left() < taken_s:
+            break
+        began = time.monotonic()
+        for name, worker in workers.items():
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+            taken, peaks[name] = json.loads(answer(worker, name))
+            seconds[name].append(taken)
+        latest = {name: round(times[-1], 3) for name, times in seconds.items()}
+        print(f"round {done + 1}: {json.dumps(latest)}", flush=True)
+        say(seconds, peaks)
+        taken_s = time.monotonic() - began
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait(timeout=120)
+
+
+def answer(worker: subprocess.Popen, name: str) -> str:
+    """The worker's next "ready" or [seconds, bytes]; other lines that libraries print are passed over."""
+    for line in worker.stdout:
+        if line.strip() == "ready" or line.startswith("["):
+            return line.strip()
+    raise SystemExit(f"contender {name} ended with code {worker.wait()}")
+
+
+def main() -> None:
+    """Run the contest, or one contender of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--worker", choices=CONTENDERS)
+    parser.add_argument("--wide", action="store_true", help="a model of 0.6B parameters, for a GPU")
+    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
+    parser.add_argument("--seconds", type=float, help="rounds end by then")
+    args = parser.parse_args()
+    shape = TINY if args.tiny else WIDE if args.wide else Shape()
+    if args.worker:
+        RUNS[args.worker](shape)
+        return
+    kind = machine_kind()
+    size = "tiny" if args.tiny else f"wide_{kind}" if args.wide else kind
+
+    def say(samples: Times, peaks: Peaks) -> None:
+        write_result(f"throughput_{size}", CLAIM, compared(shape, samples, peaks))
+
+    flags = "--tiny" if args.tiny else "--wide" if args.wide else ""
+    contest(tuple(args.only), args.rounds, flags, Deadline(args.seconds), say)
+
+
+def compared(shape: Shape, samples: Times, peaks: Peaks) -> dict[str, object]:
+    """Tokens per second of each contender, and ours over the others, round by round."""
+    results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": shape.tokens}
+    for name, times in samples.items():
+        results[name] = spread([shape.tokens / taken for taken in times]) | {"peak_bytes": peaks[name]}
+    for name, times in samples.items():
+        for ours in {"tilewright", "tilewright_hf"} & samples.keys() - {name}:
+            ratios = [theirs / mine for theirs, mine in zip(times, samples[ours], strict=True)]
+            results[f"{ours} over {name}"] = spread(ratios)
+            print(f"{ours} over {name}: {statistics.median(ratios):.2f}x")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Answers: cached tokens, batches, attention's forms."""
