@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +82,7 @@ class Deadline:
 
     Example:
         >>> Deadline(None).left(), Deadline(0).passed("last case", results := {}), results
+        last case: not run: no time left
         (inf, True, {'not_run_for_time': ['last case']})
     """
 
@@ -152,6 +153,30 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     if number % 10 == 0:
         trim_malloc()
     return result
+
+
+def parser_of(about: str | None, cases: Collection[str] = ()) -> argparse.ArgumentParser:
+    """The parser of a program, also of one without settings: `--help` must tell of it and measure nothing.
+
+    Args:
+        about: the program's docstring.
+        cases: names of what it measures; `parse_args().cases` has those that the command line names, all if none.
+
+    Example:
+        >>> parser_of("Speed of a step.", ["small", "large"]).parse_args(["small"]).cases
+        ['small']
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(cases)
+
+    def known(name: str) -> str:  # not argparse's `choices`: Python 3.11 refuses a list of them as the default
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+        return name
+
+    if names:
+        parser.add_argument("cases", nargs="*", type=known, default=names, help=", ".join(names) + "; all by default")
+    return parser
 
 
 def _module(path: Path) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import machine_kind, parser_of, spread, write_result
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.engine.config import DataBuild
 from tilewright.data.engine.context import Context
@@ -143,6 +143,7 @@ def training_s(context: Context, stage: str, folder: Path) -> float:
 
 def main() -> None:
     """Build with each stage, and write the result."""
+    parser_of(__doc__).parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     results: dict[str, Any] = {"removed": {}, "mb_per_s": {}, "training_s": {}}
     with tempfile.TemporaryDirectory() as name:

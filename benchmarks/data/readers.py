@@ -27,7 +27,7 @@ import soundfile
 import zstandard
 from PIL import Image
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import machine_kind, parser_of, spread, write_result
 from tilewright.data.common.records import Record
 from tilewright.data.readers.limits import ReadOptions
 from tilewright.data.readers.open import read_file
@@ -232,6 +232,7 @@ def measure(folder: Path, name: str) -> dict:
 
 def main() -> None:
     """Measure every format and write the result."""
+    parser_of(__doc__).parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     results = {}
     for name in FORMATS:

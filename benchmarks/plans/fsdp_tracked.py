@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import detect_machine
@@ -161,6 +161,7 @@ def apart(settings: dict[str, str], world: int, timeout_s: float) -> dict[str, f
 
 def main() -> None:
     """All cases; the result is written after each."""
+    parser_of(__doc__).parse_args()
     results: dict[str, Any] = {}
     for name, settings in CASES.items():
         found, counted = apart(settings, WORLD, 3600.0), planned(settings, WORLD)

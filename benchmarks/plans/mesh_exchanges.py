@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from benchmarks.plans import mesh_memory
 from tilewright.core.config.load import load_recipe
 from tilewright.parallel.agree import gather
@@ -62,6 +62,7 @@ def measure(rank: int, settings: dict[str, str], folder: str) -> dict[str, Any]:
 
 def main() -> None:
     """All cases; the result is written after each."""
+    parser_of(__doc__).parse_args()
     from tests.ranks import on_ranks
 
     results: dict[str, Any] = {"warm_steps": WARM, "timed_steps": TIMED, "cases": {}}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import KIND_OF
@@ -137,6 +137,7 @@ def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> di
 
 def main() -> None:
     """All cases; the result is written after each, as far as there is time."""
+    parser_of(__doc__).parse_args()
     from tests.ranks import on_ranks
 
     results: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 
 CLAIM = "plan --world 256 of 70B and of a 671B mixture: at most 60 s of one core and 2 GiB, the same answer twice"
 RECIPES = ("dense_70b", "moe_671b")
@@ -33,6 +33,7 @@ def measured(recipe: str) -> dict[str, Any]:
 
 def main() -> None:
     """Both recipes, each twice."""
+    parser_of(__doc__).parse_args()
     found: dict[str, Any] = {}
     for recipe in RECIPES:
         runs = [measured(recipe) for _ in range(TIMES)]

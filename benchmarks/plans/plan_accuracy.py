@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from tilewright.core.config.toml import RECIPES
 from tilewright.core.units import parse_bytes
 
@@ -74,7 +74,8 @@ def parse(text: str) -> dict[str, Any]:
 def main() -> None:
     """Run all cases, or those named, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {name: args for name, args in cases(Path(folder)).items() if not sys.argv[1:] or name in sys.argv[1:]}
+        known = cases(Path(folder))
+        wanted = {name: known[name] for name in parser_of(__doc__, known).parse_args().cases}
         results = {}
         for name, arguments in wanted.items():
             dry_run(arguments)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import parser_of, spread, write_result
 
 REPEATS = 2
 GIB = 2**30
@@ -121,7 +121,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run all cases, or those named, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {name: case for name, case in cases(Path(folder)).items() if not sys.argv[1:] or name in sys.argv[1:]}
+        known = cases(Path(folder))
+        wanted = {name: known[name] for name in parser_of(__doc__, known).parse_args().cases}
         results = {}
         for name, case in wanted.items():
             results[name] = measure(case)

@@ -10,7 +10,7 @@ python -m benchmarks.plans.published_meshes
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import STEP_PHASES, Activations
@@ -169,6 +169,7 @@ def calibrated() -> float:
 
 def main() -> None:
     """All runs."""
+    parser_of(__doc__).parse_args()
     share = calibrated()
     print(f"share of the guessed rates: {share:.3f}", flush=True)
     found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import parser_of, spread, write_result
 
 CLAIM = (
     "data wait under 1 % of step time; checkpoint stall under 2 % of an interval; recovery from kill -9 to the next "
@@ -71,6 +71,7 @@ def help_seconds() -> list[float]:
 
 def main() -> None:
     """Run, kill, run again, and write the result."""
+    parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "costs"
         process = start(Path(folder))

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import openai
 import psutil
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from tilewright.data.chat.load import CHATML
 from tilewright.data.common.tokenizer import train_tokenizer
 from tilewright.models.build import init_weights
@@ -51,6 +51,7 @@ _WRONG: list[Any] = [
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / NAME
         num_params = _make_model(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import machine_kind, parser_of, spread, write_result
 from tilewright.data.common.tokenizer import train_tokenizer
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
@@ -29,6 +29,7 @@ CHUNK = 128
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     tokenizer = train_tokenizer(["hello you, how are you today? " * 50], 300)
     config = DecoderConfig.of(vocab_size=8192, dim=1024, num_heads=16, num_kv_heads=8, num_layers=12, ffn_dim=2816)
     model = Decoder(config).eval()
