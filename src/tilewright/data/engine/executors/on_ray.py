@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 _STORE_BYTES = 128 << 20  # tasks hand on files, not objects; by default Ray takes 30 % of the memory for those
 _KNOCK_S = 10.0
-_WAIT_S = 60.0  # for a node to say what it sees
+_WAIT_S = 300.0  # for a node to say what it sees: under load, its first process starts slowly
 
 
 class RayExecutor(PooledExecutor):
