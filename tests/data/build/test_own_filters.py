@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +136,22 @@ def test_filters_of_one_module_share_its_classes(tmp_path, monkeypatch, kind):
     kinds = [type(made(one)) for one in filters]
     assert kinds[0] is kinds[2]
     assert issubclass(kinds[1], kinds[0])
+
+
+@pytest.mark.parametrize("kind", ["file", "module"])
+def test_each_text_of_a_module_judges_by_itself(tmp_path, monkeypatch, kind):
+    """Texts of one size and one second, in one process, forth and back: by their own classes and globals."""
+    name = f"changed_{kind}_{tmp_path.name}".replace("-", "_")
+    path = tmp_path / f"{name}.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    module = str(path) if kind == "file" else name
+    for least in (1, 2, 1):
+        path.write_text(FILTER.replace("< self.least", "< LEAST") + f"\nLEAST = {least}\n")
+        os.utime(path, (10**9, 10**9))
+        section = {"use": {"one": f"{module}:Words"}, "settings": {"one": {"least": 0}}}
+        found = judged(tmp_path, own_filters(FiltersSection.model_validate(section)))
+        assert found == ([("one: least", "1")] if least == 2 else [])
 
 
 def test_a_file_that_changes_while_units_are_made_is_an_error(tmp_path):

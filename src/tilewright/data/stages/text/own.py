@@ -3,14 +3,14 @@
 They run in order, and a record goes by the first that has a reason. One that fails on a record sets that record aside.
 """
 
-import importlib
-import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -113,7 +113,7 @@ def _source_of(name: str, use: str) -> Path:
             raise _cannot_import(name, use, "no such file")
         return Path(module)
     try:
-        spec = importlib.util.find_spec(module)
+        spec = find_spec(module)
     except Exception as error:  # it imports the packages around the module, which are programs, too
         raise _cannot_import(name, use, f"{type(error).__name__}: {error}") from error
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
@@ -135,8 +135,7 @@ def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
         )
     module, _, attribute = use.rpartition(":")
     try:
-        loaded = _loaded_file(path, digest) if module.endswith(".py") else _imported(module, digest)
-        found = getattr(loaded, attribute)
+        found = getattr(_loaded(module, path, digest), attribute)
     except Exception as error:
         raise _cannot_import(name, use, f"{type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, RecordFilter)):
@@ -147,24 +146,29 @@ def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
 
 
 @lru_cache(maxsize=64)
-def _loaded_file(path: Path, digest: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+def _loaded(module: str, path: Path, digest: str) -> ModuleType:
+    """The module in `path`, once for each text, since filters may share its classes; its globals are of that text, too.
+
+    Compiled files beside it are not read: Python knows their texts by size and second.
+    """
+    is_file = module.endswith(".py")
+    spec = spec_from_file_location(f"{path.stem}_{digest}", path) if is_file else find_spec(module)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+    loaded = module_from_spec(spec)
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = loaded  # where dataclasses and pickle look for it
     try:
-        spec.loader.exec_module(module)
+        if isinstance(spec.loader, SourceFileLoader):
+            exec(spec.loader.source_to_code(path.read_bytes(), str(path)), vars(loaded))
+        else:
+            spec.loader.exec_module(loaded)
     except BaseException:
         del sys.modules[spec.name]
+        if before is not None:
+            sys.modules[spec.name] = before
         raise
-    return module
-
-
-@lru_cache(maxsize=64)
-def _imported(module: str, digest: str) -> ModuleType:
-    """The module, of a text with this digest: once, since a class of it is another one after each reload."""
-    return importlib.reload(sys.modules[module]) if module in sys.modules else importlib.import_module(module)
+    return loaded
 
 
 def _signature(kind: type) -> str:
