@@ -11,9 +11,11 @@ from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import schema
 from tilewright.core.errors import ConfigError
 from tilewright.data.engine.config import DataBuild, LimitsSection, load_data_toml
+from tilewright.data.engine.context import Context
 from tilewright.data.engine.inputs import list_inputs
 from tilewright.data.readers.limits import ReadLimits
 from tilewright.data.stages import read
+from tilewright.data.stages.split import source_label
 
 FILTER = """
 import tilewright
@@ -180,3 +182,13 @@ def test_an_unknown_kind_of_files_is_refused(wrong, tmp_path):
         load_data_toml(tmp_path / "data.toml")
     (tmp_path / "data.toml").write_text(f"[read]\n{caught.value.problems[0].try_}\n")
     assert load_data_toml(tmp_path / "data.toml").read.suffixes == {".dat": "text"}
+
+
+def test_sources_are_shown_without_the_folder_of_the_toml(tmp_path):
+    """Through links, as the system finds them; a path that is written without `..` stays as it is written."""
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "texts").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
+    (tmp_path / "plain.toml").write_text('[read.sources]\na = "link/../texts"\nb = "link"\n')
+    context = Context(load_data_toml(tmp_path / "plain.toml"), tmp_path / "out")
+    assert source_label(context) == f"{tmp_path.resolve() / 'far' / 'texts'}, {tmp_path / 'link'}"

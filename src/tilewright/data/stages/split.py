@@ -269,8 +269,9 @@ def _divided(found: _Documents, cluster_of: np.ndarray, settings: SplitSection) 
 
 
 def source_label(c: Context) -> str:
-    """The sources of a build, for a person."""
-    return ", ".join(c.build.read.sources.values()) or c.build.read.source
+    """The sources of a build, for a person: without the `..` of a data.toml that lies in another folder."""
+    sources = list(c.build.read.sources.values()) or [c.build.read.source]
+    return ", ".join(str(Path(source).resolve()) if ".." in Path(source).parts else source for source in sources)
 
 
 def _refused(c: Context, i: int) -> Refused:
