@@ -185,10 +185,10 @@ def test_an_unknown_kind_of_files_is_refused(wrong, tmp_path):
 
 
 def test_sources_are_shown_without_the_folder_of_the_toml(tmp_path):
-    """Through links, as the system finds them; a path that is written without `..` stays as it is written."""
+    """Through links, as the system finds them; paths without `..` and names of the hub stay as they are written."""
     (tmp_path / "far" / "deep").mkdir(parents=True)
     (tmp_path / "far" / "texts").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
-    (tmp_path / "plain.toml").write_text('[read.sources]\na = "link/../texts"\nb = "link"\n')
+    (tmp_path / "plain.toml").write_text('[read.sources]\na = "link/../texts"\nb = "link"\nc = "hf://org/name"\n')
     context = Context(load_data_toml(tmp_path / "plain.toml"), tmp_path / "out")
-    assert source_label(context) == f"{tmp_path.resolve() / 'far' / 'texts'}, {tmp_path / 'link'}"
+    assert source_label(context) == f"{tmp_path.resolve() / 'far' / 'texts'}, {tmp_path / 'link'}, hf://org/name"

@@ -22,6 +22,7 @@ from tilewright.core.config.toml import NONE, read_toml
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.readers.kinds import KINDS, SUFFIX
+from tilewright.data.sources.hub import PREFIX
 from tilewright.data.stages.scores import settings as scores
 from tilewright.data.stages.scores.settings import NoiseSection, QualitySection, SampleSection
 
@@ -375,7 +376,7 @@ def _absolute(build: DataBuild, folder: Path) -> DataBuild:
         return str((folder / Path(text).expanduser()).absolute())
 
     def source(text: str) -> str:
-        return text if text == "installed" else path(text)
+        return text if text == "installed" or text.startswith(PREFIX) else path(text)
 
     read = build.read
     sources = {domain: source(text) for domain, text in read.sources.items()}
