@@ -168,7 +168,7 @@ def test_compiled_layers_have_the_same_bits_whatever_they_keep(mode):
         model.compile_blocks()
         outs = {"no_grad": model.layer(0, x, context)[0]}
     upstream, grads = torch.randn_like(x), {}
-    for kept in ("none", "full", "attention", "selective"):
+    for kept in ("none", "full", "attention", "matmuls", "selective"):
         model.activation_checkpoint = kept
         start = x.detach().requires_grad_()
         outs[kept] = model.layer(0, start, context)[0]
