@@ -145,12 +145,17 @@ def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
     return found
 
 
+class _TextLoader(SourceFileLoader):
+    """Reads no compiled file beside the text: Python knows their texts by size and second."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """None are known, so importlib compiles."""
+        raise OSError(f"{path} is compiled each time")
+
+
 @lru_cache(maxsize=64)
 def _loaded(module: str, path: Path, digest: str) -> ModuleType:
-    """The module in `path`, once for each text, since filters may share its classes; its globals are of that text, too.
-
-    Compiled files beside it are not read: Python knows their texts by size and second.
-    """
+    """The module in `path`, once for each text, since filters may share its classes. Its globals are of that text."""
     is_file = module.endswith(".py")
     spec = spec_from_file_location(f"{path.stem}_{digest}", path) if is_file else find_spec(module)
     assert spec is not None
@@ -159,10 +164,8 @@ def _loaded(module: str, path: Path, digest: str) -> ModuleType:
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = loaded  # where dataclasses and pickle look for it
     try:
-        if isinstance(spec.loader, SourceFileLoader):
-            exec(spec.loader.source_to_code(path.read_bytes(), str(path)), vars(loaded))
-        else:
-            spec.loader.exec_module(loaded)
+        loader = _TextLoader(spec.name, str(path)) if isinstance(spec.loader, SourceFileLoader) else spec.loader
+        loader.exec_module(loaded)
     except BaseException:
         del sys.modules[spec.name]
         if before is not None:
