@@ -119,7 +119,7 @@ def step_of(pipeline: Pipeline, split: Sequence[int], speed: float, rank: int) -
         RaggedStage(
             WaitingStage(UNIT_S / speed, split[i], i == 0, i == pipeline.num_stages - 1, queue), i, pipeline.num_stages,
             device=torch.device("cpu"), group=dist.group.WORLD, width=WIDTH, watch=clock.measure,
-            before_reduce=lambda: None, queue=queue,
+            sent=lambda _: None, before_reduce=lambda: None, queue=queue,
         )
         for i, queue in zip(pipeline.stages_of(rank), queues, strict=True)
     ]  # fmt: skip
