@@ -231,6 +231,67 @@ def test_a_call_that_is_cut_off_or_names_nothing_is_text():
     assert parsed("llama3", ["{}"]) == ("{}", [])
 
 
+@examples(100)
+@given(
+    st.sampled_from(["hermes", "mistral", "args"]),
+    st.lists(
+        st.sampled_from(["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", '"', "\\", "x", "\n"]), max_size=5
+    ),
+    st.lists(st.integers(0, 200)),
+)
+def test_marks_inside_of_an_argument_are_text_of_it(kind, parts, cuts):
+    calls = [("f", {"a": "".join(parts)}), ("weather", {})]
+    named = "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+    whole = named if kind == "args" else said(kind, calls)
+    text, found = parsed("mistral" if kind == "args" else kind, in_pieces(whole, cuts))
+    assert (text.strip(), found) == ("", calls)
+
+
+@examples(100)
+@given(st.sampled_from([*FAMILIES, "args"]), VALUES, st.integers(0, 80))
+def test_arguments_are_an_object_or_no_call(kind, value, cut):
+    """Whatever stands in their place, and wherever the answer ends."""
+    text = json.dumps(value)
+    whole = f"[TOOL_CALLS]f[ARGS]{text}" if kind == "args" else said(kind, [("f", value)])
+    for one in (whole, whole[:cut]):
+        left, found = parsed("mistral" if kind == "args" else kind, [one])
+        assert all(isinstance(given, dict) for _, given in found)
+        assert found or left == one
+    if isinstance(value, dict):
+        assert parsed("mistral" if kind == "args" else kind, [whole]) == ("", [("f", value)])
+
+
+def test_missing_arguments_are_none():
+    assert parsed("mistral", ["[TOOL_CALLS]f[ARGS]"]) == ("", [("f", {})])
+    assert parsed("hermes", ['<tool_call>{"name": "f", "arguments": null}</tool_call>']) == ("", [("f", {})])
+
+
+TEXTS = {
+    "reference": {"$ref": "#/$defs/Color"}, "of_a_reference": {"allOf": [{"$ref": "#/$defs/Color"}]},
+    "values": {"enum": ["1", "2"]}, "one_value": {"const": "1"}, "all": {"allOf": [{"type": "string"}]},
+    "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}  # fmt: skip
+OTHERS = {
+    "to_itself": {"$ref": "#/$defs/Loop"}, "to_nothing": {"$ref": "#/$defs/None"}, "numbers": {"enum": [1, 2]},
+    "number": {"type": "integer"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["glm", "qwen3_coder"])
+def test_a_text_stays_one_however_its_schema_says_so(kind):
+    """Pydantic writes a choice of texts as a reference."""
+    defs = {"Color": {"type": "string", "enum": ["1", "2"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    schemas = {"f": {"type": "object", "properties": TEXTS | OTHERS, "$defs": defs}}
+    whole = said(kind, [("f", dict.fromkeys({**TEXTS, **OTHERS}, "1"))])
+    want = dict.fromkeys(TEXTS, "1") | dict.fromkeys(OTHERS, 1)
+    assert parsed(kind, [whole], schemas) == ("", [("f", want)])
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[NaN]"])
+def test_what_json_cannot_say_is_text(value):
+    assert parsed("glm", [said("glm", [("f", {"a": value})])]) == ("", [("f", {"a": value})])
+
+
 def test_the_format_is_the_templates():
     assert {kind: format_of(source) for kind, (source, _) in FAMILIES.items()} == {kind: kind for kind in FAMILIES}
     assert format_of(families.FAMILIES["chatml"].template) is None

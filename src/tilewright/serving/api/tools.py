@@ -148,6 +148,8 @@ class CallParser:
                 return said
             self._move(said, at)
             end = self._held.find(close)
+            while end >= 0 and self._kind == "hermes" and _in_string(self._held[len(begin) : end]):
+                end = self._held.find(close, end + 1)  # this one is a part of an argument
             if end < 0:
                 return said
             end += len(close)
@@ -182,11 +184,17 @@ class CallParser:
         if not held.startswith(_MISTRAL):
             return []
         found: list[FunctionCall] = []
+        parts: list[str] = []
         for part in held.split(_MISTRAL)[1:]:
-            name, args, arguments = part.partition(_ARGS)
-            new = (
-                self._objects(part) if not args else self._made([{"name": name.strip(), "arguments": _json(arguments)}])
-            )
+            if parts and _in_string(_after_name(parts[-1])[1]):  # the mark is a part of an argument
+                parts[-1] += _MISTRAL + part
+            else:
+                parts.append(part)
+        for part in parts:
+            name, text = _after_name(part)
+            value = _json(text) if text.strip() else {}
+            named = [{"name": name, "arguments": value}] if isinstance(value, dict) else []
+            new = self._objects(text) if name is None else self._made(named)
             if not new:
                 return []
             found += new
@@ -202,9 +210,10 @@ class CallParser:
         if given is None:
             return []
         schema = self._schemas.get(name)
-        known = schema.get("properties") if isinstance(schema, Mapping) else None
+        schema = schema if isinstance(schema, Mapping) else {}
+        known = schema.get("properties")
         types = known if isinstance(known, Mapping) else {}
-        return self._made([{"name": name, "arguments": {k: _typed(v, types.get(k)) for k, v in given.items()}}])
+        return self._made([{"name": name, "arguments": {k: _typed(v, types.get(k), schema) for k, v in given.items()}}])
 
     def _objects(self, text: str) -> list[FunctionCall]:
         """A list of calls, or calls separated by `;`."""
@@ -291,34 +300,73 @@ def _deepseek(text: str) -> list[Any]:
     return found if found and not first.strip() else [None]
 
 
+def _after_name(part: str) -> tuple[str | None, str]:
+    """The name before `[ARGS]`, and the JSON behind it; None where all is JSON, in which the mark may stand too."""
+    name, mark, arguments = part.partition(_ARGS)
+    return (None, part) if not mark or part.lstrip().startswith(("[", "{")) else (name.strip(), arguments)
+
+
 def _arguments(given: Any) -> str | None:
-    """Arguments as JSON that UTF-8 can hold: halves of surrogate pairs stay escapes. None where JSON cannot say them,
-    as numbers beyond all bounds."""
+    """Arguments as the JSON of an object that UTF-8 can hold: halves of surrogate pairs stay escapes. None where they
+    are no object (null is an empty one), or where JSON cannot say them, as numbers beyond all bounds."""
+    value = _json(given) if isinstance(given, str) else {} if given is None else given
+    if not isinstance(value, dict):
+        return None
     try:
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
+    text = given if isinstance(given, str) else text
     return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value that was written as text: a string where the schema has one, else JSON, or a string all the same."""
-    if _is_text(schema):
+def _typed(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
+    """A value that was written as text: a string where its schema, a part of the whole one, has one; else JSON, or a
+    string all the same, as what only Python takes for a number (NaN)."""
+    if _is_text(schema, whole):
         return text
     if text.strip() in _PYTHON:
         return _PYTHON[text.strip()]
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
-def _is_text(schema: Any) -> bool:
+def _is_text(schema: Any, whole: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> bool:
+    """True if a schema takes strings: by its type, its values, or one of those that it is made of or refers to."""
     if not isinstance(schema, Mapping):
         return False
-    kind = schema.get("type")
-    ways = [way for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for way in schema[name]]
-    return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(_is_text, ways))
+    kind, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if kind == "string" or (isinstance(kind, list) and "string" in kind):
+        return True
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return True
+    ways = [way for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for way in schema[name]]
+    if isinstance(name := schema.get("$ref"), str) and name not in seen:  # it may refer to itself
+        ways, seen = [*ways, _referred(name, whole)], seen | {name}
+    return any(_is_text(way, whole, seen) for way in ways)
+
+
+def _referred(name: str, whole: Mapping[str, Any]) -> Any:
+    """The part of a schema that `#/$defs/Name` is; None where it has none."""
+    found: Any = whole
+    for key in name.removeprefix("#/").split("/"):
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _in_string(text: str) -> bool:
+    """True if JSON breaks off inside of a string."""
+    try:
+        json.JSONDecoder().raw_decode(text.strip())
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        pass
+    return False
 
 
 def _json(text: str) -> Any:
