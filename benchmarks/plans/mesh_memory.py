@@ -34,8 +34,8 @@ from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
 from tilewright.training.assemble import build, set_up
 
 CLAIM = (
-    "each rank of a mesh holds within 5 % of the parameters, gradients and states that a search over meshes counts, "
-    "and of the activations where layers keep all and have no experts"
+    "each rank of a mesh holds within 5 % of the parameters, gradients, states and activations that a search over "
+    "meshes counts"
 )
 OWNERS, ACTIVATIONS = ("parameters", "gradients", "optimizer"), "activations"
 LEAST = 2**16
