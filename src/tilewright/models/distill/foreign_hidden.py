@@ -29,7 +29,7 @@ def loss_beside_hidden(
         batch: with `VALUES`.
 
     Raises:
-        ConfigError: what a layer gives is no stream of positions.
+        ConfigError: a layer gives something else than one vector per position.
     """
     context, layers = of_batch(batch), getattr(*place)
 

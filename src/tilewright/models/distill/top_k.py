@@ -1,7 +1,7 @@
 """A teacher's likeliest tokens at each position: K of them, and all others together as one group.
 
 A divergence of these K + 1 groups is never above that of the whole distributions, and equals it where teacher and
-student spread the others' share alike: the student is told nothing of it, and spreads it as it does.
+student spread the others' share alike: the student learns nothing of how it is spread.
 
 Legend: C positions  K tokens that are kept  G = K + 1 groups  V vocabulary.
 """
