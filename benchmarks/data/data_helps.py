@@ -1,17 +1,17 @@
 """Does moving weights help? Held-out loss by domain under five policies of `[data.mixing]`, at equal tokens.
 
-A decoder of 4 layers of width 128 in FP32 on one thread, on the text that the installation carries, 2 million tokens
-per run, three seeds. Runs of one seed are a pair: equal first weights of the model, equal order inside each domain,
-equal rates; only the policy differs. Policies are compared with two kinds of fixed weights: `static`, each domain in
-proportion to its tokens, and `temperature` with a temperature so high that weights are even, which is the stratified
-sampling that the authors of Aioli found hard to beat. Of held-out losses there are the mean over domains, each counting
-the same, which favours even weights; the mean with each domain counting as its tokens do, which favours `static`; and
-the domain with the highest loss. Intervals are of Student's t over the seeds, so with three of them they are wide, and
-of a dozen comparisons one may seem decided by chance. An evaluation that the policy is shown comes every 32 steps, the
-256 rows from whose end new weights hold.
+A decoder of 4 layers of width 128 in BF16, compiled, on one thread, on the text that the installation carries, 2
+million tokens per run, three seeds. Runs of one seed are a pair: equal first weights of the model, equal order inside
+each domain, equal rates; only the policy differs. Policies are compared with two kinds of fixed weights: `static`, each
+domain in proportion to its tokens, and `temperature` with a temperature so high that weights are even, which is the
+stratified sampling that the authors of Aioli found hard to beat. Of held-out losses there are the mean over domains,
+each counting the same, which favours even weights; the mean with each domain counting as its tokens do, which favours
+`static`; and the domain with the highest loss. Intervals are of Student's t over the seeds, so with three of them they
+are wide, and of a dozen comparisons one may seem decided by chance. An evaluation that the policy is shown comes every
+32 steps, the 256 rows from whose end new weights hold.
 
 A run takes minutes, so each is a process of its own and is kept in `results/data_helps_runs.jsonl` as it ends; a later
-call continues where the last one stopped. Runs on other text are not counted.
+call continues where the last one stopped. Runs on other text or in another precision are not counted.
 
 python -m benchmarks.data.data_helps [--steps 977] [--seeds 3] [--policies static temperature ppl_guard exp3 aioli]
 """
@@ -33,6 +33,7 @@ CLAIM = "moving weights end with a lower held-out loss than fixed ones, at equal
 POLICIES = ("static", "temperature", "ppl_guard", "exp3", "aioli")
 BASES = ("static", "temperature")
 """Fixed weights, that the others are compared with."""
+PRECISION = "bf16_mixed"
 ROWS, LENGTH, STEPS = 8, 256, 977  # 977 * 8 * 256 = 2,000,896 tokens
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """97.5 % quantile of Student's t, by the number of seeds."""
@@ -46,7 +47,7 @@ def settings(policy: str, seed: int, steps: int, folder: Path) -> dict[str, str]
     return {
         "run.dir": str(folder), "run.name": "run", "run.seed": str(seed), "run.device": "cpu", "run.threads": "1",
         "model.dim": "128", "model.num_layers": "4", "model.num_heads": "4", "data.seq_len": str(LENGTH),
-        "precision.mode": "fp32", "train.compile": "off", "ops.cross_entropy": "native",
+        "precision.mode": PRECISION, "train.compile": "on",
         "data.mixing.policy": policy, "data.mixing.interval": "32", "data.mixing.eval_batches": "2",
         "data.mixing.temperature": "1e6",
         "train.minutes": "0", "train.steps": str(steps), "train.global_batch_size": str(ROWS),
@@ -70,7 +71,8 @@ def train(policy: str, seed: int, steps: int) -> Run:
         data = json.loads((folder / "data.json").read_text())
     shown = [event for event in events if event["kind"] == "mix_eval"]
     return {
-        "policy": policy, "seed": seed, "steps": steps, "data": data["fingerprint"], "machine": machine_kind(),
+        "policy": policy, "seed": seed, "steps": steps, "precision": PRECISION,
+        "data": data["fingerprint"], "machine": machine_kind(),
         "loss": {name: one["loss"] for name, one in [line["eval"] for line in lines if "eval" in line][-1].items()},
         "weights": {name: one["weight"] for name, one in shown[-1]["domains"].items()} if shown else {},
         "epochs": {name: one["epochs"] for name, one in shown[-1]["domains"].items()} if shown else {},
@@ -81,9 +83,9 @@ def train(policy: str, seed: int, steps: int) -> Run:
 
 
 def known(steps: int) -> list[Run]:
-    """Runs of so many steps that are there, on the text of the newest of them."""
+    """Runs of so many steps in this precision that are there, on the text of the newest of them."""
     lines = RUNS.read_text().splitlines() if RUNS.exists() else []
-    runs = [run for run in map(json.loads, lines) if run["steps"] == steps]
+    runs = [run for run in map(json.loads, lines) if (run["steps"], run.get("precision")) == (steps, PRECISION)]
     return [run for run in runs if run["data"] == runs[-1]["data"]]
 
 
