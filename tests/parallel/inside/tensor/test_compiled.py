@@ -1,6 +1,9 @@
 """Layers of a cut decoder that are compiled between their exchanges: gradients of one process, few graphs."""
 
+import copy
+
 import pytest
+import torch
 
 from tests.parallel.inside.tensor import cut as own
 from tests.parallel.inside.tensor.cut import Case, compare, cut, world_of
@@ -52,3 +55,26 @@ def test_narrow_formats_beside_layers_as_they_are():
             assert worst <= bound, mode
             assert not breaks
             assert graphs <= 4
+
+
+def _of_a_copy(rank):
+    """Losses of a copy with other weights, compiled and not, and of the model that it was made from, twice."""
+    (batch,) = microbatches(0, 1)
+    found = []
+    for compiled in (False, True):
+        case = Case(2, compiled=compiled)
+        model = cut(case, world_of(case))
+        before = float(model.loss(batch).loss_sum)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(0.5)
+        found.append((float(other.loss(batch).loss_sum), before, float(model.loss(batch).loss_sum)))
+    return found
+
+
+def test_a_copy_computes_with_its_own_weights():
+    for (theirs, first, _), (ours, before, after) in on_ranks(2, _of_a_copy, seconds=280):
+        assert abs(theirs - first) > 1e-3 * first, "the weights that differ change the loss"
+        assert abs(ours - theirs) <= 2e-6 * theirs
+        assert before == after

@@ -38,7 +38,7 @@ def compile_cut(model: Decoder) -> None:
 
 def _compile_forward(module: nn.Module) -> None:
     if not isinstance(module, LatentAttention) and not is_chunked(module):
-        run_on_parts(module, layers=[layer for layer in module.children() if isinstance(layer, nn.Linear)])
+        run_on_parts(module, layers=[name for name, layer in module.named_children() if isinstance(layer, nn.Linear)])
         derive(module, _with_compiled_forward)
 
 

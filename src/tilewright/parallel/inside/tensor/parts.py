@@ -100,28 +100,33 @@ def adapter_on_all(module: nn.Module, dim: int) -> tuple[str, ...]:
     return (name,) if module._parameters.get(name) is not None else ()
 
 
-def run_on_parts(module: nn.Module, hidden: tuple[str, ...] = (), layers: Sequence[nn.Module] = ()) -> None:
+def run_on_parts(module: nn.Module, hidden: tuple[str, ...] = (), layers: Sequence[str] = ()) -> None:
     """Let a module compute on the parts of its parameters that are here.
 
     Args:
         module: with parameters from `part_along`, maybe sharded further.
         hidden: parameters that it computes without.
-        layers: inside of it, where these have the parameters, and nothing but the module's call calls them: their own
-            hooks are taken off.
+        layers: names of modules inside of it, where these have the parameters, and nothing but the module's call calls
+            them: their own hooks are taken off.
     """
 
+    def holders(module: nn.Module) -> list[nn.Module]:
+        # By name: a copy of the module has its own, and these hooks.
+        return [module.get_submodule(name) for name in layers] or [module]
+
     def enter(module: nn.Module, _: Any) -> None:
-        for one in layers or (module,):
+        for one in holders(module):
             _enter(one)
             one.__dict__.update(dict.fromkeys(hidden))
 
     def leave(module: nn.Module, *_: Any) -> None:
-        for one in layers or (module,):
+        for one in holders(module):
             _leave(one)
 
-    for one in layers:
-        for handle in one.__dict__.pop(_HANDLES, ()):
-            handle.remove()
+    if layers:
+        for one in holders(module):
+            for handle in one.__dict__.pop(_HANDLES, ()):
+                handle.remove()
     module.__dict__[_HANDLES] = (
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
