@@ -103,7 +103,8 @@ def page(found: Sequence[Group]) -> str:
         "",
         "The interval is that of the median by order statistics (the whole range below six samples), or that of the",
         "mean over seeds by Student's t. The machines were shared with other programs, so times vary; runs that are",
-        "compared took turns.",
+        "compared took turns. Programs of studies that have given their answer are no longer kept: the last commit",
+        "that has one is named beside its command.",
     ]
     for group in found:
         lines += ["", f"## {group.title}", "", *section(group)]
@@ -111,7 +112,7 @@ def page(found: Sequence[Group]) -> str:
         lines += ["", *contests()] if group.title == "Memory" else []
         lines += ["", *copies_table()] if group.title == "Data builds" else []
     lines += ["", "## Results without a row", ""]
-    lines += [f"- {_link(name)}: {why}." for name, why in UNUSED.items()]
+    lines += [f"- {_link(name)}: {why}{_last(read(name))}." for name, why in UNUSED.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -130,10 +131,15 @@ def section(group: Group) -> list[str]:
     lines += ["", "Commands and results:", ""]
     for result in results.values():
         command = COMMANDS.get(result.name, result.record["command"])
-        lines.append(f"- `{command}`: {_link(result.name)}, commit {result.record['commit']}")
+        lines.append(f"- `{command}`: {_link(result.name)}, commit {result.record['commit']}{_last(result)}")
     if group.to_run:
         lines.append(f"- `{group.to_run}`: the rows that were not run")
     return lines
+
+
+def _last(result: Result) -> str:
+    """Where the program is, if it is not here."""
+    return f"; its program: commit {result.last_commit}" if result.last_commit else ""
 
 
 def _link(name: str) -> str:

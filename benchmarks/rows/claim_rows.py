@@ -1,12 +1,20 @@
 """What the rows of docs/benchmarks.md are made of: result files, rows, groups."""
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import RESULTS, place
 from benchmarks.rows.verdict import Verdict
+
+REMOVED = {
+    name: commit
+    for commit, names in tomllib.loads((RESULTS.parent / "removed.toml").read_text(encoding="utf-8")).items()
+    for name in names
+}
+"""Programs that are no longer kept, as `runs.big_cpu`, and the last commit that has each."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +23,16 @@ class Result:
 
     name: str
     record: Mapping[str, Any]
+
+    @property
+    def program(self) -> str:
+        """That wrote it, as `runs.big_cpu`."""
+        return self.record["command"].split()[2].removeprefix("benchmarks.")
+
+    @property
+    def last_commit(self) -> str | None:
+        """The last one that has the program; None where it is here."""
+        return REMOVED.get(self.program)
 
     @property
     def results(self) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def groups() -> list[Group]:
         Group("Mixing and the stream", list(mixing_rows.rows())),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),
-              "python -m benchmarks.runs.finetune_memory, .finetune_quality, .generate"),
+              "python -m benchmarks.runs.finetune_memory, .generate"),
         Group("Exports", list(export_rows.rows()), note=EXPORTS),
         Group("Smaller models", list(prune_rows.rows()), COMPRESS, SMALLER),
         Group("Server of models", list(serve_rows.rows())),

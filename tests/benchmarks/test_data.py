@@ -1,14 +1,7 @@
-"""What the benchmarks of data builds are made with: texts in other words, planted copies, how units are compared."""
+"""What the benchmarks of data builds are made with: texts in other words, how units are compared."""
 
-import random
-import re
-
-import pytest
-
-from benchmarks.data import data_copies, data_texts
+from benchmarks.data import data_texts
 from benchmarks.data.data_kills import finished_units, written_again
-
-TEXT = "one two three four five six seven eight nine ten\n" * 3 + "eleven (twelve) thirteen; fourteen fifteen."
 
 
 def test_words_are_exchanged_one_for_one():
@@ -17,21 +10,6 @@ def test_words_are_exchanged_one_for_one():
     assert sorted(other) == sorted(other.values()) == sorted(ranked)
     assert all(abs(ranked.index(a) - ranked.index(b)) < data_texts._NEIGHBOURS for a, b in other.items())
     assert other != data_texts._exchanged(ranked, 4)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
-def test_a_copy_has_that_share_of_other_words(share):
-    new = data_copies.with_other_words(TEXT, share, random.Random(1), ["alpha", "beta", "One"])
-    old, found = data_copies._WORD.findall(TEXT), data_copies._WORD.findall(new)
-    assert sum(a.lower() != b.lower() for a, b in zip(old, found, strict=True)) == max(1, round(share * len(old)))
-    assert re.sub(data_copies._WORD, "", TEXT) == re.sub(data_copies._WORD, "", new)
-
-
-def test_similarities_are_those_of_sets():
-    texts = ["a b c d e f g", "A b c d e f. g h", "x y z", "a b c d e"]
-    found = data_copies.similarities(texts)
-    values = {(a, b): s for a, b, s in zip(found.row.tolist(), found.col.tolist(), found.data.tolist(), strict=True)}
-    assert values == {(0, 1): 3 / 4, (0, 3): 1 / 3, (1, 3): 1 / 4}
 
 
 def test_a_unit_that_is_written_again_or_gone_is_told(tmp_path):

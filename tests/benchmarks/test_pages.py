@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import pages
 from benchmarks.common import RESULTS
+from benchmarks.rows.claim_rows import REMOVED, read
 from benchmarks.rows.claims import UNUSED, groups
 from benchmarks.rows.verdict import MISS, NOT_RUN, UNDECIDED
 
@@ -44,6 +45,15 @@ def test_every_result_has_its_command_commit_and_date():
         assert record["commit"], path.name
 
 
+def test_each_program_of_a_result_is_here_or_its_last_commit_is_named():
+    folder = RESULTS.parent
+    here = {name for name in REMOVED if (folder / f"{name.replace('.', '/')}.py").exists()}
+    assert not here, f"removed.toml names programs that are here: {here}"
+    for path in RESULTS.glob("*.json"):
+        result = read(path.stem)
+        assert result.last_commit or (folder / f"{result.program.replace('.', '/')}.py").exists(), path.name
+
+
 def test_commands_of_the_docs_are_modules_that_are_there():
     """The log is left out: it names what a study was called when it ran."""
     root = pages.README.parent
@@ -62,6 +72,7 @@ def test_commands_of_the_docs_are_modules_that_are_there():
         (page, name)
         for page, name in sorted(named)
         if not (root / "benchmarks" / f"{name.replace('.', '/')}.py").exists()
+        and not (page == pages.PAGE.name and name in REMOVED)
     ]
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.ranks.exchanges import reduced_together
 from tests.models.shapes import KERNELS
+from tests.parallel.communicate.exchanges import reduced_together
 from tilewright.cli.commands.outputs.parity import gaps
 from tilewright.cli.commands.outputs.parity_limits import IN_8_BITS, UNIT, limits_of, sum_tolerance
 from tilewright.core.config.edit import changed

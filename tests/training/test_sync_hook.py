@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ranks.exchanges import on_threads
 from tests.contracts.observe import fixed_ceilings
 from tests.models.shapes import KERNELS
+from tests.parallel.communicate.exchanges import on_threads
 from tests.ranks import on_ranks
 from tests.training.tiny import rows, tiny
 from tilewright.parallel.communicate.communicator import AsyncCommunicator

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks.exchanges import PacedTransport, ThreadTransport, on_threads, reduced_together
 from tests.models.shapes import KERNELS
+from tests.parallel.communicate.exchanges import PacedTransport, ThreadTransport, on_threads, reduced_together
 from tests.ranks import on_ranks
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback

@@ -41,7 +41,7 @@ decoder); what traces of dense layers say, rounded up."""
 
 _LINEAR_WORK = 5.0
 """Time of linear attention beside softmax attention's for as many FLOPs: three times the products, by chunks, and small
-ones (`benchmarks.serving.attention_forms`: 5.2 at 512 positions, where a plan's rate of attention is measured)."""
+ones (measured, docs/log.md: 5.2 at 512 positions, where a plan's rate of attention is measured)."""
 
 
 def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:

@@ -5,8 +5,8 @@ matmul is computed in 8 bits and in BF16, whatever the layer itself computes in:
 would do, also where a matmul has left them. Nothing is decided here; `controller` judges.
 
 Cost: a pass in eager mode, and for each layer six matmuls and the quantisation of at most `max_rows` rows. With one
-row on the default recipe that is 0.8 of a step on a CPU (`benchmarks/numerics/dpaa_cost.py`), so 0.8 % of the time with
-a sample every 100 steps.
+row on the default recipe that is 0.8 of a step on a CPU (`benchmarks/results/dpaa_cost_cpu.json`), so 0.8 % of the
+time with a sample every 100 steps.
 
 Legend: N tokens  K input features  M output features.
 """
