@@ -102,15 +102,19 @@ SURFACE = {
     ],
     "chat": [
         *("--chat-template", "--device", "--dtype", "--help", "--message", "--quiet", "--seed", "--stop", "--system"),
-        *("--temperature", "--tokens", "--top-k", "--top-p", "--verbose", "name"),
+        *("--temperature", "--threads", "--tokens", "--top-k", "--top-p", "--verbose", "name"),
     ],
     "serve": [
         "--allow-host",
         "--allow-origin",
         *("--api-key", "--cache", "--chat-template", "--chunk", "--concurrent", "--device", "--dtype", "--help"),
-        *("--host", "--max-body", "--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
+        *("--host", "--max-body", "--max-tokens", "--port", "--quiet", "--threads", "--timeout", "--verbose"),
+        *("--waiting", "name"),
     ],
-    "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
+    "generate": [
+        *("--help", "--prompt", "--quiet", "--seed", "--temperature", "--threads", "--tokens", "--top-k"),
+        *("--verbose", "run"),
+    ],
     "export": [
         *("--help", "--json", "--method", "--no-proof", "--normalized-text", "--out", "--quiet", "--threads"),
         *("--time-limit", "--to"),

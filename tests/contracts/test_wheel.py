@@ -107,8 +107,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
         r"recipes/\w+\.toml",
         r"report/templates/.+",
         r"report/watch/pages/.+",
-        r"ops/backends/cpu/\w+\.cpp",
-        r"ops/backends/cpu/\w+\.h",
+        r"ops/backends/cpu/cpp/\w+\.cpp",
+        r"ops/backends/cpu/cpp/\w+\.h",
     ):
         assert any(re.fullmatch(f"tilewright/{pattern}", name) for name in names), pattern
 

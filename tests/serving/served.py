@@ -24,9 +24,8 @@ NAME = "tiny"
 
 def make_session(folder: Path, kind: str = "llama") -> Session:
     """A model with the ChatML template and 256 positions."""
-    threads = torch.get_num_threads()
-    opened = open_model(str(make_model(folder, kind)), device="cpu")
-    torch.set_num_threads(threads)  # not those of the machine: tests of small models run beside others
+    threads = torch.get_num_threads()  # not those of the machine: tests of small models run beside others
+    opened = open_model(str(make_model(folder, kind)), device="cpu", threads=threads)
     return Session(opened.model, opened.tokenizer, opened.chat, opened.device, opened.max_positions)
 
 

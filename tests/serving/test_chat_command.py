@@ -19,8 +19,10 @@ from tests.models.hub_server import serving as serving_hub
 from tests.serving.served import post
 from tilewright.cli.app import run
 from tilewright.cli.open_model import open_model
+from tilewright.core.hardware import detect_machine
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
+from tilewright.precision.mixed.rows import RowLinear
 
 IDS = torch.arange(5, 245)[None]
 
@@ -126,6 +128,32 @@ def test_bf16_folders_stay_bf16(tmp_path):
             opened = open_model(str(folder), device="cpu", dtype=dtype)
             assert isinstance(opened.model, kind)
             assert {param.dtype for param in opened.model.parameters()} == {expected}
+
+
+def test_threads_are_those_asked_for_else_one_per_core(model, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    for asked in (["--threads", "3"], []):
+        assert run(["chat", str(model), "--message", "hello", "--tokens", "1", "--device", "cpu", *asked]) == 0
+    assert found == [3, detect_machine("cpu").physical_cores]
+
+
+def test_plain_layers_of_an_opened_model_are_fast_for_a_row(tmp_path):
+    """Ours and transformers', heads too; the logits are those of torch's layers."""
+    ids = torch.arange(5, 12)[None]
+    for name in ("llama", "qwen3"):
+        opened = open_model(str(make_model(tmp_path / name, name)), device="cpu", threads=1)
+        layers = [module for module in opened.model.modules() if isinstance(module, torch.nn.Linear)]
+        assert {type(layer) for layer in layers} == {RowLinear}
+        found = []
+        for layer in (RowLinear, torch.nn.Linear):
+            for module in layers:
+                module.__class__ = layer
+            cache = opened.model.new_cache(1, 8)
+            with torch.no_grad():
+                opened.model.next_token_logits(ids[:, :-1], cache)
+                found.append(opened.model.next_token_logits(ids[:, -1:], cache))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -47,13 +47,14 @@ class Reopened:
     device: torch.device
 
 
-def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened:
+def reopen(run: Path, device: str = "auto", *, rounded: bool = True, threads: int | None = None) -> Reopened:
     """The model of a run folder, in evaluation mode.
 
     Args:
         run: its folder.
         device: auto, cpu or cuda.
         rounded: where the run rounds weights to integers, so does the model; else it is as plain as any other.
+        threads: of the CPU, for torch; None: those of the run.
 
     Raises:
         CheckpointError: no valid checkpoint is there, or it is of another model than the run's recipe builds.
@@ -63,15 +64,15 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened
     if recipe.model.weights == "load":  # a run that is older than its generation_config.json
         tokenizer = tokenizer.stopping_at(declared_stops(Path(local_folder(recipe.model.path)).expanduser()))
     machine = detect_machine(device)
-    model, checkpoint = _trained_model(run, recipe, machine, tokenizer.vocab_size, rounded=rounded)
+    model, checkpoint = _trained_model(run, recipe, machine, tokenizer.vocab_size, rounded=rounded, threads=threads)
     return Reopened(recipe, tokenizer, model, checkpoint, torch.device(machine.device))
 
 
 def _trained_model(
-    run: Path, recipe: Recipe, machine: Machine, vocab_size: int, *, rounded: bool
+    run: Path, recipe: Recipe, machine: Machine, vocab_size: int, *, rounded: bool, threads: int | None = None
 ) -> tuple[Model, Path]:
     """The model with the weights of the newest checkpoint, in evaluation mode, and that checkpoint."""
-    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    torch.set_num_threads(threads or recipe.run.threads or machine.physical_cores)
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
     plain = recipe.model_copy(update={"model": section})
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)

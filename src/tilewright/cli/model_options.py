@@ -14,7 +14,7 @@ def model_argument(function: Function) -> Function:
 
 
 def model_options(function: Function) -> Function:
-    """`--dtype`, `--device` and `--chat-template`, under the names of `open_model`'s arguments."""
+    """`--dtype`, `--device`, `--threads` and `--chat-template`, under the names of `open_model`'s arguments."""
     function = click.option(
         "--chat-template", default="", help="Template in place of the model's own: chatml, or a .jinja file."
     )(function)
@@ -25,12 +25,22 @@ def model_options(function: Function) -> Function:
         show_default=True,
         help="Device of the model.",
     )(function)
+    function = threads_option(function)
     return click.option(
         "--dtype",
         type=click.Choice(["auto", "bf16", "fp32"]),
         default="auto",
         show_default=True,
         help="Dtype of the weights; auto keeps BF16 folders in BF16, and runs in FP32.",
+    )(function)
+
+
+def threads_option(function: Function) -> Function:
+    """`--threads`."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(1),
+        help="CPU threads. Default: those of the run, else one per physical core.",
     )(function)
 
 

@@ -34,6 +34,7 @@ from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.lora.peft_io import CONFIG as ADAPTER
 from tilewright.precision.lora.peft_io import load_adapter
+from tilewright.precision.mixed import rows
 from tilewright.training.components.tokenizer_files import template_folder
 
 Dtype = Literal["auto", "bf16", "fp32"]
@@ -66,7 +67,9 @@ class OpenModel:
     files: Path | None = None
 
 
-def open_model(name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_template: str = "") -> OpenModel:
+def open_model(
+    name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_template: str = "", threads: int | None = None
+) -> OpenModel:
     """The model that a command names: RUN or MODEL.
 
     Args:
@@ -75,26 +78,33 @@ def open_model(name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_t
         device: auto, cpu or cuda.
         dtype: of the weights; see the top of this file.
         chat_template: as `data.chat_template`: "" takes the model's own, if it has one.
+        threads: of the CPU, for torch; None: those of the run, else one per physical core.
 
     Raises:
         ConfigError: nothing of this name, no causal language model, or a template that is not there.
         CheckpointError: weights that cannot be read, or a model of the hub that cannot be had.
         DataError: a tokenizer or a template that cannot be read.
     """
+    opened = _opened(name, device, dtype, chat_template, threads)
+    rows.attach(opened.model, detect_machine(device))  # type: ignore[arg-type]
+    return opened
+
+
+def _opened(name: str, device: str, dtype: Dtype, chat_template: str, threads: int | None) -> OpenModel:
     path = Path(name).expanduser()
     if is_run(name):
-        return _open_run(find_run(name), device, dtype, chat_template)
+        return _open_run(find_run(name), device, dtype, chat_template, threads)
     check_named(name, "config.json", ADAPTER)
     with told_without_settings("another run or model, or copy the folder again", name):
         if (path / ADAPTER).is_file():
-            return _open_adapter(path, device, dtype, chat_template)
+            return _open_adapter(path, device, dtype, chat_template, threads)
         found = find_model(name)
         shown = found.name if is_hub_name(name) else found.folder.resolve().name
-        return _open_folder(found.folder, shown, device, dtype, chat_template)
+        return _open_folder(found.folder, shown, device, dtype, chat_template, threads)
 
 
-def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
-    opened = reopen(run, device)
+def _open_run(run: Path, device: str, dtype: Dtype, template: str, threads: int | None) -> OpenModel:
+    opened = reopen(run, device, threads=threads)
     section = opened.recipe.model
     if section.task != "causal_lm":
         raise _not_causal(section, run)
@@ -111,9 +121,9 @@ def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
     )
 
 
-def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: str) -> OpenModel:
+def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: str, threads: int | None) -> OpenModel:
     machine = detect_machine(device)
-    torch.set_num_threads(machine.physical_cores)
+    torch.set_num_threads(threads or machine.physical_cores)
     tokenizer = load_tokenizer(folder_tokenizer(str(folder)))
     chosen = _dtype(folder, machine, dtype)
     model: Model
@@ -133,7 +143,7 @@ def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: s
     return OpenModel(name, model.eval(), tokenizer, chat, torch.device(machine.device), limit, files=folder)
 
 
-def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
+def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str, threads: int | None) -> OpenModel:
     """The base that an adapter names, with the adapter on it; tokenizer and template are those beside the adapter."""
     config = read_json(folder, ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -154,7 +164,7 @@ def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> Ope
             where=str(folder / ADAPTER),
         )
     pinned = f"{base}@{revision}" if revision and is_hub_name(base) and not split_name(base)[1] else base
-    opened = open_model(pinned, device=device, dtype=dtype, chat_template="")
+    opened = _opened(pinned, device, dtype, "", threads)
     load_adapter(opened.model, folder, "keep")
     own = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(folder).stopping_at(opened.tokenizer.stop_ids) if own else opened.tokenizer

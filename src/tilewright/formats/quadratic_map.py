@@ -12,7 +12,7 @@ largest moments of their blocks are alike. (Zero codes in memory that nothing wa
 Rounding is stochastic: up or down to a neighbour with the probability that makes the expectation right, up to 1/512 of
 a step. A running mean of rounded numbers that change by less than a step would be still otherwise.
 
-This file is the definition; `ops/backends/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the
+This file is the definition; `ops/backends/cpu/cpp/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the
 same bits. All arithmetic is in FP32, each operation rounded by itself.
 
 A tensor of any shape is read as rows: its first dimension by all the others. A block is part of one row, so whatever

@@ -9,8 +9,8 @@ Where someone else writes the weight, the correction beside it is another number
 bits are bits of a number. It makes the weight half a BF16 step wrong at most, about as much as its own rounding to BF16
 did. A zero and what is not finite are exact, and so is a change of the sign or by a power of two.
 
-This file is the definition; `ops/backends/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the same
-bits.
+This file is the definition; `ops/backends/cpu/cpp/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the
+same bits.
 """
 
 import torch

@@ -33,14 +33,14 @@ from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
-from tilewright.ops.linear import LINEAR, gemms_of
+from tilewright.ops.linear import LINEAR, ROW_LINEAR, gemms_of
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, quantize_kind
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
+    *(LINEAR, ROW_LINEAR, RMS_NORM, ATTENTION, LINEAR_ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
     *(ADAM, MASTER_ADAM, LOW_BIT_ADAM, FOLLOW_WRITES),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )

@@ -3,6 +3,11 @@
 Computes in x's dtype (weight and bias are cast to it) with FP32 accumulation; returns x's dtype. Gradients have the
 dtypes of what they are gradients of; on the way the weight's is rounded
 to x's dtype by `native`, as torch has no other GEMM; `amx` and `wide` do not round it.
+
+row_linear: the same of at most `MOST_ROWS` rows, with operands of one dtype, without autograd. It is what a pass of
+cached tokens multiplies, one row per sequence, so its time is that of reading the weight. torch's GEMMs read BF16
+weights at half of the memory's speed, and FP32 ones from two rows on (docs/log.md, 2026-11-27). In `cpu` a row has the
+same bits beside any others.
 """
 
 import torch
@@ -10,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine
+from tilewright.ops.backends.cpu import row_linear
 from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.deferred import WeightGradientQueue
@@ -95,4 +101,14 @@ LINEAR = Op(
         Candidate("ref", ref.linear, always),
     ),
     in_transforms=_in_transforms,
+)
+MOST_ROWS = row_linear.MOST_ROWS
+"""Of `row_linear`. From more rows on torch's GEMMs are as fast."""
+ROW_LINEAR = Op(
+    "row_linear",
+    (
+        Candidate("cpu", row_linear.row_linear, row_linear.why_not),
+        Candidate("native", F.linear, always),
+        Candidate("ref", ref.linear, always),
+    ),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from tilewright.cli.common import run_argument, verbosity
-from tilewright.cli.model_options import sampling_options
+from tilewright.cli.model_options import sampling_options, threads_option
 from tilewright.core.errors import ConfigError
 
 
@@ -15,8 +15,11 @@ from tilewright.core.errors import ConfigError
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of new tokens.")
 @sampling_options(temperature=0.8, top_k=40)
 @click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Random seed.")
+@threads_option
 @verbosity
-def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def generate(
+    run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, threads: int | None
+) -> None:
     """Continue a text with the model of a run.
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
@@ -24,10 +27,12 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     import torch
 
     from tilewright.cli.load_run import reopen
+    from tilewright.core.hardware import detect_machine
     from tilewright.models.generate import generate as extend
+    from tilewright.precision.mixed import rows
     from tilewright.training.components.tokenizer_files import TextRules
 
-    opened = reopen(run)
+    opened = reopen(run, threads=threads)
     if opened.recipe.model.task != "causal_lm":
         raise ConfigError(
             "Text generation needs a causal language model",
@@ -36,6 +41,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
             try_="tilewright eval, for its loss",
             where=str(run / "run.toml"),
         )
+    rows.attach(opened.model, detect_machine())  # type: ignore[arg-type]
     ids = torch.tensor([opened.tokenizer.prompt_ids(prompt)], device=opened.device)
     written = extend(
         opened.model,

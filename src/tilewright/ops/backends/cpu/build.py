@@ -1,4 +1,4 @@
-"""Compiles the C++ files of this folder, each once a machine when first used, and loads them.
+"""Compiles the C++ files of `cpp`, each once per machine when first used, and loads them.
 
 A library is in the user's cache folder under a name made from the source, the flags, the compiler and the processor,
 so a change of any of them builds a new one. Two processes that build at once do no harm: each writes a file of its own
@@ -25,7 +25,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fwrapv", "-ffp-contract=off", "-fno-math-errno"),
     *("-fPIC", "-shared", "-Wno-psabi"),
 )
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "cpp"
 _BUILD_SECONDS = 120
 _OPENMP_NAMES = ("libgomp", "libomp", "libiomp5")
 _OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -40,7 +40,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """The library of one source file of this folder.
+    """The library of one source file of `cpp`.
 
     Args:
         name: of the file, without its ending.
@@ -91,6 +91,9 @@ WGRAD = Library(
         "tw_ask_for_tiles": (_INT, []),
         "tw_weight_gradient": (_INT, [_POINTER, _LONG] * 2 + [_POINTER] + [_LONG] * 3 + [_INT, _INT]),
     },
+)
+ROW_LINEAR = Library(
+    "row_linear", {"tw_row_linear": (_INT, [_INT] + [_POINTER] * 2 + [_LONG] + [_POINTER] * 2 + [_LONG] * 3 + [_INT])}
 )
 _ATTENTION_CALL = (_INT, [_POINTER, _POINTER, _POINTER, _FLOAT, _INT])
 ATTENTION = Library(

@@ -1,0 +1,75 @@
+"""Give a model that draws tokens linear layers that are fast for a few rows (`row_linear` of `ops.linear`).
+
+Layers that are torch's plain `nn.Linear` change: our decoder's and those of Hugging Face models, their heads too.
+Others compute as ever: layers with adapters, in 8 bits, or converted to another format.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.hardware import Machine
+from tilewright.ops.base.dispatch import Case, choose
+from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.linear import MOST_ROWS, ROW_LINEAR
+from tilewright.precision.mixed.cast import become, plain_layer
+
+
+class RowLinear(nn.Linear):
+    """torch's layer. Without autograd, autocast and compilation, an input of a few rows goes to `row_linear`. The
+    weight is read at each call, so what was written to it counts."""
+
+    row_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """Set by `attach`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _are_rows(input, self.weight):
+            return super().forward(input)
+        return self.row_linear(input, self.weight, self.bias)
+
+
+def _are_rows(x: Tensor, weight_MK: Tensor) -> bool:
+    return (
+        0 < x.numel() <= MOST_ROWS * weight_MK.shape[1]
+        and type(x) is Tensor
+        and type(weight_MK) is nn.Parameter
+        and x.dtype == weight_MK.dtype
+        and weight_MK.is_contiguous()
+        and not torch.is_autocast_enabled("cpu")
+        and not in_func_transform()
+    )
+
+
+def attach(model: nn.Module, machine: Machine) -> list[str]:
+    """Make the plain linear layers of a model fast for a few rows, where this machine has code for their dtype.
+
+    Classes of layers change in place; parameters, names and what larger inputs give stay. Adapters go on
+    before: they look for plain layers.
+
+    Args:
+        model: loaded, and not to be trained or converted.
+        machine: where it runs.
+
+    Returns:
+        Names of the layers.
+
+    Example:
+        >>> from tilewright.core.hardware import detect_machine
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> before = model(torch.ones(1, 2))
+        >>> names = attach(model, detect_machine("cpu"))
+        >>> with torch.no_grad():
+        ...     torch.allclose(model(torch.ones(1, 2)), before)
+        True
+    """
+    names = []
+    for name, module in model.named_modules():
+        if plain_layer(module) is not nn.Linear:
+            continue
+        found = choose(ROW_LINEAR, machine, Case(module.weight.device.type, module.weight.dtype)).candidate
+        if found.name != "native":
+            become(module, RowLinear)
+            module.row_linear = found.run  # type: ignore[assignment]
+            names.append(name)
+    return names
