@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import place
-from benchmarks.rows.claim_rows import Group, Result, Row, read, read_all
-from benchmarks.rows.claims import GIB, UNUSED, by_key, groups
+from benchmarks.rows.claim_rows import GIB, Group, Result, Row, read, read_all
+from benchmarks.rows.claims import UNUSED, by_key, groups
 from benchmarks.rows.data_rows import copies_table
 from benchmarks.rows.headline_table import table as contest
 from benchmarks.rows.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
@@ -108,7 +108,7 @@ def page(found: Sequence[Group]) -> str:
     ]
     for group in found:
         lines += ["", f"## {group.title}", "", *section(group)]
-        lines += ["", *ladder(read_all("throughput"))] if group.title == "Speed" else []
+        lines += ["", *ladder(read_all("throughput_*"))] if group.title == "Speed" else []
         lines += ["", *contests()] if group.title == "Memory" else []
         lines += ["", *copies_table()] if group.title == "Data builds" else []
     lines += ["", "## Results without a row", ""]
@@ -174,7 +174,7 @@ def ladder(results: Sequence[Result]) -> list[str]:
 def contests() -> list[str]:
     """Memory and time of the low-memory loops."""
     lines = ["### Memory and time of each loop"]
-    for result in read_all("headlines"):
+    for result in read_all("headlines_*"):
         lines += ["", *contest(dict(result.record), None)]
     return lines
 
@@ -239,9 +239,7 @@ def headlines(found: Sequence[Group]) -> list[str]:
 def default_job() -> list[str]:
     """The rungs of the default job on each machine, and the peer."""
     lines = []
-    for result in read_all("default_job"):
-        if "steps" in result.name:
-            continue
+    for result in read_all("default_job_[!s]*"):  # without the seconds of their steps
         rungs = {key: row for key, row in result.results.items() if isinstance(row, dict)}
         lines = [*lines, ""] if lines else []
         lines += [
