@@ -17,6 +17,8 @@ from tilewright.compress.budget.measure import row_losses_of
 from tilewright.compress.budget.settings import CompressSettings
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prune.prune import prune
+from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
 from tilewright.models.decoder.hf_config import read_config
@@ -91,6 +93,46 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path):
         source.model.blocks[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(NumericsError, match="Weights are not finite"):
         Compression(source, settings_of(), tmp_path, open_to_export, print)
+
+
+def test_a_cut_whose_loss_is_no_number_is_left_out(run, tmp_path, monkeypatch):
+    """It is said with its stage, and is on the page; other cuts are tried. Where all are left out, the error names
+    them, and the exit code is that of bad numbers."""
+
+    def overflowing(model, shares, **how):
+        made = prune(model, shares, **how)
+        if "ffn" in shares:
+            made.model.blocks[0].mlp.up_proj.weight.detach()[0, 0] = float("nan")
+        return made
+
+    monkeypatch.setattr("tilewright.compress.budget.sensitivity.prune", overflowing)
+    said = []
+    asked = compression(run, tmp_path / "one", settings_of("90%"), said)
+    assert {cut.kind for plan in asked.plan() for cut in plan.cuts} == {"heads"}
+    reason = "Held-out loss is not finite (ffn -> 64, before recovery)"
+    assert f"ffn -> 64 is left out: {reason}" in said
+    row = {"name": "x", "parameters": 1, "rise_before": 0.0, "rise": 0.0, "error": 0.0, "kept": {}, "units": {}}
+    shown = asked.record | {"recovered": {"x": row | {"domains": asked.record["domains"]}}}
+    assert f"Left out: ffn -&gt; 64, whose numbers are not finite: {reason.replace('>', '&gt;')}" in render_compression(
+        shown
+    )
+    with pytest.raises(NumericsError, match="No cut has finite losses") as error:
+        compression(run, tmp_path / "all", settings_of(kinds="ffn")).plan()
+    assert error.value.exit_code == 4
+    assert all(problem.got and problem.need and problem.try_ and problem.where for problem in error.value.problems)
+
+
+def test_a_recovery_that_diverges_is_left_out_once(run, tmp_path):
+    """Its stage is named; the same command does not train it again."""
+    source = open_to_export(run)
+    source = replace(source, recipe=changed(source.recipe, {"optim.lr": 1e30}))
+    said = []
+    ask = lambda: Compression(source, settings_of("50%", kinds="ffn", tries=2), tmp_path, open_to_export, said.append)  # noqa: E731
+    for _ in range(2):
+        with pytest.raises(NumericsError, match="No cut has finite losses") as error:
+            ask().run()
+        assert "recovered-ffn-32" in error.value.problems[0].got
+    assert len([line for line in said if "before recovery" in line]) == len(ask().record["left_out"])
 
 
 def test_layers_of_their_own_shapes_are_refused_with_what_makes_them_smaller(tmp_path):

@@ -4,12 +4,12 @@ Each stage is a run folder of its own below `out`, and compress.json is written 
 where it was stopped. First the run is trained as many steps further, which is the control that the budget is over too
 (`rises`). Cuts are recovered and compared with the budget by halves: after one that is inside a larger one, else a
 smaller one. What the artefacts round away counts too; where that is too much, the recovered run is trained for the
-integers.
+integers. A cut whose numbers are not finite, before or after recovery, is left out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from tilewright.compress.budget.artefacts import judged, missed
 from tilewright.compress.budget.candidates import CutPlan, by_halves, cut_plans
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.budget.record import FILE, Record, asked_of, record_of, write_record
 from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
@@ -30,7 +31,7 @@ from tilewright.compress.export_run import check_finite, export_run
 from tilewright.compress.exports_file import change_since
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prune.prune import prune
-from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.errors import ConfigError, FitError, NumericsError
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
@@ -80,14 +81,17 @@ class Compression:
         Raises:
             ConfigError: nothing of the model can be cut.
             FitError: no cut is within the widest limit before recovery.
+            NumericsError: no cut has finite losses.
         """
         if "sensitivity" not in self.record:
             found = sensitivities(
                 self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
-                self._training_batches(), self.say, refit=self.settings.refit,
+                self._training_batches(), self.say, self.record, refit=self.settings.refit,
             )  # fmt: skip
             self.record["sensitivity"] = [cost.to_json() for cost in found]
         costs = [CutCost(**row) for row in self.record["sensitivity"]]
+        if not costs and "left_out" in self.record:
+            raise self._not_finite()
         plans = cut_plans(costs, self.settings.budget, self.settings.goal)
         if not plans:
             least = min(costs, key=lambda cost: cost.rise, default=None)
@@ -110,11 +114,14 @@ class Compression:
         Raises:
             FitError: no cut that was tried, or no artefact of the one that was kept, is inside the budget. The record
                 has the best.
+            NumericsError: losses of all cuts that were tried, or of the run with more steps, are not finite.
         """
         plans = self.plan()
         if self.settings.controls != "none":
             self._control("teacher")
         chosen, rows = by_halves(plans, self.settings.tries, self._inside), self.record["recovered"]
+        if not rows:
+            raise self._not_finite()
         best = min(rows.values(), key=ruling) if chosen is None else rows[chosen.name]
         self.record["chosen"] = best["name"]
         self._controls(best)
@@ -132,7 +139,11 @@ class Compression:
 
     def _inside(self, plan: CutPlan) -> bool:
         """True if a cut is inside the budget after recovery."""
-        rise = ruling(self._recovered(plan))
+        row = unless_not_finite(self.record, plan.name, self.say, partial(self._recovered, plan))
+        write_record(self.out, self.record)
+        if row is None:
+            return False
+        rise = ruling(row)
         if rise > self.settings.budget:
             self.say(f"{plan.name}: {100 * rise:+.2f} % is above the budget")
         return rise <= self.settings.budget
@@ -143,14 +154,15 @@ class Compression:
         if plan.name in rows:
             return rows[plan.name]
         folder = self.out / "cut" / plan.name
-        made = prune(
-            self.model, {cut.kind: cut.share for cut in plan.cuts}, importance=self.settings.importance,
-            batches=self._training_batches(), refit=self.settings.refit,
-        )  # fmt: skip
+        with stage_named(f"{plan.name}, before recovery"):
+            made = prune(
+                self.model, {cut.kind: cut.share for cut in plan.cuts}, importance=self.settings.importance,
+                batches=self._training_batches(), refit=self.settings.refit,
+            )  # fmt: skip
+            before = row_losses_of(made.model, self.batches)
         for kind in (kind for kind, fitted in made.fitted.items() if not fitted):
             self.say(f"{plan.name}: layers behind {kind} are not fitted, which would cost more than it brings")
         write_model(self.source, made.model, folder)
-        before = row_losses_of(made.model, self.batches)
         seconds, whole_s = seconds_beside(made.model, self.model)
         self.say(f"{plan.name}: {100 * before.rise_over(self.whole)[0]:+.2f} % before recovery")
         run = self._stage(f"recovered-{plan.name}", folder, taught=self.taught)
@@ -178,7 +190,8 @@ class Compression:
         """The controls: other uses of the steps that the best cut got."""
         names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
         for name in names if self.settings.controls == "all" else ():
-            self._control(name, best)
+            key = f"{name}-{best['name']}"
+            unless_not_finite(self.record, key, self.say, partial(self._control, name, best))
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
         """The row of a control: of the run itself, or of a cut."""
@@ -216,7 +229,10 @@ class Compression:
         targets = self.settings.targets
         rows = self._artefacts(best, targets)
         for integers, outside in missed(rows, targets).items():
-            self._artefacts(self._trained(best, integers), outside)
+            name = f"{integers}-{best['name']}"
+            made = unless_not_finite(self.record, name, self.say, partial(self._trained, best, integers))
+            if made is not None:
+                self._artefacts(made, outside)
 
     def _artefacts(self, made: Record, targets: Sequence[Target]) -> list[Record]:
         """Of a run, each with the loss over the run that was compressed. Those that an earlier command proved, and
@@ -265,7 +281,8 @@ class Compression:
 
     def _losses(self, run: Path) -> RowLosses:
         """Of a stage, in FP32, on the rows of the run that is compressed; rounded where it was trained to be."""
-        return row_losses_of(self.open_run(run).as_trained, self.batches)
+        with stage_named(run.name):
+            return row_losses_of(self.open_run(run).as_trained, self.batches)
 
     def _training_batches(self) -> list[Any]:
         return calibration(self.source.recipe, self.source.data)[: self.settings.batches]
@@ -295,6 +312,16 @@ class Compression:
             need=f"at most {100 * self.settings.budget:+g} % over the run{more}",
             try_=f"a larger --budget, --steps or --tries and a new --out: the smallest cut tried is {smallest}",
             where="--budget",
+        )
+
+    def _not_finite(self) -> NumericsError:
+        return NumericsError(
+            "No cut has finite losses",
+            got="; ".join(self.record["left_out"].values()),
+            need="a cut whose held-out loss is a number, before and after recovery",
+            try_="--no-refit, another --importance, or --optim.lr lower, each with a new --out; else an earlier "
+            "checkpoint of the run",
+            where=str(self.source.run),
         )
 
 

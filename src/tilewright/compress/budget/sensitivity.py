@@ -1,14 +1,17 @@
 """The cost of each cut before recovery, alone: loss, its error, parameters, seconds here. One kind at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
+from tilewright.compress.budget.record import Record
 from tilewright.compress.prune.kinds import Kind
-from tilewright.compress.prune.prune import MULTIPLE, left, prune
+from tilewright.compress.prune.prune import MULTIPLE, Pruned, left, prune
 from tilewright.compress.prune.scores import Method
 from tilewright.compress.prune.units import find_units
 from tilewright.core.errors import ConfigError
@@ -53,6 +56,7 @@ def sensitivities(
     importance: Method,
     batches: Sequence[Mapping[str, Tensor]],
     say: Say,
+    record: Record,
     *,
     refit: bool,
 ) -> list[CutCost]:
@@ -66,6 +70,7 @@ def sensitivities(
         importance: which units stay.
         batches: training text, for importance and fits.
         say: told what was measured, a line each.
+        record: gets the reasons of cuts that are left out, whose numbers are not finite.
         refit: fit the layers behind each cut.
 
     Raises:
@@ -89,12 +94,23 @@ def sensitivities(
         widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
         widths.pop(units[kind][0].count.units, None)
         for number, share in sorted(widths.items(), reverse=True):
-            made = prune(model, {kind: share}, importance=importance, batches=batches, refit=refit).model
-            losses = row_losses_of(made, held_out)
+            cut = partial(prune, model, {kind: share}, importance=importance, batches=batches, refit=refit)
+            name = f"{kind} -> {number}"
+            made = unless_not_finite(record, name, say, partial(_cut, cut, held_out, name))
+            if made is None:
+                continue
+            smaller, losses = made
             rise, error = losses.rise_over(whole)
-            seconds, before = seconds_beside(made, model)
-            saved = parameters(model) - parameters(made)
+            seconds, before = seconds_beside(smaller, model)
+            saved = parameters(model) - parameters(smaller)
             one = CutCost(kind, share, number, rise, error, saved, seconds / before, losses.rises_by_domain(whole))
             found.append(one)
             say(f"{kind} -> {number}: loss {100 * rise:+.2f} % +- {100 * error:.2f}, {one.speed:.2f}x the time")
     return found
+
+
+def _cut(cut: Callable[[], Pruned], held_out: Batches, name: str) -> tuple[Any, RowLosses]:
+    """A cut model and its losses."""
+    with stage_named(f"{name}, before recovery"):
+        made = cut().model
+        return made, row_losses_of(made, held_out)

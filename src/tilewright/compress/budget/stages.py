@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tilewright.compress.budget.not_finite import stage_named
 from tilewright.compress.export.source import ExportSource
 from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
@@ -102,10 +103,12 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
 
     Raises:
         CheckpointError: it was asked to stop before its last step; the same command continues from there.
+        NumericsError: its gradients are not finite; the stage is named.
     """
     sources = dict.fromkeys((item.path for item in schema.fields()), f"compress of {source.run.name}")
     folder = Path(recipe.run.dir) / recipe.run.name
-    result = train(Loaded(recipe, sources, recipe.run.name))
+    with stage_named(recipe.run.name):
+        result = train(Loaded(recipe, sources, recipe.run.name))
     if result.step < recipe.train.steps:
         raise CheckpointError(
             "Stage was stopped before its end",

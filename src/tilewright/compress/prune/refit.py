@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from tilewright.compress.prune.cut import Kept
 from tilewright.compress.prune.readers import Batch, ChannelReader, find_readers, is_transposed, run_through
 from tilewright.compress.prune.shares import Share, UnitGroup, stored
+from tilewright.core.errors import NumericsError
 
 _NEAR = 1e-3
 """Of the mean of G's diagonal: c."""
@@ -44,6 +45,9 @@ def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence
         kept: which stay.
         made: of `cut`.
         batches: text or images, at least one.
+
+    Raises:
+        NumericsError: what a layer reads is not finite.
     """
     if not can_fit(units):
         return
@@ -71,6 +75,13 @@ def _fitted(weight_OK: Tensor, gram_KK: Tensor, index_S: Tensor) -> Tensor:
     near = _NEAR * float(gram_KK.diagonal().mean())
     if near == 0:
         return old_OS
+    if not torch.isfinite(gram_KK).all():
+        raise NumericsError(
+            "Sums of a layer's inputs are not finite",
+            got="NaN or infinite values in front of a layer that is fitted",
+            need="finite activations on training text",
+            try_="--no-refit, or an earlier checkpoint of the run",
+        )
     inner_SS = gram_KK[index_S][:, index_S]
     inner_SS.diagonal().add_(near)
     given_OS = weight_OK @ gram_KK[:, index_S] + near * old_OS

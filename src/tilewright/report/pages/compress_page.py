@@ -198,6 +198,8 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
         yield "Images that are wrong: of the run's held-out ones, in FP32; artefacts answer for them in their runtimes."
     else:
         yield "Loss: of the run's held-out rows, in FP32; artefacts answer for a sample of them in their runtimes."
+    for name, reason in record.get("left_out", {}).items():
+        yield f"Left out: {name}, whose numbers are not finite: {reason}."
     if settings["controls"] == "none":
         yield "The run was not trained further: it is not known what as many more steps would have brought it."
     elif settings["controls"] == "equal":
