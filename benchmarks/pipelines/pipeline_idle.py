@@ -271,7 +271,7 @@ def main() -> None:
     fit = measured(same, found, ours, now)
     layer = fit.model.document({"layer": 1}, 1000)
     costs = SplitCosts([layer] * LAYERS, [ours.rank_of(stage) for stage in range(ours.num_stages)], fit.speeds)
-    cases.run(f"one rank 20 % slower: balanced, {name}, layers split again", ours, same, slow, best_split(costs, now))
+    cases.run(f"one rank 20 % slower: balanced, {name}, layers split again", ours, same, slow, best_split(costs))
     results = cases.results | {
         "cost_model": {"error_of_last_step": round(fit.error, 4), "speeds": [round(one, 3) for one in fit.speeds]},
         "beside_documents_s": round(each_s, 4),

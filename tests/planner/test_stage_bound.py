@@ -100,6 +100,7 @@ def test_layers_of_several_kinds_are_those_of_some_rank(split, tmp_path):
     assert found.num_layers in (split or [2, 2])
 
 
+ALIKE = "[]"
 WIDE_FIRST = "[{ ffn_dim = 512, repeat = 2 }, { ffn_dim = 32, repeat = 6 }]"
 WINDOWS_LAST = "[{ ffn_dim = 32, repeat = 4 }, { ffn_dim = 32, sliding_window = 8, repeat = 4 }]"
 LINEAR_LAST = (
@@ -111,29 +112,34 @@ LINEAR_LAST = (
 @pytest.mark.parametrize(
     ("schedule", "tp", "layers", "split"),
     [
+        ("1f1b", 1, ALIKE, (5, 3)),
+        ("1f1b", 2, ALIKE, (5, 3)),
+        ("interleaved", 1, ALIKE, (3, 2, 2, 1)),
+        ("zbv", 1, ALIKE, (2, 3, 2, 1)),
         ("1f1b", 1, WIDE_FIRST, (2, 6)),
         ("1f1b", 2, WIDE_FIRST, (2, 6)),
-        ("interleaved", 1, WIDE_FIRST, (1, 1, 3, 3)),
+        ("interleaved", 1, WIDE_FIRST, (1, 2, 3, 2)),
         ("1f1b", 1, WINDOWS_LAST, (3, 5)),
-        ("zbv", 1, LINEAR_LAST, (1, 1, 3, 3)),
+        ("zbv", 1, LINEAR_LAST, (1, 2, 2, 3)),
     ],
 )
 def test_plan_simulation_and_run_have_the_same_layers_in_each_stage(schedule, tp, layers, split, tmp_path):
-    """By what they cost, where they differ."""
+    """By what they and the head cost."""
+    vocab = 3000 if layers == ALIKE else 300
     values = settings(tmp_path, tmp_path, model__num_layers=8, model__dim=64, model__num_heads=4,
                       model__num_kv_heads=4, parallel__pp=2, parallel__tp=tp, parallel__schedule=schedule)  # fmt: skip
     values |= {"model.layers": layers, "ops.cross_entropy": "native", "data.seq_len": "256"}
     loaded = load_recipe(None, values, environ={})
     recipe, site = (
         loaded.recipe,
-        Site(300, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2, tp=tp)),
+        Site(vocab, detect_machine("cpu"), fixed_ceilings(), tmp_path, mesh=MeshSizes(pp=2, tp=tp)),
     )
     plan = decide(loaded, site, "as_it_stands")
     assert plan.split == split
     assert any(", ".join(map(str, split)) in note for note in plan.notes)
-    model = MeshModel(recipe, 300, site.machine, site.rates, site.shapes)
-    assert tuple(map(len, Pipeline.of(recipe.parallel).split(8, model.whole.layer_costs))) == split
-    pipeline, config, held = Pipeline.of(plan.held(recipe.parallel)), decoder_config(recipe.model, 300), {}
+    whole = MeshModel(recipe, vocab, site.machine, site.rates, site.shapes).whole
+    assert tuple(map(len, Pipeline.of(recipe.parallel).split(8, whole.layer_costs, whole.end_costs))) == split
+    pipeline, config, held = Pipeline.of(plan.held(recipe.parallel)), decoder_config(recipe.model, vocab), {}
     for rank in range(2):
         part = hold_stages(Decoder(config, KERNELS), pipeline, Group(rank, 2))
         held |= {stage.index: len(stage.layers) for stage in part.stages}

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.parallel.launch import PIPELINES
-from tilewright.parallel.pipeline.bottleneck import cut_evenly
 from tilewright.parallel.pipeline.split import Pipeline
 
 SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
@@ -46,33 +45,42 @@ def test_a_split_by_hand_is_taken_as_it_is_or_refused_with_one_that_is_not(sched
     Pipeline(pp, *schedule, layers=tuple(map(int, given.split(",")))).split(num_layers)
 
 
-def most_work(pipeline, costs, counts):
+def most_work(pipeline, costs, ends, counts):
     """Of a rank, with so many layers per stage."""
-    ends = list(itertools.accumulate(counts, initial=0))
+    bounds = list(itertools.accumulate(counts, initial=0))
     work = [0] * pipeline.pp
-    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
+    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
         work[pipeline.rank_of(stage)] += sum(costs[begin:end])
+    work[pipeline.rank_of(0)] += ends[0]
+    work[pipeline.rank_of(pipeline.num_stages - 1)] += ends[1]
     return max(work)
 
 
-@given(SCHEDULES, st.integers(2, 4), st.lists(st.integers(0, 30), min_size=12, max_size=12), st.integers(2, 11))
-def test_of_layers_that_differ_the_rank_with_most_work_has_little(schedule, pp, costs, layers):
+ENDS = st.tuples(st.sampled_from([0, 3]), st.sampled_from([0, 5, 60]))
+
+
+@given(SCHEDULES, st.integers(2, 4), st.lists(st.integers(0, 30), min_size=12, max_size=12), ENDS, st.integers(2, 11))
+def test_the_rank_with_most_work_has_little(schedule, pp, costs, ends, layers):
     """With one stage per rank as little as by any split; with several at most a layer more."""
     pipeline = Pipeline(pp, *schedule)
     layers = max(layers, pipeline.num_stages)
     costs = costs[:layers]
-    ranges = pipeline.split(layers, costs)
+    ranges = pipeline.split(layers, costs, ends)
     assert [layer for of_stage in ranges for layer in of_stage] == list(range(layers))
     assert min(map(len, ranges)) >= 1
-    found = most_work(pipeline, costs, map(len, ranges))
+    if not any(costs):
+        assert ranges == pipeline.split(layers)
+        return
+    found = most_work(pipeline, costs, ends, map(len, ranges))
     every = itertools.combinations(range(1, layers), pipeline.num_stages - 1)
     best = min(
-        most_work(pipeline, costs, [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))])
+        most_work(pipeline, costs, ends, [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))])
         for cuts in every
     )
     assert found <= best + (0 if pipeline.virtual == 1 else max(costs))
-    assert found <= most_work(pipeline, costs, map(len, pipeline.split(layers)))
-    assert pipeline.split(layers, [7 * cost for cost in costs]) == ranges, "costs have no unit"
+    assert found <= most_work(pipeline, costs, ends, map(len, pipeline.split(layers)))
+    again = pipeline.split(layers, [7 * cost for cost in costs], (7 * ends[0], 7 * ends[1]))
+    assert most_work(pipeline, costs, ends, map(len, again)) == found, "costs have no unit"
 
 
 @given(SCHEDULES, st.integers(2, 9), st.integers(1, 70), st.integers(0, 10**15))
@@ -80,22 +88,6 @@ def test_layers_that_cost_alike_are_dealt_out_by_their_number(schedule, pp, laye
     pipeline = Pipeline(pp, *schedule)
     layers = max(layers, pipeline.num_stages)
     assert pipeline.split(layers, (cost,) * layers) == pipeline.split(layers)
-
-
-@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=14), st.integers(0, 13))
-def test_a_cut_has_as_many_parts_as_are_asked_for_and_no_cut_a_cheaper_most_expensive_one(costs, parts):
-    """By dynamic programming over the first entries."""
-    parts = 1 + parts % len(costs)
-    counts = cut_evenly(costs, parts)
-    assert (len(counts), sum(counts), min(counts) >= 1) == (parts, len(costs), True)
-    sums = list(itertools.accumulate(costs, initial=0))
-    best = sums[1:]
-    for _ in range(parts - 1):
-        best = [
-            min((max(best[cut - 1], sums[end] - sums[cut]) for cut in range(1, end)), default=best[0])
-            for end in range(1, len(costs) + 1)
-        ]
-    assert most_work(Pipeline(parts), costs, counts) == best[-1]
 
 
 @given(SCHEDULES, st.integers(2, 4), st.integers(12, 40))

@@ -4,8 +4,8 @@ A stage is a range of layers; the first one has the prologue too, the last one t
 `virtual` of them (interleaved): stage i is on rank i % pp, so the first stage is on the first rank, the last on the
 last. Or two of them (V): down the ranks and up again, so the first rank has the first stage and the last one.
 
-Layers that cost alike are dealt out by their number, others by what they cost. What a plan counts on, and a run then
-holds, is the split for the costs that the planner knows (`planner.advice.stages`).
+Layers are dealt out by what they and the model's ends cost, by their number where that is not known. What a plan counts
+on, and a run then holds, is the split for the costs that the planner knows (`planner.advice.stages`).
 """
 
 import itertools
@@ -21,7 +21,6 @@ from tilewright.core.config.sections.parallel import (
 )
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split
-from tilewright.parallel.pipeline.bottleneck import cut_evenly
 
 _AS_MANY: tuple[ScheduleName, ...] = ("1f1b", "dualpipe_v")
 """As many micro-batches as stages, at least."""
@@ -91,15 +90,14 @@ class Pipeline:
     def _turned(self, place: int) -> int:
         return self.pp - 1 - place if self.reverse else place
 
-    def split(self, num_layers: int, costs: Sequence[int] = ()) -> list[range]:
-        """The layers of each stage: as said. Else, of layers that cost alike, as many in each, and one more in the
-        first ones where that does not come out even; of others such that the rank with most work has little of it.
-
-        With one stage per rank no split leaves it less. Embedding and head are not counted.
+    def split(self, num_layers: int, costs: Sequence[int] = (), ends: tuple[int, int] = (0, 0)) -> list[range]:
+        """The layers of each stage: as said. Else such that the rank with most work has as little of it as it can have
+        (`balance.resplit`); where that is as well done by as many in each stage, and one more in the first ones, so.
 
         Args:
             num_layers: of the model.
-            costs: of each of them, in any unit; empty: they cost alike.
+            costs: of each of them, in any unit; empty or all 0: nothing is known, and ends do not count either.
+            ends: of the embedding and the head, in the same unit.
 
         Raises:
             ConfigError: fewer layers than stages, or what is said is of other stages or layers.
@@ -109,6 +107,8 @@ class Pipeline:
             ([range(0, 2), range(2, 4), range(4, 5), range(5, 6)], [range(0, 4), range(4, 6)])
             >>> Pipeline(pp=2).split(6, costs=(5, 5, 2, 2, 2, 2))
             [range(0, 2), range(2, 6)]
+            >>> Pipeline(pp=2).split(6, costs=(1, 1, 1, 1, 1, 1), ends=(0, 2))
+            [range(0, 4), range(4, 6)]
         """
         if num_layers < self.num_stages:
             each = f", {self.virtual} per process" if self.virtual > 1 else ""
@@ -120,18 +120,18 @@ class Pipeline:
                 where="parallel.pp",
             )
         self._check_split(num_layers)
-        ends = (0, *itertools.accumulate(self.layers or self._dealt_out(num_layers, costs)))
+        ends = (0, *itertools.accumulate(self.layers or self._dealt_out(num_layers, costs, ends)))
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
-    def _dealt_out(self, num_layers: int, costs: Sequence[int]) -> tuple[int, ...]:
+    def _dealt_out(self, num_layers: int, costs: Sequence[int], ends: tuple[int, int]) -> tuple[int, ...]:
         """Layers per stage where nothing is said of them."""
         least, more = divmod(num_layers, self.num_stages)
         even = tuple(least + (stage < more) for stage in range(self.num_stages))
-        if len(set(costs)) <= 1:
+        if not any(costs):
             return even
-        found = SplitCosts(costs, [self.rank_of(stage) for stage in range(self.num_stages)], (1.0,) * self.pp)
-        ways = (cut_evenly(costs, self.num_stages), even)  # of those that leave as much the one of more equal stages
-        return min((best_split(found, way) for way in ways), key=found.rated)
+        ranks = [self.rank_of(stage) for stage in range(self.num_stages)]
+        found = SplitCosts(costs, ranks, (1.0,) * self.pp, first=ends[0], last=ends[1])
+        return min(even, best_split(found), key=found.slowest_s)
 
     def _check_split(self, num_layers: int) -> None:
         found = self.layers

@@ -19,7 +19,7 @@ from tilewright.planner.planner import Planner
 
 AS_IT_STANDS = "nothing is decided layer by layer for stages of a pipeline yet"
 EAGER = "layers are not compiled, since schedule {} computes weight gradients later"
-UNEQUAL = "layers differ, so stages get them by their FLOPs: {} layers; parallel.split says another number of each"
+UNEQUAL = "stages get layers by FLOPs, head included: {} layers; parallel.split says another number of each"
 NOTE = (
     "bytes are a bound for the rank that holds most: its layers, embedding and head, and the micro-batches under way; "
     "idle time of the pipeline is not in the seconds"
@@ -70,8 +70,7 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     pipeline = Pipeline.of(recipe.parallel)
     eager: dict[str, object] = {"train.compile": "off"} if pipeline.defers else {}
     shape = planner.with_recipe(staged := changed(recipe, eager)).shape(staged)
-    costs = _layer_costs(shape, staged, planner)
-    ranges = pipeline.split(shape.num_layers, costs)
+    ranges = pipeline.split(shape.num_layers, *_costs(shape, staged, planner))
     micro = recipe.train.micro_batch_size
     rows = micro * under_way(pipeline, GlobalConfig.of(recipe).num_micro)
     settings = {"parallel.pp": 1, "train.micro_batch_size": min(rows, recipe.train.global_batch_size)}
@@ -91,16 +90,17 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     ]
     largest, split = max(plans, key=lambda plan: plan.peak_bytes), recipe.parallel.split
     largest = replace(largest, stages=pipeline.pp, whole=shape)
-    if split or len(set(costs)) <= 1:
+    if split or ranges == pipeline.split(shape.num_layers):  # which a run has without a word
         return replace(largest, split=split)
     split = tuple(map(len, ranges))
     note = UNEQUAL.format(", ".join(map(str, split)))
     return replace(largest, split=split, notes=(*largest.notes, note))
 
 
-def _layer_costs(shape: ModelShape, recipe: Recipe, planner: Planner) -> tuple[int, ...]:
-    """Of the whole model: parts of matrices say nothing of a layer that is not cut, nor of experts."""
-    if len(set(shape.layer_costs)) <= 1 or recipe.parallel.tp == recipe.parallel.ep == 1:
-        return shape.layer_costs
-    alone = changed(recipe, {"parallel.pp": 1, "parallel.tp": 1, "parallel.ep": 1})
-    return planner.with_recipe(alone).shape(alone).layer_costs
+def _costs(shape: ModelShape, recipe: Recipe, planner: Planner) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Of layers and ends of the whole model: parts of matrices say nothing of a layer that is not cut, nor of
+    experts."""
+    if recipe.parallel.tp > 1 or recipe.parallel.ep > 1:
+        alone = changed(recipe, {"parallel.pp": 1, "parallel.tp": 1, "parallel.ep": 1})
+        shape = planner.with_recipe(alone).shape(alone)
+    return shape.layer_costs, shape.end_costs

@@ -278,6 +278,12 @@ class ModelShape:
         }
         return tuple(cost for _, cost in sorted(found.items()))
 
+    @property
+    def end_costs(self) -> tuple[int, int]:
+        """The same of the embedding, which multiplies nothing, and of the head."""
+        head = 2.0 * self.seq_len * self.dim * self.vocab_size if self.plain_head else 0.0
+        return 0, round(self.rest.matmul_flops + head)
+
     def resized(self, num_layers: int) -> "ModelShape":
         """The same shape with another number of layers, the most frequent class taking the difference."""
         if num_layers == self.num_layers:

@@ -5,14 +5,13 @@ Documents are put into micro-batches, and layers into stages, by the functions t
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from tilewright.parallel.pipeline.balance.assign import Places, WeighedDocuments, assign
-from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split
+from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split, common_split
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.costs import KindSeconds, Network, PassCosts, StepCosts, by_rank, ready_one_by_one
 
@@ -100,22 +99,18 @@ class SimulatedCase:
 
     def _layer_counts(self, layers: int) -> list[tuple[int, ...]]:
         """By row: layers of each stage."""
-        speeds, even = self.row_of_speeds, tuple(len(one) for one in self.pipeline.split(layers))
+        even, rows = tuple(map(len, self.pipeline.split(layers))), self._split_costs(layers)
         if self.split == "even":
             return [even] * self.rows
         if self.split == "own":
-            return [best_split(self._split_costs(layers, of), even) for of in speeds]
-        slowest = tuple(min(of) for of in zip(*speeds, strict=True))
-        mean = tuple(math.fsum(of) / self.rows for of in zip(*speeds, strict=True))
-        tried = [best_split(self._split_costs(layers, of), even) for of in dict.fromkeys((*speeds, slowest, mean))]
-        return [max(tried, key=lambda split: sum(self._rate(layers, split, of) for of in speeds))] * self.rows
+            best = {tuple(row.speeds): best_split(row) for row in rows}
+            return [best[tuple(row.speeds)] for row in rows]
+        return [common_split(rows, even, by_speed=self.by_speed)] * self.rows
 
-    def _split_costs(self, layers: int, speeds: Sequence[float]) -> SplitCosts:
+    def _split_costs(self, layers: int) -> list[SplitCosts]:
+        """By row."""
         rank_of = [self.pipeline.rank_of(stage) for stage in range(self.pipeline.num_stages)]
-        return SplitCosts((1.0,) * layers, rank_of, speeds)
-
-    def _rate(self, layers: int, split: Sequence[int], speeds: Sequence[float]) -> float:
-        return 1 / max(self._split_costs(layers, speeds).rank_seconds(split))
+        return [SplitCosts((1.0,) * layers, rank_of, speeds) for speeds in self.row_of_speeds]
 
     def row_speeds(self) -> list[float]:
         """How fast each row is: as its slowest rank, given its layers."""

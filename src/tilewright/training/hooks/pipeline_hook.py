@@ -151,22 +151,25 @@ class PipelineHook(StepHook):
         """Another split of the layers, where measured seconds say that it is worth a new start."""
         if not self._resplit or self._fit.steps < SETTLED:
             return {}
-        ranks = gather(self._world.everyone.handle, (self._world.row.rank, self._held(), self._bytes()))
+        place = (self._world.data.rank, self._world.row.rank)
+        ranks = gather(self._world.everyone.handle, (place, self._held(), self._bytes()))
         now = tuple(sum(stage.layers.values()) for _, stage in sorted(self._stages.items()))
 
         def decide() -> SplitMove | None:
             most = min((int(held * room) for _, held, room in ranks), default=0)
-            speeds = [1.0] * self._pipeline.pp
-            for (row_rank, _, _), speed in zip(ranks, self._fit.speeds, strict=True):
-                speeds[row_rank] = min(speed, speeds[row_rank])
+            speeds = [[1.0] * self._pipeline.pp for _ in range(self._world.data.size)]
+            for ((row, rank), _, _), speed in zip(ranks, self._fit.speeds, strict=True):
+                speeds[row][rank] = min(speed, speeds[row][rank])
             model, size = self._fit.model, self._usual
             seconds = [
                 model.seconds(StageWork({kind: 1}, size.tokens, size.pairs)) - model.each_s for kind in self._kinds
             ]
             ends = [model.seconds(StageWork({}, size.tokens, size.pairs, *which)) - model.each_s for which in _ENDS]
             rank_of = [self._pipeline.rank_of(stage) for stage in range(self._pipeline.num_stages)]
-            costs = SplitCosts(seconds, rank_of, speeds, *ends, most=max(most, max(held for _, held, _ in ranks)))
-            return worth(costs, now, steps_left=steps_left, step_s=self._step_s, move_s=begin_s)
+            most = max(most, max(held for _, held, _ in ranks))
+            rows = [SplitCosts(seconds, rank_of, of_row, *ends, most=most) for of_row in speeds]
+            left = {"steps_left": steps_left, "step_s": self._step_s, "move_s": begin_s}
+            return worth(rows, now, by_speed=self._balance, **left)
 
         move = on_first(self._world, decide)
         return {} if move is None else {"parallel.split": move.split}

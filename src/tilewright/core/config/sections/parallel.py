@@ -46,9 +46,9 @@ class ParallelSection(Section):
     virtual_stages: Count = Field(default=2, ge=2)
     """Stages: how many the interleaved schedules give each process."""
     split: tuple[Count, ...] = ()
-    """Stages: layers of each one, in the order of the layers, as in `[7, 5]`. Empty: as many in each, one more in the
-    first ones where that does not come out even; where layers differ (`model.layers`, experts in some), such that the
-    process with most work has little of it, by FLOPs of rows of `data.seq_len`."""
+    """Stages: layers of each one, in the order of the layers, as in `[7, 5]`. Empty: such that the process with most
+    work has little of it, by FLOPs of rows of `data.seq_len`, head included; where that is as well done by as many in
+    each, and one more in the first ones, so."""
     balance: Literal["off", "on"] = "off"
     """Stages, with `data.rows = "documents"`: which documents share a micro-batch, on which process, in what order, and
     in how many micro-batches. `off`: as few as it takes, in the order of the stream. `on`: such that all take as long,

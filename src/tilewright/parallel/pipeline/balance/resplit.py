@@ -1,11 +1,22 @@
 """Layers over stages by what they cost and how fast ranks are. No torch.
 
-A rank's time for a micro-batch is that of its stages. The split with the least time of the slowest rank is sought by
-moving one layer over one border, or over several borders in a row, for as long as that helps.
+A rank's time for a micro-batch is that of its stages. Layers are dealt out as if all cost the same, each to the rank
+that would be through first. Where they differ, stages that lie behind each other on different ranks are then cut anew
+(`bottleneck.Cut`), while the others stay, for as long as that helps. So no split has a faster slowest rank where ranks
+have one stage each, or where layers cost the same; elsewhere none that differs in one such row of stages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilewright.parallel.pipeline.bottleneck import Cut, PartWorker
+
+_BETTER = 1 - 1e-9
+"""Of the seconds: what is less than that better is rounding."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,22 @@ class SplitCosts:
     most: int | None = None
     """Layers that a rank has memory for; None: any number."""
 
+    @cached_property
+    def loads(self) -> list[float]:
+        """Of each rank, what it does beside its layers."""
+        found = [0.0] * len(self.speeds)
+        found[self.rank_of[0]] += self.first
+        found[self.rank_of[-1]] += self.last
+        return found
+
+    @cached_property
+    def blocks(self) -> list[range]:
+        """Stages that lie behind each other on one rank."""
+        found, start = [], 0
+        for _, of_rank in itertools.groupby(self.rank_of):
+            found.append(range(start, start := start + len(list(of_rank))))
+        return found
+
     def rank_seconds(self, split: Sequence[int]) -> list[float]:
         """Of each rank for a micro-batch.
 
@@ -32,51 +59,142 @@ class SplitCosts:
             >>> SplitCosts((1.0,) * 4, rank_of=(0, 1), speeds=(1.0, 0.5)).rank_seconds((3, 1))
             [3.0, 2.0]
         """
-        seconds, start = [0.0] * len(self.speeds), 0
+        seconds, start = list(self.loads), 0
         for stage, count in enumerate(split):
             seconds[self.rank_of[stage]] += sum(self.layers[start : start + count])
             start += count
-        seconds[self.rank_of[0]] += self.first
-        seconds[self.rank_of[-1]] += self.last
         return [of_rank / speed for of_rank, speed in zip(seconds, self.speeds, strict=True)]
 
-    def rated(self, split: Sequence[int]) -> tuple[float, float]:
-        """How good a split is, the smaller the better: seconds of the slowest rank, and how unequal ranks are."""
-        seconds = self.rank_seconds(split)
-        return max(seconds), sum(one * one for one in seconds)
+    def slowest_s(self, split: Sequence[int]) -> float:
+        """Seconds of the slowest rank."""
+        return max(self.rank_seconds(split))
 
-    def _fits(self, split: Sequence[int]) -> bool:
-        if min(split) < 1:
-            return False
-        held = [0] * len(self.speeds)
-        for stage, count in enumerate(split):
-            held[self.rank_of[stage]] += count
-        return self.most is None or max(held) <= self.most
+    def held(self, split: Sequence[int]) -> list[int]:
+        """Layers of each rank."""
+        found = [0] * len(self.speeds)
+        for rank, count in zip(self.rank_of, split, strict=True):
+            found[rank] += count
+        return found
 
 
-def best_split(costs: SplitCosts, now: Sequence[int]) -> tuple[int, ...]:
-    """Layers per stage with the least time of the slowest rank, from a split that is there.
+def best_split(costs: SplitCosts) -> tuple[int, ...]:
+    """Layers per stage with the least time of the slowest rank.
 
     Args:
-        costs: of layers and ranks.
-        now: layers per stage.
+        costs: of layers and ranks; as many layers as stages at least, for which ranks have memory.
 
     Example:
-        >>> best_split(SplitCosts((1.0,) * 8, rank_of=(0, 1), speeds=(1.0, 0.6)), now=(4, 4))
+        >>> best_split(SplitCosts((1.0,) * 8, rank_of=(0, 1), speeds=(1.0, 0.6)))
         (5, 3)
+        >>> best_split(SplitCosts((5.0, 5.0, 2.0, 2.0, 2.0, 2.0), rank_of=(0, 1), speeds=(1.0, 1.0), last=2.0))
+        (2, 4)
     """
-    split, rated = tuple(now), costs.rated(now)
-    while True:
-        moves = [
-            tuple(count + (stage == giver) * -1 + (stage == taker) for stage, count in enumerate(split))
-            for giver in range(len(split))
-            for taker in range(len(split))
-            if giver != taker
-        ]
-        found = min(((costs.rated(move), move) for move in moves if costs._fits(move)), default=(rated, split))
-        if found[0] >= rated:
-            return split
-        rated, split = found
+    split = _dealt(costs)
+    rows = list(_rows(costs)) if len(set(costs.layers)) > 1 else []
+    since = 0  # rows of stages that were cut anew, and did not help
+    for row in itertools.cycle(rows):
+        found = _cut_anew(costs, split, row)
+        split, since = (split, since + 1) if found is None else (found, 0)
+        if since == len(rows):
+            break
+    return split
+
+
+def _dealt(costs: SplitCosts) -> tuple[int, ...]:
+    """Layers per stage as if all cost the same, a rank's as many in each of its stages."""
+    each, count = sum(costs.layers) / len(costs.layers), len(costs.layers)
+    stages = [[stage for stage, of in enumerate(costs.rank_of) if of == rank] for rank in range(len(costs.speeds))]
+    held = [len(of) for of in stages]
+    most = count if costs.most is None else costs.most
+
+    def through(rank: int) -> tuple[float, int, int]:
+        """When it is, with one more, and in what order ranks are that are through at the same time."""
+        return (costs.loads[rank] + each * (held[rank] + 1)) / costs.speeds[rank], stages[rank][0], rank
+
+    waiting = [through(rank) for rank in range(len(held)) if held[rank] < most]
+    heapq.heapify(waiting)
+    for _ in range(count - sum(held)):
+        rank = waiting[0][2]
+        held[rank] += 1
+        if held[rank] < most:
+            heapq.heapreplace(waiting, through(rank))
+        else:
+            heapq.heappop(waiting)
+    split = [0] * len(costs.rank_of)
+    for number, of in zip(held, stages, strict=True):
+        for stage, part in zip(of, _evenly(number, len(of)), strict=True):
+            split[stage] = part
+    return tuple(split)
+
+
+def _rows(costs: SplitCosts) -> Iterator[range]:
+    """Blocks that lie behind each other on different ranks, as many as there are from each one on."""
+    end = 0
+    for start in range(len(costs.blocks)):
+        ranks = [costs.rank_of[block[0]] for block in costs.blocks[start:]]
+        size = next((i for i, rank in enumerate(ranks) if rank in ranks[:i]), len(ranks))
+        if start + size > end:
+            end = start + size
+            yield range(start, end)
+
+
+def _cut_anew(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[int, ...] | None:
+    """A faster split, with other layers in these blocks, which have as many together; None where there is none."""
+    blocks = [costs.blocks[number] for number in row]
+    first, end = blocks[0].start, blocks[-1].stop
+    start, stop = sum(split[:first]), sum(split[:end])
+    beside = [count if not first <= stage < end else 0 for stage, count in enumerate(split)]
+    held = costs.held(beside)
+    loads, place = list(costs.loads), 0
+    for stage, count in enumerate(split):
+        if beside[stage]:
+            loads[costs.rank_of[stage]] += sum(costs.layers[place : place + count])
+        place += count
+    most = len(costs.layers) if costs.most is None else costs.most
+    ranks = [costs.rank_of[block[0]] for block in blocks]
+    workers = [
+        PartWorker(costs.speeds[rank], loads[rank], len(block), most - held[rank])
+        for rank, block in zip(ranks, blocks, strict=True)
+    ]
+    counts = Cut(costs.layers[start:stop], workers).best(_BETTER * costs.slowest_s(split))
+    if counts is None:
+        return None
+    parts = [part for count, block in zip(counts, blocks, strict=True) for part in _evenly(count, len(block))]
+    return (*split[:first], *parts, *split[end:])
+
+
+def _evenly(count: int, parts: int) -> list[int]:
+    """As many in each, one more in the first ones."""
+    least, more = divmod(count, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+def common_split(rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool) -> tuple[int, ...]:
+    """Layers per stage that all rows of ranks have: of the best ones for the speeds of each row, for the slowest and
+    the mean rank of each stage, and of what is there, the one with the least time of a step.
+
+    Args:
+        rows: the same layers, each with the speeds of a row.
+        now: layers per stage.
+        by_speed: documents are placed by the speed of rows; else all rows get as much.
+
+    Example:
+        >>> rows = [SplitCosts((1.0,) * 8, (0, 1), speeds) for speeds in ((1.0, 1.0), (1.0, 0.6))]
+        >>> [common_split(rows, (4, 4), by_speed=by_speed) for by_speed in (True, False)]
+        [(4, 4), (5, 3)]
+    """
+    speeds = [tuple(row.speeds) for row in rows]
+    ranks = list(zip(*speeds, strict=True))
+    more = tuple(map(min, ranks)), tuple(math.fsum(of) / len(rows) for of in ranks)
+    tried = [tuple(now), *(best_split(replace(rows[0], speeds=of)) for of in dict.fromkeys((*speeds, *more)))]
+    return min(tried, key=lambda split: rows_s(rows, split, by_speed=by_speed))
+
+
+def rows_s(rows: Sequence[SplitCosts], split: Sequence[int], *, by_speed: bool) -> float:
+    """Seconds for a micro-batch per row, see `common_split`."""
+    found = {tuple(row.speeds): row.slowest_s(split) for row in rows}
+    seconds = [found[tuple(row.speeds)] for row in rows]
+    return len(rows) / math.fsum(1 / one for one in seconds) if by_speed else max(seconds)
 
 
 @dataclass(frozen=True)
@@ -86,7 +204,7 @@ class SplitMove:
     split: tuple[int, ...]
     """Layers per stage."""
     before_s: float
-    """Of the slowest rank for a micro-batch."""
+    """For a micro-batch per row."""
     after_s: float
 
     @property
@@ -95,16 +213,17 @@ class SplitMove:
         return 1 - self.after_s / self.before_s
 
 
-def worth(costs: SplitCosts, now: Sequence[int], *, steps_left: int, step_s: float, move_s: float) -> SplitMove | None:
+def worth(
+    rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool, steps_left: int, step_s: float, move_s: float
+) -> SplitMove | None:
     """The better split where the steps that are left save more than twice what the move takes; None otherwise.
 
     Args:
-        costs: of layers and ranks.
-        now: layers per stage.
+        rows, now, by_speed: see `common_split`.
         steps_left: of the run.
         step_s: seconds of a step.
         move_s: seconds of the move.
     """
-    move = SplitMove(best_split(costs, now), max(costs.rank_seconds(now)), 0.0)
-    move = SplitMove(move.split, move.before_s, max(costs.rank_seconds(move.split)))
+    split = common_split(rows, now, by_speed=by_speed)
+    move = SplitMove(split, rows_s(rows, now, by_speed=by_speed), rows_s(rows, split, by_speed=by_speed))
     return move if move.gain >= 0.03 and steps_left * step_s * move.gain > 2 * move_s else None

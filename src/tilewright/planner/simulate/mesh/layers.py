@@ -1,37 +1,23 @@
-"""Layers over stages such that the slowest rank is as fast as it can be: the last one has the head too."""
+"""Layers over stages by the seconds of a setting: the last one has the head too."""
 
+from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split
+from tilewright.planner.simulate.mesh.model import StageLayers
 from tilewright.planner.simulate.mesh.step import MeshCosts
 
 
 def spread_layers(costs: MeshCosts) -> tuple[int, ...]:
-    """Layers of each stage: from as many in each, one moves from the slowest rank to the fastest for as long as that
-    makes the slowest one faster.
+    """Layers of each stage such that the slowest rank is as fast as it can be (`balance.resplit`).
 
     Args:
-        costs: with as many layers in each stage.
+        costs: of the setting; which layers its stages have does not matter.
     """
-    pipeline = costs.setting.pipeline
-    classes = costs.model.whole.classes
-    counts = [len(one) for one in pipeline.split(sum(found.count for found in classes))]
-    total = sum(costs.rates.layer(place, costs.key).total * found.count for place, found in enumerate(classes))
-    each = total / sum(counts)
-    head = costs.model.head(costs.setting.rows, costs.shape_key).total
-
-    def loads(now: list[int]) -> list[float]:
-        found = [0.0] * pipeline.pp
-        for stage, count in enumerate(now):
-            found[pipeline.rank_of(stage)] += count * each
-        found[pipeline.rank_of(len(now) - 1)] += head
-        return found
-
-    while True:
-        of_ranks = loads(counts)
-        slow, fast = of_ranks.index(max(of_ranks)), of_ranks.index(min(of_ranks))
-        giver = max((s for s in range(len(counts)) if pipeline.rank_of(s) == slow), key=lambda s: (counts[s], s))
-        taker = min((s for s in range(len(counts)) if pipeline.rank_of(s) == fast), key=lambda s: (counts[s], s))
-        moved = list(counts)
-        moved[giver] -= 1
-        moved[taker] += 1
-        if slow == fast or moved[giver] < 1 or max(loads(moved)) >= max(of_ranks) * (1 - 1e-9):
-            return tuple(counts)
-        counts = moved
+    pipeline, classes = costs.setting.pipeline, costs.model.whole.classes
+    seconds = {
+        layer: costs.rates.layer(place, costs.key).total
+        for place, found in enumerate(classes)
+        for layer in found.indices
+    }
+    head = costs.rates.stage(StageLayers((0,) * len(classes), first=False, last=True), costs.key).total
+    layers = [of_layer for _, of_layer in sorted(seconds.items())]
+    ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
+    return best_split(SplitCosts(layers, ranks, (1.0,) * pipeline.pp, last=head))

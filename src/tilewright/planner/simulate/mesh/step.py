@@ -69,7 +69,8 @@ class MeshRates:
 
     def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
         """The layers that stages hold, and the work of ranks."""
-        ranges = pipeline.split(self.model.whole.num_layers, self.model.whole.layer_costs)
+        whole = self.model.whole
+        ranges = pipeline.split(whole.num_layers, whole.layer_costs, whole.end_costs)
         stages = tuple(self.model.layers_of(ranges, [stage]) for stage in range(len(ranges)))
         return stages, tuple(self.model.layers_of(ranges, pipeline.stages_of(rank)) for rank in range(pipeline.pp))
 
