@@ -52,7 +52,8 @@ def test_steps_far_off_are_told(planned_s, factor):
 @given(planned_s=st.floats(1e-3, 1e3), own=FACTOR, others=st.floats(1, 20), fresh=FACTOR, steps=st.integers(4, 10**6))
 def test_a_plan_is_corrected_where_the_steps_own_work_is_far_off(planned_s, own, others, fresh, steps):
     """Own work as planned, or not, beside other programs that take the processors, or not. A correction is asked for
-    once, only where it is the plan that is wrong, and only where the run is long enough to be worth it."""
+    once, only where it is the plan that is wrong, and only where the run is long enough to be worth it; it is taken
+    where it is nearer to the steps."""
     clock, asked = planned_s * own * others, []
     found = StepSeconds(clock, planned_s * own)
     events, corrected = told(
@@ -63,9 +64,11 @@ def test_a_plan_is_corrected_where_the_steps_own_work_is_far_off(planned_s, own,
     expected = bool(events) and wrong and worth
     assert bool(events) == (off_plan(planned_s, clock) >= OFF)
     assert asked == [found.own] * expected
-    assert (corrected == planned_s * fresh) if expected else corrected is None
+    nearer = expected and off_plan(planned_s * fresh, found.own) < off_plan(planned_s, found.own)
+    assert (corrected == planned_s * fresh) if nearer else corrected is None
     for _, _, text, numbers in events:
-        assert ("the plan is corrected" in text) is expected
+        assert ("the plan is corrected" in text) is nearer
+        assert ("no nearer: the plan stays" in text) is (expected and not nearer)
         assert numbers.get("correction", fresh) == pytest.approx(fresh)
         assert ("have a processor" in text) is (others > WAITED)
         if others > WAITED:

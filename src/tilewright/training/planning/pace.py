@@ -2,7 +2,8 @@
 
 Steps that are far off have one of three causes. Other programs have the processors: the steps take what was planned of
 a processor's time, and longer by the clock. The rates that the plan rests on are not this machine's of now: they are
-measured again, and the plan is corrected once (`pace_of`). Or something is slow that no rate tells.
+measured again, and the plan is corrected once where it is nearer then (`pace_of`). Or something is slow that no rate
+tells.
 """
 
 import math
@@ -101,7 +102,7 @@ def hold_against_plan(
     correct: Callable[[float], float] | None = None,
 ) -> float | None:
     """Record where the first steps of a process are far off the plan; give the seconds of a step by the corrected plan,
-    where it was corrected.
+    where it was corrected: where rates that are measured again bring it nearer to the steps.
 
     Args:
         record_event: step, kind, text, numbers.
@@ -120,13 +121,15 @@ def hold_against_plan(
     numbers = {"planned_s": planned.step, "measured_s": found.clock, "processor_s": found.own, "threshold": OFF}
     far, corrected = planned.off(found) >= OFF, None
     if far and correct is not None and abs(left * (found.clock - planned.step)) > WORTH_S:
-        corrected = correct(found.own)
-        change = corrected / planned.step
-        text += (
-            f". Rates of this machine, measured again beside them, give {format_seconds(corrected)}: the plan is "
-            f"corrected, to {change:.2g} times what it was"
-        )
-        numbers |= {"corrected_s": corrected, "correction": change}
+        again = correct(found.own)
+        text += f". Rates of this machine, measured again beside them, give {format_seconds(again)}"
+        if replace(planned, step=again).off(found) < planned.off(found):
+            corrected, change = again, again / planned.step
+            text += f": the plan is corrected, to {change:.2g} times what it was"
+            numbers |= {"corrected_s": corrected, "correction": change}
+        else:  # steps of a small model take what no rate tells
+            text += ", which is no nearer: the plan stays"
+            numbers |= {"again_s": again}
     text += f": the {left:,} that are left take {format_seconds(left * found.clock)}"
     if found.shared:
         as_planned = "" if far else ", as planned"

@@ -1,7 +1,7 @@
 """Layers over stages by what they cost and how fast ranks are. No torch.
 
 A rank's time for a micro-batch is that of its stages. Layers are dealt out as if all cost the same, each to the rank
-that would be through first. Where they differ, stages that lie behind each other on different ranks are then cut anew
+that would be through first. Where they differ, stages that lie behind each other on different ranks are then cut again
 (`bottleneck.Cut`), while the others stay, for as long as that helps. So no split has a faster slowest rank where ranks
 have one stage each, or where layers cost the same; elsewhere none that differs in one such row of stages.
 """
@@ -91,9 +91,9 @@ def best_split(costs: SplitCosts) -> tuple[int, ...]:
     """
     split = _dealt(costs)
     rows = list(_rows(costs)) if len(set(costs.layers)) > 1 else []
-    since = 0  # rows of stages that were cut anew, and did not help
+    since = 0  # rows of stages that were cut again, and did not help
     for row in itertools.cycle(rows):
-        found = _cut_anew(costs, split, row)
+        found = _cut_again(costs, split, row)
         split, since = (split, since + 1) if found is None else (found, 0)
         if since == len(rows):
             break
@@ -138,7 +138,7 @@ def _rows(costs: SplitCosts) -> Iterator[range]:
             yield range(start, end)
 
 
-def _cut_anew(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[int, ...] | None:
+def _cut_again(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[int, ...] | None:
     """A faster split, with other layers in these blocks, which have as many together; None where there is none."""
     blocks = [costs.blocks[number] for number in row]
     first, end = blocks[0].start, blocks[-1].stop
