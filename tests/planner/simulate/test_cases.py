@@ -1,6 +1,8 @@
 """Cases: documents into micro-batches, layers into stages, lengths from anywhere, and ladders of levers."""
 
 import math
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
+from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.errors import TilewrightError
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate.case import DocumentCosts, SimulatedCase
@@ -15,7 +18,7 @@ from tilewright.planner.simulate.costs import KindSeconds, Link, PassCosts, Step
 from tilewright.planner.simulate.describe import ladder_row, ladder_verdict
 from tilewright.planner.simulate.ladder import climb, ladder_cases
 from tilewright.planner.simulate.lengths import DrawnLengths, lengths_from
-from tilewright.planner.simulate.options import network_of, seconds_of, speeds_of
+from tilewright.planner.simulate.options import check_case, network_of, pipeline_of, seconds_of, speeds_of
 from tilewright.planner.simulate.step import SimulatedStep, idle_by_cause
 
 LENGTHS = DrawnLengths("lognormal", (6.6, 1.1), 8192)
@@ -119,6 +122,28 @@ def test_lengths_from_nowhere_are_refused_with_what_would_do(text):
 def test_a_slow_rank_that_is_not_there_is_refused(text):
     with pytest.raises(TilewrightError, match="--slow"):
         speeds_of([text], 32)
+
+
+@given(st.sampled_from(get_args(ScheduleName)), st.integers(1, 9), st.integers(1, 40), st.integers(1, 70))
+def test_a_case_that_is_refused_comes_with_options_that_are_taken(schedule, pp, count, layers):
+    case, said = SimulatedCase(pipeline_of(pp, schedule, None), 1, count, layers=layers), []
+    while problem := refusal_of(case):
+        option, number = problem.try_.split()
+        assert option == problem.where
+        assert option not in said
+        said.append(option)
+        case = replace(case, **{{"--layers": "layers", "--microbatches": "count"}[option]: int(number)})
+    assert case.pipeline.takes(case.count)
+    case.splits()
+
+
+def refusal_of(case):
+    """What `check_case` says of it, if anything."""
+    try:
+        check_case(case)
+    except TilewrightError as error:
+        return error.problems[0]
+    return None
 
 
 def test_slow_ranks_are_named_once():

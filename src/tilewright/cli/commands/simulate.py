@@ -190,8 +190,10 @@ def _ladder(options: dict[str, Any]) -> "list[Rung]":
     from tilewright.parallel.pipeline.split import Pipeline
     from tilewright.planner.simulate.ladder import climb
     from tilewright.planner.simulate.lengths import lengths_from
+    from tilewright.planner.simulate.options import check_case
 
     case = _case(options, Pipeline(options["pp"]))
+    check_case(case)
     lengths = lengths_from(options["lengths"], options["max_length"])
     return climb(case, lengths, range(options["seeds"]), options["documents"])
 
@@ -199,11 +201,12 @@ def _ladder(options: dict[str, Any]) -> "list[Rung]":
 def _one(options: dict[str, Any], given: set[str]) -> "Rung":
     from tilewright.planner.simulate.ladder import simulated
     from tilewright.planner.simulate.lengths import lengths_from
-    from tilewright.planner.simulate.options import pipeline_of, table_from
+    from tilewright.planner.simulate.options import check_case, pipeline_of, table_from
 
     lengths = lengths_from(options["lengths"], options["max_length"])
     if not options["table"]:
         case = _case(options, pipeline_of(options["pp"], options["schedule"], options["virtual_stages"]))
+        check_case(case)
         return simulated(options["schedule"], case, lengths, range(options["seeds"]), options["documents"])
     if both := [name for name in ("pp", "microbatches", "schedule", "virtual_stages") if name in given]:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """The texts of `tilewright simulate`'s options, read: slow ranks, links, durations, sizes, a table from a file."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from tilewright.core.config.sections.parallel import INTERLEAVED, V_SCHEDULES, S
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.units import parse_bytes
 from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.planner.simulate.case import SimulatedCase
 from tilewright.planner.simulate.costs import Link, Network
 from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.table import ScheduleTable
@@ -179,6 +181,32 @@ def pipeline_of(pp: int, schedule: str, virtual: int | None) -> Pipeline:
             where="--virtual-stages",
         )
     return Pipeline(pp, name, stages)
+
+
+def check_case(case: SimulatedCase) -> None:
+    """Raise where a case cannot be simulated, in the words of the options.
+
+    Raises:
+        ConfigError: fewer layers than stages, or a number of micro-batches that the schedule does not take.
+    """
+    pipeline, count, stages = case.pipeline, case.count, case.pipeline.num_stages
+    if case.layers < stages:
+        raise ConfigError(
+            "Fewer layers than stages of the pipeline",
+            got=f"--layers {case.layers}, {stages} stages: {pipeline.virtual} on each of {pipeline.pp} ranks",
+            need="at least one layer per stage",
+            try_=f"--layers {stages}",
+            where="--layers",
+        )
+    if not pipeline.takes(count):
+        fit = next(one for one in itertools.count(count + 1) if pipeline.takes(one))
+        raise ConfigError(
+            f'Number of micro-batches that schedule "{pipeline.schedule}" does not take',
+            got=f"--microbatches {count}, --pp {pipeline.pp}",
+            need=f"{fit}, or --schedule gpipe, which takes any number",
+            try_=f"--microbatches {fit}",
+            where="--microbatches",
+        )
 
 
 @dataclass(frozen=True)
