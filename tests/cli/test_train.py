@@ -1,6 +1,7 @@
 """The commands around a run, on one tiny run: train, continue, report, eval, generate, inspect, plan, bench."""
 
 import json
+import re
 
 import pytest
 
@@ -110,6 +111,10 @@ def test_bench_step(capsys):
     assert {"optimizer", "head and loss", "attention", "matmuls forward", "matmuls backward"} <= owners.keys()
     assert owners["rest (Python, waiting)"] < sum(owners.values())
     assert found["planned_s"].keys() >= {"matmuls", "optimizer"}
+    assert 0 < found["explained"] < 1
+    assert run(["doctor", "--device", "cpu"]) == 0
+    share = f"{found['matmuls']['share']:.2f} of its matmuls' rate ("
+    assert re.search(rf"^step +{found['recipe']} in fp32: {re.escape(share)}", capsys.readouterr().out, re.M)
 
 
 def test_bench_step_compares_joules_of_two_modes(capsys, monkeypatch):

@@ -20,7 +20,8 @@ STEP = "tilewright step"
 """Name of what is watched, in the profile."""
 FORWARD, BACKWARD = "matmuls forward", "matmuls backward"
 CLIP, REST = "clipping and checks", "rest (Python, waiting)"
-_MATMUL, _OTHER = "matmul", "element-wise, other calls"
+_MATMUL, _FORMATS = "matmul", "formats (casts, codes, copies)"
+_ELEMENTWISE, OTHER = "element-wise (norm, activation, residual)", "other calls"
 
 _INSIDE: Mapping[str, re.Pattern[str]] = {
     "optimizer": re.compile(r"^Optimizer\.step#"),
@@ -35,7 +36,12 @@ _ITSELF: Mapping[str, re.Pattern[str]] = {
         r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|mkldnn_linear|_int_mm|_scaled_mm|_grouped_mm|\w*convolution\w*)$"
         r"|^mkldnn|^tilewright::(\w*gemm|\w*matmul|scaled_mm|weight_gradient|int8_\w+|tile_fprop|tile_bprop)$"
     ),
-    "formats (casts, codes, copies)": re.compile(r"^aten::(copy_|_to_copy|to|contiguous|clone)$|quantize|encode|Round"),
+    _FORMATS: re.compile(r"^aten::(copy_|_to_copy|to|contiguous|clone)$|quantize|encode|Round"),
+    _ELEMENTWISE: re.compile(
+        r"^aten::_?(add\w*|sub|mul|div|neg|pow|square|sqrt|rsqrt|exp|silu|gelu|relu|sigmoid|tanh|softmax|sum|mean|cos|sin"
+        r"|lerp|where|cat|stack|\w*norm\w*|clamp\w*|index\w*|gather|scatter\w*|embedding\w*|dropout|fill|zero)"
+        r"(_backward\w*)?_?$"
+    ),
     "compiled loops (norm, SwiGLU, residual)": re.compile(r"^## Call CompiledFxGraph"),
 }
 """Owners of an operation's own time, by its name or that of the nearest one around it."""
@@ -84,14 +90,25 @@ def owners(events: Iterable[ProfiledEvent]) -> list[Owner]:
     sums: dict[str, list[float]] = {REST: [step.self_cpu_time_total, 1]}
     for event in step.cpu_children:
         after = bool(passed) and event.time_range.start >= max(passed)
-        for owner, seconds in _walk(event, None, _OTHER, _is_backward(event)):
+        for owner, seconds in _walk(event, None, OTHER, _is_backward(event)):
             one = sums.setdefault(CLIP if after and owner in _IN_UPDATE else owner, [0.0, 0])
             one[0], one[1] = one[0] + seconds, one[1] + 1
     found = [Owner(name, us / 1e6, int(calls)) for name, (us, calls) in sums.items()]
     return sorted(found, key=lambda one: -one.seconds)
 
 
-_IN_UPDATE = (_OTHER, "formats (casts, codes, copies)")
+def explained(found: Sequence[Owner]) -> float:
+    """The share of a step whose owner says what it did: all but `OTHER` and `REST`.
+
+    Example:
+        >>> explained([Owner("optimizer", 3.0, 1), Owner(REST, 1.0, 1)])
+        0.75
+    """
+    whole = sum(one.seconds for one in found)
+    return sum(one.seconds for one in found if one.name not in (OTHER, REST)) / whole
+
+
+_IN_UPDATE = (OTHER, _ELEMENTWISE, _FORMATS)
 """Owners whose operations, behind the last backward pass and outside of the optimizer, are of norms, clipping and
 checks."""
 

@@ -1,6 +1,7 @@
 """`tilewright bench step`: seconds and joules of a step, who owns the seconds, and the share of its matmuls' rate that
 it reaches; of one precision mode, or of two beside each other."""
 
+import datetime
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from tilewright.training.assemble import Components
 
 WARM_UP_STEPS = 3
-BUSY = 0.1
-"""Share of the processors' time that others take, from which on it is said."""
 MOST_TURNS = 7
 """Steps after which the matmuls are timed alone."""
 
@@ -94,7 +93,9 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
     from tilewright.energy.meter import EnergyMeter
     from tilewright.planner.advice.energy import flops_per_token
     from tilewright.planner.advice.step_gemms import alone_s, total_flops
+    from tilewright.planner.machine import step_share
     from tilewright.planner.machine.microbench import Load
+    from tilewright.planner.trace.step_owners import explained
     from tilewright.training.assemble import build, set_up
     from tilewright.training.hooks.energy_hook import counters_of
 
@@ -123,6 +124,10 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
     tokens = sum(result.num_tokens for result in results)
     seconds = [result.seconds for result in results]
     per_token = flops_per_token(setup.plan)
+    rates = _rates(total_flops(gemms), alone, seconds)
+    if rates is not None:
+        share = step_share.StepShare(rates["reached"], rates["alone"], others, datetime.date.today().isoformat())
+        step_share.keep(setup.site.rates.key, f"{settings.name} in {recipe.precision.mode}", share)
     numbers = {
         "recipe": settings.name,
         "device": setup.machine.device_name,
@@ -136,8 +141,9 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
         "joules_per_flop": joules / (tokens * per_token) if joules and per_token else None,
         "not_counted": [*reasons, *broken],
         "others": others,
-        "matmuls": _rates(total_flops(gemms), alone, seconds),
+        "matmuls": rates,
         "owners": None if told is None else [{"name": o.name, "seconds": o.seconds, "calls": o.calls} for o in told],
+        "explained": None if told is None else explained(told),
         "no_owners": why,
         "planned_s": dict(setup.plan.seconds),
     }
@@ -145,26 +151,28 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
 
 
 def _show(bench: StepBench) -> None:
+    from tilewright.planner.machine.step_share import BUSY
+
     found = bench.numbers
     step, others = found["step_s"], found["others"]
     echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {found['steps']} steps")
     echo(f"step      {format_seconds(step['median'])} (median; {step['min']:.3g} to {step['max']:.3g} s)")
     echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
-    echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
+    echo(f"wait      {format_seconds(found['wait_s'])} per step for data")
     echo(f"energy    {_energy_in_words(found)}")
     if others > BUSY:
         echo(f"note: others took {100 * others:.0f} % of the processors' time; matmuls by themselves leave that out")
     _show_matmuls(found["matmuls"])
-    _show_owners(bench.owners, found["no_owners"], found["planned_s"])
+    _show_owners(bench.owners, found)
 
 
 def _energy_in_words(found: Mapping[str, Any]) -> str:
     reasons = "; ".join(found["not_counted"])
     if found["joules_per_step"] is None:
         return f"unavailable: {reasons}"
-    each = [f"{format_joules(found[f'joules_per_{name}'])} a {name}" for name in ("step", "token")]
+    each = [f"{format_joules(found[f'joules_per_{name}'])} per {name}" for name in ("step", "token")]
     if found["joules_per_flop"] is not None:
-        each.append(f"{format_joules(found['joules_per_flop'])} a FLOP of its matmuls")
+        each.append(f"{format_joules(found['joules_per_flop'])} per FLOP of its matmuls")
     return f"{', '.join(each)} ({reasons or 'all of it measured'})"
 
 
@@ -217,14 +225,15 @@ def _show_matmuls(rates: Mapping[str, float] | None) -> None:
     return echo(f"matmuls   {reached} of {alone} that they reach by themselves: {rates['share']:.2f} of the rate")
 
 
-def _show_owners(told: "list[Owner] | None", why: str, planned: Mapping[str, float]) -> None:
+def _show_owners(told: "list[Owner] | None", found: Mapping[str, Any]) -> None:
     """The owners of a profiled step, and the plan's parts."""
     if told is None:
-        echo(f"owners    {why}")
+        echo(f"owners    {found['no_owners']}")
     else:
         whole = sum(one.seconds for one in told)
         echo(f"\nOne more step, profiled: {format_seconds(whole)}")
         rows = [(o.name, format_seconds(o.seconds), f"{100 * o.seconds / whole:.1f} %", f"{o.calls:,}") for o in told]
         show_table(("owner", "own time", "share", "calls"), rows)
-    parts = sorted(planned.items(), key=lambda item: -item[1])
+        echo(f"named owners have {100 * found['explained']:.1f} % of it")
+    parts = sorted(found["planned_s"].items(), key=lambda item: -item[1])
     echo(f"planned: {', '.join(f'{name} {format_seconds(value)}' for name, value in parts if value)}")

@@ -59,7 +59,7 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
     from tilewright.ops.kernels import Kernels
     from tilewright.planner.cost import links
     from tilewright.planner.cost.mode_speed import slow_modes
-    from tilewright.planner.machine import ceilings
+    from tilewright.planner.machine import ceilings, step_share
 
     machine = detect_machine(device)
     torch.set_num_threads(machine.physical_cores)  # as a run has them: ceilings are kept by number of threads
@@ -67,6 +67,7 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
     kernels = Kernels(machine).explain()
     speed = _disk_write_speed(Path.cwd())
     slow = {} if rates is None else slow_modes(rates, machine)
+    shares = {} if rates is None else step_share.known(rates.key)
     warnings = _warnings(machine)
     if as_json:
         disk = {"path": str(Path.cwd()), "write_bytes_per_s": speed}
@@ -74,13 +75,17 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
         measured = {
             "ceilings": None if rates is None else rates.to_json(),
             "slower_than_fp32": None if rates is None else slow,
+            "steps": {name: asdict(share) for name, share in shares.items()},
             "links": {name: asdict(found) for name, found in speeds.items()},
         }
         found = {"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings}
         print_json(found | measured)
         return
     _print_machine(machine, speed)
-    for label, text in _measured(rates, slow, speeds):
+    steps = [("step", f"{name}: {share}") for name, share in shares.items()]
+    for label, text in _measured(rates, slow, speeds) + (
+        steps or [("step", "not measured yet: tilewright bench step")]
+    ):
         echo(f"{label:<9} {text}", hang=10 if label else 0)
     echo()
     show_table(*(candidate_table if is_verbose() else chosen_table)(kernels))
