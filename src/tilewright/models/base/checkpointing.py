@@ -119,16 +119,21 @@ def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
     return modes[0]
 
 
-def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any) -> Any:
+def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any, draws: bool = False) -> Any:
     """function(*args), keeping for backward what `mode` says.
 
     Inside a compiled layer the same call guides the compiler's own choice of what to save.
+
+    Args:
+        mode: what is kept.
+        function, args: what is computed.
+        draws: it draws random numbers (dropout), and the same ones again in backward.
     """
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
     if mode == "full":
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=CONTEXTS[mode])
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=CONTEXTS[mode])
 
 
 def checkpoint_fp8_input(

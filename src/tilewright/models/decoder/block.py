@@ -49,6 +49,9 @@ class Block(nn.Module):
         self.checkpoint_inputs: CheckpointInputs = "exact"
         self.compiled_inside = False
         """Compiled without the keeping of its input, which is outside then."""
+        self.draws = False
+        """Whether something in it draws random numbers in training, the same again where it is recomputed. Set by
+        `precision.lora`."""
 
     @property
     def keeps_qdata(self) -> bool:
@@ -87,9 +90,10 @@ class Block(nn.Module):
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.is_moe and self.mlp.exchange is not None:  # ranks exchange the same rows again
             run = SameChoices(self.mlp.gate, run)
+        draws = self.draws and self.training
         if self.keeps_qdata:
-            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments)
-        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments)
+            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments, preserve_rng_state=draws)
+        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments, draws=draws)
 
     def _run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None

@@ -110,6 +110,10 @@ class StreamSlices(Protocol):
         """The slice of documents' numbers, below 0 where there is no token; None where there is one everywhere."""
         ...
 
+    def token_numbers(self, rows: int, device: torch.device) -> Tensor:
+        """The numbers [B * s] of the slice's tokens among the B * S of all."""
+        ...
+
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks, without a gradient."""
         ...

@@ -11,8 +11,9 @@ Legend: N tokens  D model width  E experts  K experts a token  G groups  B rows 
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,21 @@ from torch.nn import functional as F
 
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import MLP, StreamSlices
+from tilewright.ops.backends.ref.adam import hash_of
 from tilewright.ops.base.documents import Segments, segments_of
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 
-RunExperts = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Some experts, each on its rows."""
-RunTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class RunExperts(Protocol):
+    """Some experts, each on its rows, with the keys of these where rows have some."""
+
+    def __call__(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /) -> list[Tensor]:
+        """Rows [n, D] and keys [n] of each expert -> its result [n, D]."""
+        ...
+
+
+RunTokens = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Tokens, each through its experts: `MoE.run_experts`."""
 
 
@@ -134,20 +143,26 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.dim, config.shared_width, kernels) if config.num_shared_experts else None
         self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
         """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
-        self.exchange: Callable[[Tensor, Tensor, RunExperts], Tensor] | None = None
-        """Takes rows sorted by expert, their number for each expert, and what runs the experts that are here; gives
-        what the experts make of the rows. None where all are here. Set by `parallel.inside.experts`."""
+        self.exchange: Callable[..., Tensor] | None = None
+        """Takes rows sorted by expert, their number for each expert, what runs the experts that are here, and the keys
+        of rows that have some; gives what the experts make of the rows. None where all are here. Set by
+        `parallel.inside.experts`."""
         self.divided: Callable[[RunTokens, Tensor, Tensor, Tensor], Tensor] | None = None
         """Takes `run_experts` and what it takes, and gives the same; the experts see some of the tokens on each of
         the ranks that have the same ones. None where other ranks have others. Set by `parallel.inside.tensor`."""
         self.slices: StreamSlices | None = None
         """Where this rank's tokens are some positions of the rows. Set by `parallel.inside.tensor`."""
+        self.draws = False
+        """Whether adapters of experts drop inputs in training: by keys of the rows then, which go with these to where
+        their experts are. Set by `precision.lora`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
         run = self.run_experts if self.divided is None else functools.partial(self.divided, self.run_experts)
+        if self.draws and self.slices is not None:
+            run = functools.partial(run, token_N=self.slices.token_numbers(len(x_BSD), x_BSD.device))
         if torch.compiler.is_compiling():
             from tilewright.ops.base.opaque import eager  # its decorators take seconds to import
 
@@ -162,8 +177,16 @@ class MoE(nn.Module):
         segments_BS = segments_of(segments)
         return segments_BS if self.slices is None else self.slices.documents_of(segments_BS, len(x_BSD), x_BSD.device)
 
-    def run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
-        """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data."""
+    def run_experts(
+        self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, token_N: Tensor | None = None
+    ) -> Tensor:
+        """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data.
+
+        Args:
+            x_ND: tokens.
+            weights_NK, experts_NK: of each.
+            token_N: their numbers in the micro-batch; None: it has no others.
+        """
         num_chosen = experts_NK.shape[1]
         flat = experts_NK.flatten()
         order = flat.argsort(stable=True)
@@ -173,26 +196,38 @@ class MoE(nn.Module):
 
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
         rows_PD = permuted(copies, order, inverse)
+        keys = (self._keys(experts_NK, token_N).flatten()[order],) if self.draws and self.training else ()
         if self.exchange is None:
-            out_PD = torch.cat(self._run_held(rows_PD.split(counts_E.tolist())))
+            counts = counts_E.tolist()
+            out_PD = torch.cat(self._run_held(*(of_rows.split(counts) for of_rows in (rows_PD, *keys))))
         else:
-            out_PD = self.exchange(rows_PD, counts_E, self._run_held)
+            out_PD = self.exchange(rows_PD, counts_E, self._run_held, *keys)
         out_NKD = permuted(out_PD, inverse, order).unflatten(0, (-1, num_chosen))
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
-    def _run_held(self, rows: Sequence[Tensor]) -> list[Tensor]:
+    def _keys(self, experts_NK: Tensor, token_N: Tensor | None) -> Tensor:
+        """A random int32 [N, K] for each token and expert, a function of one draw, the token's number and the expert:
+        the same wherever the two meet, and whatever other tokens do."""
+        num_tokens, device = len(experts_NK), experts_NK.device
+        draw = torch.randint(-(2**31), 2**31 - 1, (), dtype=torch.int32, device=device)
+        numbers_N = torch.arange(num_tokens, device=device) if token_N is None else token_N
+        return hash_of((numbers_N[:, None] * self.num_experts + experts_NK).to(torch.int32), draw)
+
+    def _run_held(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /) -> list[Tensor]:
         """The experts that are here, each on its rows."""
         if self.expert_runner is not None and self.expert_runner.fits(self.experts):
             return self.expert_runner(rows, list(self.experts))
-        return self._run_one_by_one(rows)
+        return self._run_one_by_one(rows, keys)
 
-    def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
+    def _run_one_by_one(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None) -> list[Tensor]:
         multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
         # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing. Where ranks
         # have other experts or other tokens all may be without rows here, and the result's dtype is theirs still.
         all_run = torch.is_grad_enabled() or self.exchange is not None or self.divided is not None
         return [
-            _run_padded(expert, x, multiple) for expert, x in zip(self.experts, rows, strict=True) if len(x) or all_run
+            _run_padded(expert, x, multiple, key)
+            for expert, x, key in zip(self.experts, rows, keys or [None] * len(rows), strict=True)
+            if len(x) or all_run
         ]
 
     def _load(self, experts_NK: Tensor, segments_BS: Tensor | None) -> Tensor:
@@ -214,13 +249,27 @@ def _row_multiple(mean_rows: int, device_type: str) -> int:
     return max(16, -(-mean_rows // 64) * 16) if device_type == "cpu" else 1
 
 
-def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int) -> Tensor:
+def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int, key_N: Tensor | None = None) -> Tensor:
     """expert(x), computed with zero rows at the end up to a multiple."""
     num_rows = len(x_ND)
     if not num_rows:  # what is kept of a view of no rows is all rows
         x_ND = x_ND.clone()
     missing = -num_rows % multiple
-    return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
+    with _keyed(expert, None if key_N is None else F.pad(key_N, (0, missing))):
+        return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
+
+
+@contextmanager
+def _keyed(expert: nn.Module, key_N: Tensor | None) -> Iterator[None]:
+    """Inside, each layer of an expert has keys of its own of the rows that it runs on (`row_keys`)."""
+    layers: list[Any] = [] if key_N is None else list(expert.children())
+    for number, layer in enumerate(layers):
+        layer.row_keys = hash_of(key_N, number)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.row_keys
 
 
 def permuted(x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

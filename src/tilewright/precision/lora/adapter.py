@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tilewright.formats.tiled import WithCopies
+from tilewright.ops.backends.ref.adam import hash_of
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
@@ -56,9 +57,30 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
         return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
 
 
+def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
+    """Which elements [N, K] of rows are left, a pure function of their keys and columns.
+
+    Args:
+        key_N: int32.
+        width: K.
+        dropout: share that is dropped, to 2^-24.
+
+    Example:
+        >>> kept = kept_by(torch.arange(1000, dtype=torch.int32), 64, 0.25)
+        >>> kept.shape, round(kept.float().mean().item(), 2)
+        (torch.Size([1000, 64]), 0.75)
+    """
+    columns_K = torch.arange(width, dtype=torch.int32, device=key_N.device)
+    return (hash_of(columns_K, key_N[:, None]) & 0xFFFFFF) >= dropout * 2**24
+
+
 def _zero_some(module: nn.Module, x: Tensor) -> Tensor:
     """x [..., K] without some of its elements. A rank with some of the columns of all draws for all of them, as the
-    ranks with the others do from the same state: each drops what one process would."""
+    ranks with the others do from the same state: each drops what one process would. Rows that have keys, as those of
+    routed experts, lose what these say, on whatever rank."""
+    if (key_N := vars(module).get("row_keys")) is not None:
+        kept_NK = kept_by(key_N, x.shape[-1], module.lora_dropout)
+        return torch.where(kept_NK, x / (1 - module.lora_dropout), 0.0)
     down_RK, held = module._parameters["lora_A"], x.shape[-1]
     if not isinstance(down_RK, DTensor) or down_RK.shape[1] == held:
         return F.dropout(x, module.lora_dropout)

@@ -25,10 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.fp8_layout import from_stored
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import name_seed
+from tilewright.models.decoder.moe import MoE
 from tilewright.models.folder.fp8_weights import copy_weight, find_weights
 from tilewright.models.folder.safetensors import scan_folder
 from tilewright.ops.base.parts import cut_like, local, sharded_like
@@ -124,6 +126,7 @@ def add_lora(
         _freeze_in_fp8(model, {name: linears[name] for name in names}, kernels)
     for name in names:
         attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
+    _mark_draws(model)
     share_inputs(model)
     _convert_again(model)
     init_lora(model, seed)
@@ -202,10 +205,19 @@ def merge_lora(model: nn.Module) -> list[str]:
         module.lora_hook.remove()
         del module.lora_A, module.lora_B, module.lora_hook
         del module.lora_scaling, module.lora_rslora, module.lora_dropout
+    _mark_draws(model)
     forget_saved(model)
     unfreeze(model)
     _convert_again(model)
     return list(layers)
+
+
+def _mark_draws(model: nn.Module) -> None:
+    """Say of layers, and of mixtures of experts, whether adapters in them draw what they drop."""
+    for module in model.modules():
+        if isinstance(module, Block | MoE):
+            inside = module.experts if isinstance(module, MoE) else module
+            module.draws = any(vars(part).get("lora_dropout", 0.0) for part in inside.modules())
 
 
 def _check_whole(model: nn.Module, layers: Collection[str]) -> None:

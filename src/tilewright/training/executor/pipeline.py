@@ -30,7 +30,6 @@ from tilewright.models.distill import loss as distill
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.pipeline.balance.passes import PassClock
-from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.pipeline.staged import Staged
 from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World
@@ -63,7 +62,8 @@ class PipelineExecutor(StandardExecutor):
     def __init__(
         self, model: Staged, optimizer: torch.optim.Optimizer, *, world: World, told: Sequence[str] = (), **options: Any
     ) -> None:
-        super().__init__(cast(Any, model), optimizer, data=world.data.handle, everyone=world.everyone.handle, **options)
+        data, everyone = world.data.handle, world.everyone.handle
+        super().__init__(cast(Any, model), optimizer, data=data, everyone=everyone, world=world, **options)
         self._world, self._staged, self._names_told = world, model, tuple(told)
         self._steps = PipelineSteps(model, self.device, self._watch, traffic=world.traffic)
         self._tell_pass: Callable[[str], AbstractContextManager[None]] = _untold
@@ -77,9 +77,6 @@ class PipelineExecutor(StandardExecutor):
     def schedule_of(self, count: int) -> Any:
         """The schedule of torch's that steps of so many micro-batches run."""
         return self._steps.schedule_of(count)
-
-    def _check_alike(self, microbatches: Sequence[Batch]) -> None:
-        StepPlan.of(microbatches).check(self._world)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
         factor, aux = scale / max(num_targets, 1), dict[str, Tensor]()

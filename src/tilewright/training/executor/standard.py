@@ -36,7 +36,9 @@ from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import OnAllRanksError, sum_over
 from tilewright.parallel.communicate.sync import GradientSync
 from tilewright.parallel.gradients import GradientReduction, check_as_many
+from tilewright.parallel.pipeline.plan import StepPlan
 from tilewright.parallel.shard import in_parts
+from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
@@ -97,6 +99,7 @@ class StandardExecutor:
         policy: what the model's layers keep for backward, if that is to be read and changed.
         data: ranks that read different rows; None where this one reads all.
         everyone: all ranks; None on one rank.
+        world: of a model in parts: ranks that read the same rows compare them in each step. None: nothing is compared.
         reduce_each: of a sharded model: sum gradients after each micro-batch, see `GradientReduction`.
         weights: 8-bit codes that the optimizer's steps renew.
         sync: how gradients are summed; None: as FP32.
@@ -118,6 +121,7 @@ class StandardExecutor:
         policy: ActivationPolicy | None = None,
         data: dist.ProcessGroup | None = None,
         everyone: dist.ProcessGroup | None = None,
+        world: World | None = None,
         reduce_each: bool = False,
         weights: QuantizedWeights | None = None,
         sync: GradientSync | None = None,
@@ -134,6 +138,7 @@ class StandardExecutor:
         self.memory_tracker = memory_tracker
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._data, self._everyone = data, everyone
+        self._reads = world if world is not None and world.size > world.data.size else None
         self._sync = sync
         replicas = None if sync is None else sync.replicas
         self._gradients = GradientReduction(
@@ -226,7 +231,9 @@ class StandardExecutor:
 
     def _check_alike(self, microbatches: Sequence[Batch]) -> None:
         """Raise where ranks that meet in the passes would not run the same ones."""
-        if self._sharded:
+        if self._reads is not None:
+            StepPlan.of(microbatches).check(self._reads)
+        elif self._sharded:
             check_as_many(self._everyone, len(microbatches), self.device)
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
@@ -362,6 +369,7 @@ def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
         policy=ActivationPolicy(model, inputs.plan_of(len(model.layers) or 1)),
         data=world.data.handle,
         everyone=world.everyone.handle,
+        world=world,
         reduce_each=inputs.recipe.parallel.reduce_each,
         weights=quantized_weights(model, optimizer),
         sync=inputs.sync,

@@ -1,5 +1,6 @@
 """One step of a tiny mixture of experts spread over ranks, against the step of one process with all micro-batches."""
 
+import itertools
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ class Case:
     """Storage of the frozen weights under adapters."""
     targets: tuple[str, ...] = ("*",)
     """Of adapters."""
+    dropout: float = 0.0
+    """Of their inputs."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -65,7 +68,7 @@ def whole(case: Case) -> Decoder:
     if case.dispatch == "fp8":
         for layer in mixtures(model):
             layer.exchange = rounded_rows
-    adapt(model, case.lora, 0.02, targets=case.targets)
+    adapt(model, case.lora, 0.02, targets=case.targets, dropout=case.dropout)
     return prepared(model, case)
 
 
@@ -140,9 +143,21 @@ def step(model: Decoder, world: World, batches: list[Any], **options: Any) -> tu
     return seen, executor.step(batches, 0.0)
 
 
+def draw_by_batch(model: Decoder, first: int) -> None:
+    """Let each micro-batch draw what belongs to its number among those of all ranks.
+
+    Args:
+        model: whose embedding runs once for each.
+        first: the number of this rank's first.
+    """
+    numbers = itertools.count(first)
+    model.model.embed_tokens.register_forward_pre_hook(lambda *_: torch.manual_seed(next(numbers)) and None)
+
+
 def alone_step(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:
     """Of one process with the micro-batches of all ranks: gradients by name, the result, the biases of routers."""
     model = whole(case)
+    draw_by_batch(model, 0)
     batches = [batch for rank in range(ranks) for batch in microbatches(rank, case.number)]
     seen, result = step(model, World.alone(), batches)
     return seen.grads, result, [layer.gate.e_score_correction_bias for layer in mixtures(model)]
@@ -154,6 +169,7 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         world = world_of(case)
         model = spread(case, world)
+        draw_by_batch(model, rank * case.number)
         seen, result = step(model, world, microbatches(rank, case.number), **case.options)
         want, alone, want_biases = of_one_rank(partial(alone_step, case, world.size))
         errors = {name: relative(grad, want[name]) for name, grad in seen.grads.items()}

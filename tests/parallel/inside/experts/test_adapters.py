@@ -13,10 +13,12 @@ SOME = {"one": ("*.experts.0.*",), "dense": ("*.self_attn.*",)}
 
 @pytest.mark.support("lora", "experts_spread")
 @pytest.mark.support("lora_fp8", "experts_spread")
+@pytest.mark.support("dropout", "experts_spread")
 def test_on_two_ranks():
-    """On all layers, of a base as it is and of FP8 codes; and on one expert alone: its rank has gradients of experts,
-    and sends rows of gradients back for a layer whose input needs none; on attention alone, beside frozen experts."""
-    cases = [Case(2, lora="keep"), Case(2, kind="deepseek", lora="fp8", settings=FULL)]
+    """On all layers, of a base as it is, where inputs of an expert's adapters are dropped by the keys of their tokens,
+    and of FP8 codes; and on one expert alone: its rank has gradients of experts, and sends rows of gradients back for a
+    layer whose input needs none; on attention alone, beside frozen experts."""
+    cases = [Case(2, lora="keep", dropout=0.3), Case(2, kind="deepseek", lora="fp8", settings=FULL)]
     some = [Case(2, lora="keep", targets=targets) for targets in SOME.values()]
     of_ranks = on_ranks(2, compare, cases + some)
     check(cases, [found[: len(cases)] for found in of_ranks])
@@ -32,5 +34,5 @@ def test_on_two_ranks():
 @pytest.mark.slow
 def test_on_four_ranks():
     """In shards of what is spread, and in copies."""
-    cases = [Case(2, 4, kind="deepseek", lora="keep"), Case(2, 2, 2, lora="fp8")]
+    cases = [Case(2, 4, kind="deepseek", lora="keep", settings=FULL, dropout=0.1), Case(2, 2, 2, lora="fp8")]
     check(cases, on_ranks(4, compare, cases))

@@ -76,6 +76,8 @@ class Case:
     """Storage of the frozen weights under adapters."""
     dropout: float = 0.0
     """Of adapters' inputs."""
+    targets: tuple[str, ...] = ("*",)
+    """Of adapters."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -100,7 +102,7 @@ def whole(case: Case) -> Decoder:
     """The model of one process."""
     model = Decoder(CONFIGS[case.kind], KERNELS)
     init_weights(model, 0)
-    adapt(model, case.lora, 0.02, dropout=case.dropout)
+    adapt(model, case.lora, 0.02, dropout=case.dropout, targets=case.targets)
     prepared(model, case)
     if case.chunks > 1:
         chunk_mlps(model, case.chunks, print)

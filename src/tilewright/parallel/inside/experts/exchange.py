@@ -4,10 +4,11 @@
     out_PD = exchange(rows_PD, counts_E, run)   # rows sorted by expert, as many as `counts_E` of each
 
 Each rank sends the rows of an expert to the rank that holds it, in three all-to-alls: how many (a number for each
-expert), the rows, the results. A rank's experts see the rows of rank 0 first, in its order, then those of rank 1: one
-process with the micro-batches of all ranks after one another has the same rows in the same places, and the same codes
-where tiles of 8-bit formats go across rows. Backward sends gradients the same ways in reverse, so an expert has its
-gradient over the rows of all ranks in the group, and nothing is left to be summed over them.
+expert), the rows, the results. (Keys that rows have, by which adapters drop inputs, are a fourth.) A rank's experts see
+the rows of rank 0 first, in its order, then those of rank 1: one process with the micro-batches of all ranks after one
+another has the same rows in the same places, and the same codes where tiles of 8-bit formats go across rows. Backward
+sends gradients the same ways in reverse, so an expert has its gradient over the rows of all ranks in the group, and
+nothing is left to be summed over them.
 
 Rows travel in their own dtype, results and gradients always. With `dispatch="fp8"` the rows of the way there are E4M3
 with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire`). What arrives has the
@@ -46,6 +47,8 @@ class SentRows:
     inverse: Tensor
     placed: tuple[Tensor, Tensor] | None = None
     """Where experts are not in the order of their numbers: the order of the rows by place, and back."""
+    keys: Tensor | None = None
+    """Of the rows that came, sorted as these are; None where rows have none."""
 
 
 class ExpertExchange:
@@ -89,27 +92,32 @@ class ExpertExchange:
         places = range(self.group.rank * each, (self.group.rank + 1) * each)
         return places if self._order is None else self._order[places.start : places.stop]
 
-    def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts) -> Tensor:
+    def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts, keys_P: Tensor | None = None) -> Tensor:
         """The output of the experts for the rows, row by row.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
             counts_E: int64 [E], how many there are for each expert.
             run: this rank's experts.
+            keys_P: [P] of the rows, go with them; None on all ranks: they have none.
 
         Returns:
             [P, D] in the dtype that `run` gives.
         """
-        arrived_PD, own, way = self.there(rows_PD, counts_E)
-        return self.back(torch.cat(run(arrived_PD.split(own))), way)
+        arrived_PD, own, way = self.there(rows_PD, counts_E, keys_P)
+        keys = () if way.keys is None else (way.keys.split(own),)
+        return self.back(torch.cat(run(arrived_PD.split(own), *keys)), way)
 
-    def there(self, rows_PD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], "SentRows"]:
+    def there(
+        self, rows_PD: Tensor, counts_E: Tensor, keys_P: Tensor | None = None
+    ) -> tuple[Tensor, list[int], "SentRows"]:
         """The first half: rows that have come for this rank's experts, sorted by expert, how many each has, and what
         takes their results back.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
             counts_E: int64 [E], how many there are for each expert.
+            keys_P: [P] of the rows, or None on all ranks.
         """
         ranks, each = self.group.size, len(self.held)
         placed = None
@@ -118,6 +126,7 @@ class ExpertExchange:
             by_place = order_E.argsort().repeat_interleave(counts_E).argsort(stable=True)
             counts_E, placed = counts_E[order_E], (by_place, by_place.argsort())
             rows_PD = permuted(rows_PD, *placed)
+            keys_P = None if keys_P is None else keys_P[placed[0]]
         got_RE = torch.empty_like(counts_E)
         dist.all_to_all_single(got_RE, counts_E, group=self.group.handle)
         numbers = torch.stack([counts_E, got_RE]).view(2, ranks, each)  # read on the host at once
@@ -127,7 +136,9 @@ class ExpertExchange:
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed)
+        if keys_P is not None:
+            keys_P = self._bytes(keys_P, sends, gets, wire_name(keys_P.dtype))[order]
+        return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed, keys_P)
 
     def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
         """The second half: results [P, D] in the order of the rows that were sent.

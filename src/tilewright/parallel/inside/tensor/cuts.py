@@ -117,21 +117,6 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
             uneven_rows(name, module.weight.shape[0], tp, dp_shard)
         if last in OUTPUTS or last in INPUTS:
             check_codes(name, module, 0 if last in OUTPUTS else 1, tp)
-    check_dropout(model, tp)
-
-
-def check_dropout(model: nn.Module, tp: int) -> None:
-    """Raise ConfigError where adapters of routed experts drop inputs: ranks send other tokens through these, would draw
-    other numbers, and no longer drop the same elsewhere."""
-    for name, module in model.named_modules():
-        if ".experts." in name and getattr(module, "lora_dropout", 0.0):
-            raise ConfigError(
-                "Inputs of experts' adapters that cannot be dropped where matrices are cut yet",
-                got=f"lora.dropout = {module.lora_dropout} for {name}, parallel.tp = {tp}",
-                need="adapters that drop nothing, or none on routed experts: processes draw the same numbers",
-                try_="""--lora.dropout 0, or --lora.targets '["*.self_attn.*"]'""",
-                where="lora.dropout",
-            )
 
 
 def _uneven(config: DecoderConfig, tp: int) -> Iterator[Conflict]:

@@ -23,7 +23,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
-from tilewright.parallel.inside.tensor.cuts import check_codes, check_dropout, cuts_vocabulary, uneven_rows
+from tilewright.parallel.inside.tensor.cuts import check_codes, cuts_vocabulary, uneven_rows
 from tilewright.parallel.inside.tensor.parts import (
     Cut,
     adapter_on_all,
@@ -147,7 +147,6 @@ def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Mo
         )
     for name, module, style in styles:
         _check(model, name, module, style, tp, shards)
-    check_dropout(model, tp)
     return styles
 
 

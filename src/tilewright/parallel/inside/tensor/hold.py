@@ -103,7 +103,8 @@ def _each_some_tokens(
 ) -> Tensor:
     """Routed experts are not cut: each rank sends some of the tokens through them, and all get what comes out."""
     rows = ranks.rows_of(len(x_ND))
-    out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop])
+    token_n = torch.arange(rows.start, rows.stop, device=x_ND.device)
+    out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop], token_n)
     return ranks.all_rows(out_nD, len(x_ND))
 
 

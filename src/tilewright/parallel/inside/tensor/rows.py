@@ -111,6 +111,15 @@ class SequenceSlices:
             segments_BS = torch.zeros(rows, self.length, dtype=torch.int64, device=device)
         return self._own(segments_BS + 1) - 1
 
+    def token_numbers(self, rows: int, device: torch.device) -> Tensor:
+        """The numbers of this rank's tokens among those of the batch; that of the first where there is no token.
+
+        Args:
+            rows: B.
+            device: of the stream.
+        """
+        return self._own(torch.arange(rows * self.length, device=device).view(rows, -1)).flatten()
+
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks, without a gradient."""
         return self.ranks.total(x)
