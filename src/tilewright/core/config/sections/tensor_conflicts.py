@@ -29,7 +29,9 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
     (
         lambda r: r.train.compile == "on" and r.model.kind == "hf",
         "train.compile", "Compiled layers of a Hugging Face model",
-        "layers as they are, or tilewright's decoder", "--train.compile off",
+        "layers as they are, as each cut matrix exchanges in a hook of its own, where a graph would end; "
+        "or tilewright's decoder",
+        "--train.compile off",
     ),
     (
         lambda r: r.ops.cross_entropy == "ref",
