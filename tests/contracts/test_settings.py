@@ -203,6 +203,8 @@ PROOFS: dict[str, Probe | str] = {
     "distill.cache": "tests/training/test_teacher_rows.py::test_a_run_reads_what_an_earlier_one_kept",
     "distill.cache_top_k": "tests/training/test_teacher_rows.py::test_settings_of_the_cache",
     "distill.hidden": "tests/training/test_hidden_run.py::test_a_student_comes_nearer_to_hidden_values",
+    "distill.attention": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
+    "distill.attention_weight": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
     "distill.hidden_weight": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
     "distill.hidden_projection": "tests/training/test_hidden_run.py::test_settings_of_hidden_values_make_other_runs",
     "distill.weight": "tests/training/test_distill.py::test_a_student_comes_nearer_to_its_teacher_than_without",

@@ -8,12 +8,14 @@ from torch.nn.functional import linear
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import layered
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.hidden import VALUES, HiddenLoss, of_batch
+from tilewright.models.distill.hidden import VALUES, HiddenLoss, Pair, of_batch
 from tilewright.models.hf.model import HFModel
 from tilewright.models.teacher import stream_width
 
 WORDS, WIDTH, THEIRS, LAYERS = 50, 16, 8, 3
-PAIRS = {0: 4, 2: 1}
+PAIRS = [Pair("hidden", 0, 4), Pair("hidden", 2, 1), Pair("attention", 2, 0), Pair("attention", 1, 3)]
+WEIGHTS = {"hidden": 0.75, "attention": 0.5}
+ATTENTION = {"qwen3": "self_attn", "gpt2": "attn", "opt": "self_attn"}
 NETS = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
@@ -30,11 +32,11 @@ NETS = {
 }  # fmt: skip
 
 
-def student(name, *, weight=0.75):
+def student(name):
     torch.manual_seed(0)
     model = HFModel(NETS[name](), "causal_lm")
     assert stream_width(model) == WIDTH
-    model.hidden_loss = HiddenLoss(PAIRS, (WIDTH, THEIRS), weight, learned=True)
+    model.hidden_loss = HiddenLoss(PAIRS, (WIDTH, THEIRS), WEIGHTS, learned=True)
     for projection in model.hidden_loss.projections:
         torch.nn.init.normal_(projection, std=0.3)
     return model.double().train()
@@ -54,22 +56,25 @@ def taught_batch(model, rows=2, length=7):
     }
 
 
-def by_hand(model, batch, weight):
-    """From what plain hooks see of the layers."""
+def by_hand(name, model, batch):
+    """From what plain hooks see of the layers and of their attention."""
     seen = {}
     handles = [
-        layer.register_forward_hook(lambda module, args, out, index=index: seen.__setitem__(index, out))
+        module.register_forward_hook(lambda module, args, out, place=(target, index): seen.__setitem__(place, out))
         for index, layer in enumerate(model.layers)
+        for target, module in (("hidden", layer), ("attention", getattr(layer, ATTENTION[name])))
     ]
+    model.activation_checkpoint = "none"
     loss = model.loss({name: tensor for name, tensor in batch.items() if name != VALUES}).loss_sum
     for handle in handles:
         handle.remove()
     kept = batch["labels"] != -100
-    for place, layer in enumerate(PAIRS):
-        ours = seen[layer][0] if isinstance(seen[layer], tuple) else seen[layer]
+    for place, pair in enumerate(PAIRS):
+        ours = seen[pair.target, pair.ours]
+        ours = ours[0] if isinstance(ours, tuple) else ours
         ours, theirs = linear(ours, model.hidden_loss.projections[place])[kept], batch[VALUES][:, :, place][kept]
         each = (ours - theirs).square().sum(-1) / theirs.square().sum(-1)
-        loss = loss + weight / len(PAIRS) * each.sum()
+        loss = loss + WEIGHTS[pair.target] / 2 * each.sum()
     return loss
 
 
@@ -84,7 +89,7 @@ def test_loss_and_gradients_are_those_of_autograd(name, kept):
     (0.5 * out.loss_sum).backward()
     found = {key: param.grad.clone() for key, param in model.named_parameters()}
     model.zero_grad()
-    expected = by_hand(model, batch, 0.75)
+    expected = by_hand(name, model, batch)
     (0.5 * expected).backward()
     # bound: logits and losses of rows are FP32
     assert float(out.loss_sum.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -125,5 +130,14 @@ def test_several_streams_are_refused():
     model = student("qwen3")
     batch = taught_batch(model)
     with pytest.raises(ConfigError, match="no stream of positions") as error:
-        model.hidden_loss(0, torch.zeros(4, 2, 7, WIDTH), of_batch(batch))
+        model.hidden_loss(0, torch.zeros(4, 2, 7, WIDTH), None, of_batch(batch))
     assert error.value.problems[0].where == "distill.hidden"
+
+
+def test_attention_that_gives_nothing_is_refused():
+    """As where a layer does not call it, or where it was compiled with its layer."""
+    model = student("qwen3")
+    with pytest.raises(ConfigError, match="Attention of a layer gives no stream") as error:
+        model.hidden_loss(1, torch.zeros(2, 7, WIDTH), None, of_batch(taught_batch(model)))
+    assert error.value.problems[0].where == "distill.attention"
+    assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)

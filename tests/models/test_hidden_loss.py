@@ -9,15 +9,23 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.hidden import NAME, VALUES, HiddenLoss, with_projections
+from tilewright.models.distill.hidden import NAME, VALUES, HiddenLoss, Pair, with_projections
 
 DIM, LAYERS, WORDS = 16, 3, 50
 
 
-def student(pairs, width, weight, *, learned):
+WEIGHTS = {"hidden": 0.75, "attention": 0.5}
+
+
+def pairs_of(hidden, attention=()):
+    """Pairs of layers; what the teacher's are does not matter here."""
+    return [Pair("hidden", layer, 0) for layer in hidden] + [Pair("attention", layer, 0) for layer in attention]
+
+
+def student(pairs, width, *, learned):
     model = Decoder(DecoderConfig.of(vocab_size=WORDS, dim=DIM, num_heads=2, num_layers=LAYERS, ffn_dim=24))
     init_weights(model, seed=0)
-    model.hidden_loss = HiddenLoss(pairs, (DIM, width), weight, learned=learned)
+    model.hidden_loss = HiddenLoss(pairs, (DIM, width), WEIGHTS, learned=learned)
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3) if param.ndim > 1 else torch.nn.init.ones_(param)
     return model.double()
@@ -39,44 +47,51 @@ def taught_batch(rows, length, count, width):
     }
 
 
-def by_hand(model, batch, pairs, weight):
-    """From the streams behind all layers, by the formula of the module, one position after another."""
+def by_hand(model, batch, pairs):
+    """From the streams behind all layers and what plain hooks see of attention, by the formula of the module, one
+    position after another."""
     plain = {name: tensor for name, tensor in batch.items() if name != VALUES}
+    model.activation_checkpoint = "none"
     x, context = model.prologue(plain)
-    found = []
-    for layer in range(LAYERS):
+    found = {}
+    for layer, block in enumerate(model.blocks):
+        keep = lambda module, args, out, layer=layer: found.__setitem__(("attention", layer), out)  # noqa: E731
+        handle = block.self_attn.register_forward_hook(keep)
         x, _ = model.layer(layer, x, context)
-        found.append(x)
+        handle.remove()
+        found["hidden", layer] = x
     loss = distill.batch_loss(model.kernels, model.lm_head, model.model.norm(x).flatten(0, 1), plain).loss_sum
-    for place, layer in enumerate(pairs):
+    for place, pair in enumerate(pairs):
+        weight = WEIGHTS[pair.target] / sum(other.target == pair.target for other in pairs)
         for row, position in (batch["labels"] != -100).nonzero().tolist():
-            ours, theirs = found[layer][row, position], batch[VALUES][row, position, place]
+            ours, theirs = found[pair.target, pair.ours][row, position], batch[VALUES][row, position, place]
             if len(model.hidden_loss.projections):
                 ours = model.hidden_loss.projections[place] @ ours
-            loss = loss + weight / len(pairs) * ((ours - theirs) ** 2).sum() / (theirs**2).sum()
+            loss = loss + weight * ((ours - theirs) ** 2).sum() / (theirs**2).sum()
     return loss
 
 
 @given(
-    pairs=st.dictionaries(st.integers(0, LAYERS - 1), st.integers(0, 5), min_size=1, max_size=LAYERS),
+    hidden=st.permutations(range(LAYERS)).flatmap(lambda some: st.integers(0, LAYERS).map(lambda n: some[:n])),
+    attention=st.permutations(range(LAYERS)).flatmap(lambda some: st.integers(0, LAYERS).map(lambda n: some[:n])),
     width=st.sampled_from([DIM, 8, 24]),
     learned=st.booleans(),
     factor=st.sampled_from([1.0, 0.125, 1024.0]),
     kept=st.sampled_from(["none", "selective", "full"]),
     rows=st.integers(1, 3),
 )
-def test_loss_and_gradients_are_those_of_autograd(pairs, width, learned, factor, kept, rows):
+def test_loss_and_gradients_are_those_of_autograd(hidden, attention, width, learned, factor, kept, rows):
     """Of the student and of the projections, whatever factor the loss has, and whatever layers keep."""
     torch.manual_seed(rows)
-    width, weight = width if learned else DIM, 0.75
-    model = student(pairs, width, weight, learned=learned)
+    width, pairs = width if learned else DIM, pairs_of(hidden, attention) or pairs_of([1])
+    model = student(pairs, width, learned=learned)
     model.activation_checkpoint = kept
     batch = taught_batch(rows, 7, len(pairs), width)
     out = model.loss(batch)
     (out.loss_sum * factor).backward()
     found = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
-    expected = by_hand(model, batch, pairs, weight)
+    expected = by_hand(model, batch, pairs)
     (expected * factor).backward()
     # bound: logits and losses of rows are FP32, so that sums of a few numbers of size 10 differ by 1e-5 at most
     assert float(out.loss_sum.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -84,14 +99,16 @@ def test_loss_and_gradients_are_those_of_autograd(pairs, width, learned, factor,
         assert (found[name] - param.grad).abs().max() <= 2e-6 * param.grad.abs().max(), name
     assert out.each is not None
     assert float(out.each.sum()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    told = out.aux["cross_entropy"] / 2 + out.aux["distillation"] / 2 + weight * out.aux["hidden"]
+    told = out.aux["cross_entropy"] / 2 + out.aux["distillation"] / 2
+    told = told + sum(weight * out.aux[name] for name, weight in WEIGHTS.items() if name in out.aux)
     assert float(told) * int(out.count) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 def test_layers_that_run_alone_have_the_same_gradients():
     """As the layer-major executor runs them: forward without a graph, then the loss, then each layer again, twice."""
     torch.manual_seed(1)
-    model, batch = student({0: 2, 2: 5}, 8, 1.0, learned=True), taught_batch(2, 5, 2, 8)
+    pairs = pairs_of([0, 2], [2, 1])
+    model, batch = student(pairs, 8, learned=True), taught_batch(2, 5, len(pairs), 8)
     (model.loss(batch).loss_sum * 0.5).backward()
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     with torch.no_grad():
@@ -115,7 +132,7 @@ def test_layers_that_run_alone_have_the_same_gradients():
 
 def test_positions_without_a_target_may_hold_anything():
     """An overflow there is no loss and no gradient."""
-    model, batch = student({1: 0}, DIM, 1.0, learned=False), taught_batch(1, 4, 1, DIM)
+    model, batch = student(pairs_of([1], [1]), DIM, learned=False), taught_batch(1, 4, 2, DIM)
     batch["labels"][0, 3], batch[VALUES][0, 3] = -100, 1e300
     out = model.loss(batch)
     out.loss_sum.backward()

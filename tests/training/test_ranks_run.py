@@ -202,7 +202,7 @@ def teacher(data, tmp_path_factory):
 
 
 TAUGHT = {"train__global_batch_size": 5, "train__steps": 6, "train__log_interval": 1, "log__report": False}
-TAUGHT |= {"distill__hidden": "{ 0 = 1, 1 = 1 }"}
+TAUGHT |= {"distill__hidden": "{ 0 = 1, 1 = 1 }", "distill__attention": "{ 1 = 0 }"}
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +226,10 @@ def test_a_teacher_teaches_ranks_as_it_does_one_process(mesh, data, teacher, tau
     one, many = ([row for row in found if "loss" in row] for found in (one, many))
     for before, now in zip(one, many, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=2e-5)
-        names = "cross_entropy", "distillation", "hidden"
+        names = "cross_entropy", "distillation", "hidden", "attention"
         parts = [now[name] for name in names]
         assert parts == pytest.approx([before[name] for name in names], rel=2e-5)
-        loss_now = (parts[0] + parts[1]) / 2 + parts[2]
+        loss_now = (parts[0] + parts[1]) / 2 + sum(parts[2:])
         assert loss_now == pytest.approx(now["loss"], rel=1e-6)  # five rows: one rank has an empty micro-batch
     assert found[0][1] == pytest.approx(loss, rel=2e-5)
     assert found[0][2] == pytest.approx(evals, rel=2e-5)
@@ -251,7 +251,7 @@ def test_layers_of_transformers_learn_on_ranks_as_in_one_process(mesh, data, tea
         [row for row in rows(tmp_path / name / "tiny" / "metrics.jsonl") if "loss" in row] for name in ("one", "many")
     )
     for before, now in zip(one, many, strict=True):
-        for name in ("loss", "cross_entropy", "distillation", "hidden"):
+        for name in ("loss", "cross_entropy", "distillation", "hidden", "attention"):
             assert now[name] == pytest.approx(before[name], rel=5e-5), name
 
 

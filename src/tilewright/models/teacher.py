@@ -36,10 +36,9 @@ class TeacherFolder:
         """Its adapters."""
         return LoraSection() if self.run is None else self.run.lora
 
-    def layers_and_width(self) -> tuple[int, int]:
-        """How many layers it has, and how wide its residual stream is; nothing of its weights is read."""
-        model = build_model(self.model.model_copy(update={"weights": "random"}), 1, device="meta")
-        return len(model.layers), stream_width(model)
+    def on_meta(self) -> Model:
+        """The model without its weights, and with one token."""
+        return build_model(self.model.model_copy(update={"weights": "random"}), 1, device="meta")
 
 
 def stream_width(model: Model) -> int:

@@ -17,6 +17,7 @@ from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
+from tilewright.models.distill.hidden import pairs_of
 from tilewright.training.session import train
 
 _WARMUP = 0.1
@@ -82,7 +83,8 @@ def stage_recipe(
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
-    cache = "" if source.recipe.distill.hidden else str(out.resolve() / ROWS)  # hidden values are not kept
+    kept = not pairs_of(source.recipe.distill)  # hidden values are not
+    cache = str(out.resolve() / ROWS) if kept else ""
     teacher = {"teacher": str(source.run.resolve()), "cache": cache}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()
     recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})

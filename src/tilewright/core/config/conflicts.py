@@ -114,41 +114,48 @@ def _distill(recipe: Recipe) -> Iterator[Conflict]:
 def _hidden(recipe: Recipe) -> Iterator[Conflict]:
     """Hidden values of a teacher: what does not go with them."""
     section, parallel = recipe.distill, recipe.parallel
-    if not section.teacher or not section.hidden:
-        return
-    wrong = [layer for layer in section.hidden if not layer.isdecimal()]
-    if wrong:
-        yield Conflict(
-            ("distill.hidden",),
-            "Layer is not a number",
-            f"distill.hidden names {', '.join(map(repr, wrong))}",
-            "numbers of layers, counted from 0",
-            "distill.hidden = { 2 = 5 }",
-        )
-    if section.cache:
-        yield Conflict(
-            ("distill.hidden", "distill.cache"),
-            "Hidden values of a teacher are not kept on disk",
-            f'distill.cache = "{section.cache}"',
-            "a teacher that runs on each row",
-            'distill.cache = ""',
-        )
-    for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
-        if size > 1:
+    maps = {"hidden": section.hidden, "attention": section.attention} if section.teacher else {}
+    for name, pairs in ((f"distill.{name}", pairs) for name, pairs in maps.items() if pairs):
+        if wrong := [layer for layer in pairs if not layer.isdecimal()]:
             yield Conflict(
-                ("distill.hidden", f"parallel.{name}"),
-                "Hidden values of a teacher need whole layers on each process",
-                f"parallel.{name} = {size}",
-                "copies or shards of the model",
-                f"--parallel.{name} 1, or distill.hidden = {{}}",
+                (name,),
+                "Layer is not a number",
+                f"{name} names {', '.join(map(repr, wrong))}",
+                "numbers of layers, counted from 0",
+                f"{name} = {{ 2 = 5 }}",
             )
-    if recipe.lora.rank:
+        if section.cache:
+            yield Conflict(
+                (name, "distill.cache"),
+                "Hidden values of a teacher are not kept on disk",
+                f'distill.cache = "{section.cache}"',
+                "a teacher that runs on each row",
+                'distill.cache = ""',
+            )
+        for axis, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
+            if size > 1:
+                yield Conflict(
+                    (name, f"parallel.{axis}"),
+                    "Hidden values of a teacher need whole layers on each process",
+                    f"parallel.{axis} = {size}",
+                    "copies or shards of the model",
+                    f"--parallel.{axis} 1, or {name} = {{}}",
+                )
+        if recipe.lora.rank:
+            yield Conflict(
+                (name, "lora.rank"),
+                "Hidden values of a teacher are not learned by adapters",
+                f"lora.rank = {recipe.lora.rank}",
+                "all parameters trained",
+                f"lora.rank = 0, or {name} = {{}}",
+            )
+    if maps.get("attention") and recipe.model.kind == "hf" and recipe.train.compile == "on":
         yield Conflict(
-            ("distill.hidden", "lora.rank"),
-            "Hidden values of a teacher are not learned by adapters",
-            f"lora.rank = {recipe.lora.rank}",
-            "all parameters trained",
-            "lora.rank = 0, or distill.hidden = {}",
+            ("distill.attention", "train.compile"),
+            "Attention of compiled layers of transformers is not seen",
+            'train.compile = "on", model.kind = "hf"',
+            "layers that are not compiled, or tilewright's own decoder",
+            'train.compile = "off"',
         )
 
 

@@ -49,7 +49,9 @@ _DISTILL = (
     "cache",
     "cache_top_k",
     "hidden",
+    "attention",
     "hidden_weight",
+    "attention_weight",
     "hidden_projection",
 )
 _LOSS_SCALE = ("loss_scale_window", "loss_scale_min", "loss_scale_max")
@@ -145,7 +147,19 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         lambda r: bool(r.distill.teacher) and not r.distill.hidden,
         "distill.hidden names no layers",
         "distill",
-        ("hidden_weight", "hidden_projection"),
+        ("hidden_weight",),
+    ),
+    (
+        lambda r: bool(r.distill.teacher) and not r.distill.attention,
+        "distill.attention names no layers",
+        "distill",
+        ("attention_weight",),
+    ),
+    (
+        lambda r: bool(r.distill.teacher) and not r.distill.hidden and not r.distill.attention,
+        "distill.hidden and distill.attention name no layers",
+        "distill",
+        ("hidden_projection",),
     ),
     (lambda r: r.data.format == "text", 'data.format = "text"', "data", ("chat_template",)),
     (lambda r: r.data.format != "text", 'data.format is not "text"', "data", ("text_field",)),

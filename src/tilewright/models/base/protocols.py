@@ -165,6 +165,11 @@ class Model(TrainableModel):
     layers: Sequence[nn.Module]
     """The layers that can be treated each in its own way, in order. Empty where none were found."""
 
+    def attention_of(self, layer: nn.Module) -> nn.Module | None:
+        """The module of one of `layers` whose result, or the first of several, is what its attention gives out, as wide
+        as the residual stream. None where it has none, or where that is not known."""
+        raise NotImplementedError
+
     checkpoint_inputs: CheckpointInputs
     """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
     input; fp8: keep it in 8 bits, one byte per element. Never changes a loss; with fp8 gradients are approximate."""

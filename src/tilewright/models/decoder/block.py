@@ -81,10 +81,16 @@ class Block(nn.Module):
             yield self.post_attention_layernorm, "norm", self.mlp.readers()
 
     def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None). With a cache x are the next
-        positions, and nothing is kept for backward."""
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Segments,
+        cache: LayerCache | None = None,
+        give: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of attention [B, S, D]
+        where `give` wants it, else None). With a cache x are the next positions, and nothing is kept for backward."""
         if cache is not None:
             return self._run(x_BSD, cos, sin, segments, cache)
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
@@ -92,23 +98,32 @@ class Block(nn.Module):
             run = SameChoices(self.mlp.gate, run)
         draws = self.draws and self.training
         if self.keeps_qdata:
-            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments, preserve_rng_state=draws)
-        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments, draws=draws)
+            inputs = x_BSD, cos, sin, segments, None, give
+            return checkpoint_fp8_input(self.kernels, run, *inputs, preserve_rng_state=draws)
+        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments, None, give, draws=draws)
 
     def _run(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments: Segments, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Segments,
+        cache: LayerCache | None = None,
+        give: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        given = None
         if self.has_attention:
             attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments, cache)
             x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
+            given = attended if give else None
         if not self.has_mlp:
-            return x_BSD, None
+            return x_BSD, None, given
         normed = self.post_attention_layernorm(x_BSD)
         out, load = self.mlp(normed, segments) if self.is_moe else (self.mlp(normed), None)
-        return (x_BSD + out).to(x_BSD.dtype), load
+        return (x_BSD + out).to(x_BSD.dtype), load, given
 
 
 @functools.cache
-def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """`Block._run`, compiled; layers of one kind share the graph."""
     return torch.compile(Block._run, options=layer_options(), **graph_limit())

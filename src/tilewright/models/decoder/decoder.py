@@ -196,6 +196,10 @@ class Decoder(Model):
         """The same; see `protocols.Model`."""
         return tuple(self.blocks)
 
+    def attention_of(self, layer: nn.Module) -> nn.Module | None:
+        """See `protocols.Model`."""
+        return layer.self_attn if layer.has_attention else None  # type: ignore[return-value]
+
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
         """The tensors that all layers read too: cos and sin of the positions, documents."""
         batch = rows_of(batch)
@@ -211,8 +215,10 @@ class Decoder(Model):
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""
-        x_BSD, load_E = self.blocks[index](x_BSD, context["cos"], context["sin"], documents_from(context))
-        return x_BSD if self.hidden_loss is None else self.hidden_loss(index, x_BSD, context), load_E
+        give = self.hidden_loss is not None and self.hidden_loss.reads_attention(index)
+        inputs = x_BSD, context["cos"], context["sin"], documents_from(context)
+        x_BSD, load_E, given_BSD = self.blocks[index](*inputs, give=give)
+        return x_BSD if self.hidden_loss is None else self.hidden_loss(index, x_BSD, given_BSD, context), load_E
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """Final norm, head and loss."""
@@ -242,7 +248,7 @@ class Decoder(Model):
             cos, sin = cache.angles(num_new, self._angles, input_ids_BS.device)
             x_BSD = self._sliced(self._embedded(input_ids_BS))
             for block, kept in zip(self.blocks, cache.layers, strict=True):
-                x_BSD, _ = block(x_BSD, cos, sin, None, kept)
+                x_BSD, *_ = block(x_BSD, cos, sin, None, kept)
             x_BSD = x_BSD if self.slices is None else self.slices.leave(x_BSD, num_new)
             cache.advance(num_new)
             return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()

@@ -1,25 +1,27 @@
-"""Distillation of hidden values: layers of a student learn what layers of its teacher give out.
+"""Distillation of hidden values: layers of a student learn what layers of its teacher give out, or their attention.
 
 Each pair of layers adds weight / M * sum over targets of |P x - t|^2 / |t|^2 to the loss: x is the residual stream
 behind the student's layer, t that behind the teacher's, P a matrix that is learned with the run (Romero et al.,
-"FitNets: Hints for Thin Deep Nets", 2015, section 2.2), or none where both are equally wide. t travels with the batch.
+"FitNets: Hints for Thin Deep Nets", 2015, section 2.2), or none where both are equally wide. Or x and t are what the
+attention of the two layers gives out, before it is added to the stream. t travels with the batch.
 
 A pair's loss is computed where its layer has run, and its gradient joins that of the stream there, as losses of routers
 do in Megatron-LM (`MoEAuxLossAutoScaler`). So a layer that runs alone, is recomputed or is compiled needs none of the
 others. What all gradients of a step are multiplied by is known where backward begins, and is noted there.
 
-Legend: B rows  S positions  M pairs  D student's width  E teacher's width.
+Legend: B rows  S positions  M pairs, or those of one target  D student's width  E teacher's width.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, LayerContext, LossOutput
@@ -31,60 +33,97 @@ NAME = "hidden_loss"
 """Of the `HiddenLoss` in a model. Its parameters are in checkpoints, and in no exported folder."""
 TARGETS, LOSSES, SCALE = "hidden_targets", "hidden_losses", "hidden_scale"
 """Of a context: bool [B, S]; what each pair's loss was, FP32 [M, B, S]; the factor of all gradients, a scalar."""
+Target = Literal["hidden", "attention"]
+"""The residual stream behind a layer, or what its attention gives out. Settings of `[distill]` have these names, and
+metrics."""
+TARGET_NAMES: tuple[Target, ...] = ("hidden", "attention")
+K = TypeVar("K", bound=Hashable)
+
+
+class Pair(NamedTuple):
+    """A layer of the student, and the one of the teacher that it learns from, both counted from 0."""
+
+    target: Target
+    ours: int
+    theirs: int
+
+
+def pairs_of(section: DistillSection) -> tuple[Pair, ...]:
+    """All pairs of a recipe, those of one target behind each other.
+
+    Example:
+        >>> pairs_of(DistillSection(hidden={"1": 3}, attention={"0": 2}))
+        (Pair(target='hidden', ours=1, theirs=3), Pair(target='attention', ours=0, theirs=2))
+    """
+    maps = {"hidden": section.hidden, "attention": section.attention}
+    return tuple(Pair(name, int(ours), theirs) for name in TARGET_NAMES for ours, theirs in maps[name].items())
 
 
 class HiddenLoss(nn.Module):
     """Losses of pairs of layers, and their projections.
 
     Args:
-        pairs: the teacher's layer by the student's, both counted from 0.
+        pairs: see `pairs_of`.
         widths: of the student's stream and of the teacher's.
-        weight: of the mean of all pairs.
+        weights: of the mean of all pairs of a target.
         learned: whether projections are learned; without them both widths must be the same.
         device: of the projections, which have no values yet: `with_projections` makes them.
 
     Example:
-        >>> found = HiddenLoss({1: 3}, (8, 16), 0.5, learned=True)
+        >>> found = HiddenLoss([Pair("hidden", 1, 3)], (8, 16), {"hidden": 0.5}, learned=True)
         >>> [tuple(matrix.shape) for matrix in found.parameters()]
         [(16, 8)]
     """
 
     def __init__(
         self,
-        pairs: Mapping[int, int],
+        pairs: Sequence[Pair],
         widths: tuple[int, int],
-        weight: float,
+        weights: Mapping[Target, float],
         *,
         learned: bool,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        ours, theirs = widths
-        self.alike = ours == theirs
-        self._places = {layer: place for place, layer in enumerate(pairs)}
-        self._share = weight / len(pairs)
+        self._width, theirs = widths
+        self.alike = self._width == theirs
+        self._places = {(pair.target, pair.ours): place for place, pair in enumerate(pairs)}
+        counts = {name: sum(pair.target == name for pair in pairs) for name in TARGET_NAMES}
+        self._shares = {name: weights[name] / count for name, count in counts.items() if count}
+        first = counts["hidden"]
+        self._rows: dict[Target, slice] = {"hidden": slice(0, first), "attention": slice(first, len(pairs))}
+        """Of a target, in the order of the pairs."""
         self.projections = nn.ParameterList(
-            nn.Parameter(torch.empty(theirs, ours, device=device)) for _ in (pairs if learned else ())
+            nn.Parameter(torch.empty(theirs, self._width, device=device)) for _ in (pairs if learned else ())
         )
 
-    def forward(self, layer: int, x_BSD: Tensor, context: LayerContext) -> Tensor:
-        """The stream as it is; backward adds the gradient of the pair's loss to its gradient.
+    def reads_attention(self, layer: int) -> bool:
+        """True if what the attention of a layer gives out is learned."""
+        return ("attention", layer) in self._places
+
+    def forward(self, layer: int, x_BSD: Tensor, given_BSD: Tensor | None, context: LayerContext) -> Tensor:
+        """The stream as it is; backward adds the gradient of the losses of a layer's pairs to its gradient.
 
         Args:
             layer: of the student, just run.
             x_BSD: what it gave.
+            given_BSD: what its attention gave out, where that is learned.
             context: with what `of_batch` made of a batch with a teacher; of another one nothing happens.
 
         Raises:
-            ConfigError: it gave no stream of positions.
+            ConfigError: one gave no stream of positions.
         """
-        place = self._places.get(layer)
-        if place is None or VALUES not in context:
+        if VALUES not in context:
             return x_BSD
-        check_stream(x_BSD, context[TARGETS], f"layer {layer} of the student")
-        each_BS = self._each(place, x_BSD, context[VALUES][:, :, place], context[TARGETS])
-        context[LOSSES][place].copy_(each_BS.detach())
-        return _Joined.apply(x_BSD, self._share * each_BS.sum(), context[SCALE])  # type: ignore[return-value]
+        for target, values in zip(TARGET_NAMES, (x_BSD, given_BSD), strict=True):
+            place = self._places.get((target, layer))
+            if place is None:
+                continue
+            check_stream(values, context[TARGETS], self._width, target, f"layer {layer} of the student")
+            each_BS = self._each(place, values, context[VALUES][:, :, place], context[TARGETS])
+            context[LOSSES][place].copy_(each_BS.detach())
+            x_BSD = _Joined.apply(x_BSD, self._shares[target] * each_BS.sum(), context[SCALE])  # type: ignore[assignment]
+        return x_BSD
 
     def _each(self, place: int, x_BSD: Tensor, theirs_BSE: Tensor, targets_BS: Tensor) -> Tensor:
         dtype = torch.promote_types(x_BSD.dtype, torch.float32)
@@ -104,12 +143,14 @@ class HiddenLoss(nn.Module):
         """
         if VALUES not in context:
             return out
-        losses_MBS = context[LOSSES]
-        each_BS = self._share * losses_MBS.sum(0)
-        loss_sum = _Noted.apply(out.loss_sum + each_BS.sum(), context[SCALE])
-        told = losses_MBS.mean(0).sum() / out.count.clamp_min(1)
-        each = None if out.each is None else out.each + each_BS
-        return replace(out, loss_sum=loss_sum, aux=out.aux | {"hidden": told}, each=each)
+        each, aux, loss_sum = out.each, out.aux, out.loss_sum
+        for target, share in self._shares.items():
+            losses_MBS = context[LOSSES][self._rows[target]]
+            each_BS = share * losses_MBS.sum(0)
+            loss_sum = loss_sum + each_BS.sum()
+            aux = aux | {target: losses_MBS.mean(0).sum() / out.count.clamp_min(1)}
+            each = None if each is None else each + each_BS
+        return replace(out, loss_sum=_Noted.apply(loss_sum, context[SCALE]), aux=aux, each=each)
 
 
 def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,25 +164,28 @@ def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {VALUES: values, TARGETS: labels != IGNORED_LABEL, LOSSES: losses, SCALE: scale}
 
 
-def check_stream(x: Tensor, like_BS: Tensor, whose: str) -> None:
+def check_stream(x: Any, like_BS: Tensor, width: int, target: Target, whose: str) -> None:
     """Raise where what a layer gives out has not one vector per position, as where a model has several streams.
 
     Args:
         x: what it gave.
         like_BS: of the positions.
+        width: of the vectors.
+        target: of the pair.
         whose: the layer, in words.
 
     Raises:
-        ConfigError: other dimensions.
+        ConfigError: no tensor, or other dimensions.
     """
-    if x.ndim == 3 and x.shape[:2] == like_BS.shape:
+    if isinstance(x, Tensor) and x.shape == (*like_BS.shape, width):
         return
+    part = "Layer" if target == "hidden" else "Attention of a layer"
     raise ConfigError(
-        "Layer gives no stream of positions",
-        got=f"{list(x.shape)} from {whose}",
-        need=f"one vector per position: {[*like_BS.shape, 'width']}",
-        try_="distill.hidden = {}, which learns the teacher's distributions alone",
-        where="distill.hidden",
+        f"{part} gives no stream of positions",
+        got=f"{list(x.shape) if isinstance(x, Tensor) else 'nothing'} from {whose}",
+        need=f"one vector per position: {[*like_BS.shape, width]}",
+        try_=f"distill.{target} = {{}}, which leaves these values out",
+        where=f"distill.{target}",
     )
 
 
@@ -174,26 +218,25 @@ class _Noted(torch.autograd.Function):
 
 
 @contextmanager
-def captured(layers: Sequence[nn.Module], numbers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside, what some layers give out when they run, by their numbers.
+def captured(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
+    """Inside, what some modules give out when they run, of several results the first.
 
     Args:
-        layers: of a model.
-        numbers: of those that are wanted.
+        modules: by the names that they have in what is returned.
 
     Example:
-        >>> layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
-        >>> with captured(layers, [1]) as found:
-        ...     _ = layers[1](layers[0](torch.zeros(1, 4)))
-        >>> {number: tuple(values.shape) for number, values in found.items()}
-        {1: (1, 2)}
+        >>> first, second = nn.Linear(4, 4), nn.Linear(4, 2)
+        >>> with captured({"second": second}) as found:
+        ...     _ = second(first(torch.zeros(1, 4)))
+        >>> {name: tuple(values.shape) for name, values in found.items()}
+        {'second': (1, 2)}
     """
-    found: dict[int, Tensor] = {}
+    found: dict[K, Tensor] = {}
 
-    def keep(number: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        found[number] = out[0] if isinstance(out, tuple) else out
+    def keep(name: K, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        found[name] = out[0] if isinstance(out, tuple) else out
 
-    handles = [layers[number].register_forward_hook(partial(keep, number)) for number in dict.fromkeys(numbers)]
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]
     try:
         yield found
     finally:

@@ -36,6 +36,7 @@ from tilewright.models.base.routers import find_routers
 from tilewright.models.distill.foreign_hidden import loss_beside_hidden
 from tilewright.models.distill.hidden import VALUES, HiddenLoss
 from tilewright.models.distill.loss import batch_loss, is_taught
+from tilewright.models.hf.attentions import attention_in
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_no_pieces, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
@@ -137,7 +138,7 @@ class HFModel(Model):
         place = self._list_of_layers() if VALUES in batch else None
         if self.hidden_loss is not None and place is not None:
             self._input_style(packed="segments" in batch)  # its tries are no rows of the batch
-            return loss_beside_hidden(self.forward, self.hidden_loss, place, batch)
+            return loss_beside_hidden(self.forward, self.hidden_loss, self.attention_of, place, batch)
         if self.task == "image_classification":
             return _of_logits(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
@@ -301,6 +302,10 @@ class HFModel(Model):
         """The largest list of layers, where transformers can checkpoint each of them; see `protocols.Model`."""
         found = self._list_of_layers()
         return () if found is None else tuple(getattr(*found))
+
+    def attention_of(self, layer: nn.Module) -> nn.Module | None:
+        """As the model's class says; see `protocols.Model`."""
+        return attention_in(self.net, layer)
 
     def _list_of_layers(self) -> tuple[nn.Module, str] | None:
         """Where that list is: a module, and its name there."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tilewright.models.base.eval_mode import eager
 from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.base.stand_ins import Visit, stand_ins
-from tilewright.models.distill.foreign_hidden import learned, without_values
+from tilewright.models.distill.foreign_hidden import call_layer, learned, without_values
 from tilewright.models.distill.hidden import of_batch
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.calls import LayerCall, LayerCalls
@@ -92,8 +92,9 @@ class HFLayers:
         enabled, dtype = call.autocast
         args, kwargs = call.arguments(self._place.slot, x)
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
-            out = self._place.unpack(self.blocks[index](*args, **kwargs))
-        return learned(self.model.hidden_loss, index, out, context), None
+            whole = self.model.hidden_loss, index, self.blocks[index], self.model.attention_of
+            out, given = call_layer(*whole, args, kwargs)
+        return learned(self.model.hidden_loss, index, self._place.unpack(out), given, context), None
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """The model's own loss, with `x` as what its layers gave."""

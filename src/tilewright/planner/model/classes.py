@@ -14,6 +14,7 @@ from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
+from tilewright.models.distill.hidden import pairs_of
 from tilewright.models.distill.kept import handed_on_bytes
 from tilewright.models.teacher import TeacherFolder, all_rows_are_kept, find_teacher
 from tilewright.planner.model.decoder_shape import decoder_shape
@@ -104,7 +105,7 @@ class ShapeFinder:
         )
         if key not in self._teachers:
             self._teachers[key] = self._teacher(recipe, bf16=found.matmul_format == "bf16")
-        teacher = _with_pairs(self._teachers[key], recipe.distill, found.dim)
+        teacher = _with_pairs(self._teachers[key], recipe.distill, found.dim, found.stream_bytes)
         if kept:
             note = (
                 f"{recipe.distill.cache} has all rows of this run: the teacher {name} is in neither bytes nor seconds"
@@ -138,7 +139,7 @@ class ShapeFinder:
         section, weights = recipe.distill, teacher_weights(self._skeleton(beside), recipe.parallel.pp)
         top_k = min(section.cache_top_k, self.vocab_size - 1) if section.cache else 0
         hidden = handed_on_bytes(top_k) if top_k else model.dim * model.stream_bytes
-        hidden += len(section.hidden) * model.dim * model.stream_bytes
+        hidden += len(pairs_of(section)) * model.dim * model.stream_bytes
         return TeacherShape(model, weights, float(hidden), section.divergence, section.temperature, top_k)
 
     def _in_mode(self, recipe: Recipe, policy: Policy, mode: str) -> ModelShape:
@@ -171,12 +172,14 @@ def _cuts(recipe: Recipe) -> tuple[int, int]:
     return parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1
 
 
-def _with_pairs(teacher: TeacherShape, section: DistillSection, dim: int) -> TeacherShape:
+def _with_pairs(teacher: TeacherShape, section: DistillSection, dim: int, stream_bytes: int) -> TeacherShape:
     """With what pairs of layers take (`models.distill.hidden`) beside a student of this width."""
-    pairs, width = len(section.hidden), teacher.model.dim
+    pairs, width = len(pairs_of(section)), teacher.model.dim
     learned = pairs * (section.hidden_projection == "learned")
+    # The stream is there for the next layer; of attention nothing but a projection reads what it gave out.
+    read = len(section.attention) * (section.hidden_projection == "learned")
     return replace(
         teacher,
         learned=float(PROJECTION_BYTES * learned * dim * width),
-        apart=float(pairs * (FP32 * width + EACH_BYTES)),
+        apart=float(pairs * (FP32 * width + EACH_BYTES) + read * dim * stream_bytes),
     )

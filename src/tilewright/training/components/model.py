@@ -11,7 +11,7 @@ A vacant model has no memory yet: it is filled in the pieces in which it is kept
 A model of the hub is downloaded, and named by its revision from then on (`pinned`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from tilewright.models.build import (
 )
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
-from tilewright.models.distill.hidden import HiddenLoss, with_projections
+from tilewright.models.distill.hidden import HiddenLoss, Pair, Target, pairs_of, with_projections
 from tilewright.models.folder.resolve import find_model, is_hub_name, is_pinned, local_folder, split_name
 from tilewright.models.hf.model import HFModel
 from tilewright.models.teacher import find_teacher, stream_width
@@ -104,16 +104,16 @@ def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: tor
         ConfigError: see `build_adapted`; pairs of layers that are not there, or too unlike.
     """
     model = build_adapted(recipe, vocab_size, kernels, device, **how)
-    section = recipe.distill
-    if not section.teacher or not section.hidden:
+    section, pairs = recipe.distill, pairs_of(recipe.distill)
+    if not section.teacher or not pairs:
         return model
-    layers, width = find_teacher(section.teacher).layers_and_width()
-    pairs = {int(ours): theirs for ours, theirs in section.hidden.items()}
+    teacher = find_teacher(section.teacher).on_meta()
     learned = section.hidden_projection == "learned"
-    _check_pairs(pairs, model, layers, width, learned=learned)
+    _check_pairs(pairs, model, teacher, learned=learned)
     assert isinstance(model, (Decoder, HFModel))
-    widths = stream_width(model), width
-    model.hidden_loss = found = HiddenLoss(pairs, widths, section.hidden_weight, learned=learned, device=device)
+    widths = stream_width(model), stream_width(teacher)
+    weights: dict[Target, float] = {"hidden": section.hidden_weight, "attention": section.attention_weight}
+    model.hidden_loss = found = HiddenLoss(pairs, widths, weights, learned=learned, device=device)
     if torch.device(device).type != "meta":
         fill = with_projections(_nothing_else, recipe.run.seed, alike=found.alike)
         fill({f"{HIDDEN_LOSS}.{name}": param for name, param in found.named_parameters()})
@@ -124,33 +124,43 @@ def _nothing_else(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] =
     raise AssertionError("projections alone")
 
 
-def _check_pairs(pairs: Mapping[int, int], model: Model, layers: int, width: int, *, learned: bool) -> None:
+def _check_pairs(pairs: Sequence[Pair], model: Model, teacher: Model, *, learned: bool) -> None:
     """Raise where a student cannot learn these hidden values."""
     problems: list[Problem] = []
-    for whose, count in (("student", len(model.layers)), ("teacher", layers)):
-        if not count:
-            problems.append(
-                Problem(
-                    f"Layers of the {whose} were not found",
-                    got="no list of layers that transformers can checkpoint",
-                    need="one list of all layers, as Llama, Qwen, GPT-2 and others have",
-                    try_="distill.hidden = {}, which learns the teacher's distributions alone",
-                    where="distill.hidden",
+    for whose, one, numbers in (
+        ("student", model, [(pair.target, pair.ours) for pair in pairs]),
+        ("teacher", teacher, [(pair.target, pair.theirs) for pair in pairs]),
+    ):
+        layers = one.layers
+        last = f"{len(model.layers) - 1} = {len(teacher.layers) - 1}"
+        for target in dict.fromkeys(target for target, _ in numbers):
+            asked = [number for name, number in numbers if name == target]
+            beyond = [number for number in asked if number >= len(layers)]
+            if not layers:
+                problems.append(
+                    Problem(
+                        f"Layers of the {whose} were not found",
+                        got="no list of layers that transformers can checkpoint",
+                        need="one list of all layers, as Llama, Qwen, GPT-2 and others have",
+                        try_=f"distill.{target} = {{}}, which learns the teacher's distributions alone",
+                        where=f"distill.{target}",
+                    )
                 )
-            )
-    for whose, numbers, count in (("student", pairs, len(model.layers)), ("teacher", pairs.values(), layers)):
-        beyond = [number for number in numbers if number >= count]
-        if beyond and count:
-            problems.append(
-                Problem(
-                    f"No such layer of the {whose}",
-                    got=", ".join(map(str, beyond)),
-                    need=f"0 to {count - 1}",
-                    try_=f"distill.hidden = {{ {len(model.layers) - 1} = {layers - 1} }}, which pairs the last layers",
-                    where="distill.hidden",
+            elif beyond:
+                problems.append(
+                    Problem(
+                        f"No such layer of the {whose}",
+                        got=", ".join(map(str, beyond)),
+                        need=f"0 to {len(layers) - 1}",
+                        try_=f"distill.{target} = {{ {last} }}, which pairs the last layers",
+                        where=f"distill.{target}",
+                    )
                 )
-            )
-    if not learned and (own := stream_width(model)) != width:
+            elif target == "attention":
+                without = [number for number in asked if one.attention_of(layers[number]) is None]
+                problems += [_no_attention(whose, one, without)] if without else []
+    own, width = stream_width(model), stream_width(teacher)
+    if not learned and own != width:
         problems.append(
             Problem(
                 "Hidden values of student and teacher are not equally wide",
@@ -162,6 +172,19 @@ def _check_pairs(pairs: Mapping[int, int], model: Model, layers: int, width: int
         )
     if problems:
         raise ConfigError.from_problems(problems)
+
+
+def _no_attention(whose: str, model: Model, layers: Sequence[int]) -> Problem:
+    able = [number for number, layer in enumerate(model.layers) if model.attention_of(layer) is not None]
+    return Problem(
+        f"Layer of the {whose} has no attention that can be learned",
+        got=f"layers {', '.join(map(str, layers))} of {type(model.net).__name__}",
+        need=f"layers with one attention, as {', '.join(map(str, able))}"
+        if able
+        else "a model whose class names its attention, as Llama, Qwen, GPT-2 and others do",
+        try_="distill.hidden for these layers, which learns what they give out as a whole",
+        where="distill.attention",
+    )
 
 
 def meta_like(recipe: Recipe, model: Model) -> Model | None:

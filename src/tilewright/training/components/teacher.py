@@ -29,8 +29,8 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.hidden import VALUES, captured, check_stream
-from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of
+from tilewright.models.distill.hidden import VALUES, Target, captured, check_stream, pairs_of
+from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of, stream_width
 from tilewright.ops.linear import machines_linear
 from tilewright.parallel.agree import any_of, gather, sum_over
 from tilewright.parallel.fill import fill_from_meta
@@ -76,7 +76,7 @@ class Teacher(StepHook):
         self._world, self._row = world, world.row.handle
         self.device, self._path, self._open = device, section.teacher, open_model
         self._how = distill.how(section.temperature, section.weight, section.divergence)
-        self._temperature, self._layers = section.temperature, list(section.hidden.values())
+        self._temperature, self._pairs = section.temperature, pairs_of(section)
         model = self._opened()
         self._digest = weights_hash(model, self._row)
         self._in_stages = isinstance(model, Staged)
@@ -136,15 +136,32 @@ class Teacher(StepHook):
         with evaluation(self.model):  # type: ignore[arg-type]
             head = _head(self.model) if self._teaches else None  # once: a head that is rounded to integers is a copy
             for number, batch in enumerate(microbatches):
-                with captured(self.model.layers if self._layers else (), self._layers) as inside:
+                with captured(self._inside()) as inside:
                     hidden = self._hidden(number, batch)
                 extra = {} if head is None or hidden is None else {distill.HIDDEN: hidden, distill.HEAD: head}
-                for layer, values in inside.items():
-                    check_stream(values, batch["labels"], f"layer {layer} of the teacher")
-                if inside:
-                    extra[VALUES] = torch.stack([inside[layer] for layer in self._layers], dim=2)
+                if self._pairs:
+                    extra[VALUES] = self._values(inside, batch["labels"])
                 found.append({**batch, **(extra and extra | {distill.HOW: self._how})})
         return found
+
+    def _inside(self) -> dict[tuple[Target, int], torch.nn.Module]:
+        """The modules whose values the student learns, by their pairs' target and layer."""
+        model, layers = self.model, self.model.layers if self._pairs else ()
+        found = {}
+        for pair in self._pairs:
+            layer = layers[pair.theirs]
+            module = layer if pair.target == "hidden" else model.attention_of(layer)
+            assert module is not None, "refused when the student was built"
+            found[pair.target, pair.theirs] = module
+        return found
+
+    def _values(self, inside: Mapping[tuple[Target, int], Tensor], labels_BS: Tensor) -> Tensor:
+        """Values [B, S, M, E] that the teacher's layers gave, in the order of the pairs."""
+        width = stream_width(self.model)
+        for pair in self._pairs:
+            whose = f"layer {pair.theirs} of the teacher"
+            check_stream(inside.get((pair.target, pair.theirs)), labels_BS, width, pair.target, whose)
+        return torch.stack([inside[pair.target, pair.theirs] for pair in self._pairs], dim=2)
 
     def _hidden(self, number: int, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Input of the teacher's head for a micro-batch; None on ranks without it."""

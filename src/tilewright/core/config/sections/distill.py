@@ -34,9 +34,15 @@ class DistillSection(Section):
     hidden: dict[str, Annotated[int, Field(ge=0)]] = Field(default={})
     """Layers that learn what layers of the teacher give out, as `{ 2 = 5, 5 = 11 }`: the run's layer, then the
     teacher's, both counted from 0. Empty: none. See `tilewright.models.distill.hidden`."""
+    attention: dict[str, Annotated[int, Field(ge=0)]] = Field(default={})
+    """Layers whose attention learns what the attention of layers of the teacher gives out, before it is added to the
+    residual stream, in the same way. Empty: none."""
     hidden_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of their loss, which is added: squared distance over the teacher's squared length, the mean of all
     pairs."""
+    attention_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The same for the pairs of `attention`."""
     hidden_projection: Literal["learned", "none"] = "learned"
-    """`learned`: a matrix of each pair brings the run's values to the teacher's width; it is in checkpoints and in no
-    exported folder. `none`: values are compared as they are; both widths must be the same."""
+    """`learned`: a matrix of each pair, of `hidden` and of `attention`, brings the run's values to the teacher's width;
+    it is in checkpoints and in no exported folder. `none`: values are compared as they are; both widths must be the
+    same."""
