@@ -64,8 +64,12 @@ def links_of(gpu: str) -> tuple[LinkSpec, LinkSpec]:
     return LINKS[intra], LINKS[inter]
 
 
-def find_link(name: str) -> LinkSpec:
+def find_link(name: str, place: str = "inter") -> LinkSpec:
     """A link by its name.
+
+    Args:
+        name: of the table.
+        place: `inter` or `intra` a node, for the option in an error.
 
     Raises:
         ConfigError: not in the table.
@@ -76,7 +80,7 @@ def find_link(name: str) -> LinkSpec:
             "Unknown link",
             got=name,
             need=f"a rate such as 50GB/s, or one of {', '.join(LINKS)}",
-            try_=f"--link inter={near[0]}",
+            try_=f"--link {place}={near[0]}",
             where="--link",
         )
     return LINKS[name]

@@ -5,7 +5,7 @@ import pytest
 from tilewright.core.errors import ConfigError
 from tilewright.core.json_text import to_json
 from tilewright.planner.machine.gpu_specs import TABLE
-from tilewright.planner.machine.link_specs import LINK_REACH, find_link, links_of
+from tilewright.planner.machine.link_specs import LINK_REACH, links_of
 from tilewright.planner.machine.measured_links import LinkPoint, MeasuredLinks
 from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster, cluster_of
@@ -13,10 +13,13 @@ from tilewright.planner.simulate.mesh.cluster import Cluster, cluster_of
 NODES = Cluster(4, 8, Link(400e9), Link(50e9))
 
 
-def test_a_link_that_is_unknown_has_the_nearest_one_to_try():
+@pytest.mark.parametrize(
+    ("place", "wrong", "near"), [("inter", "ethernet100", "ethernet-100"), ("intra", "nvlnk4", "nvlink4")]
+)
+def test_a_link_that_is_unknown_has_the_nearest_one_to_try(place, wrong, near):
     with pytest.raises(ConfigError, match="Unknown link") as error:
-        find_link("ethernet100")
-    assert error.value.problems[0].try_ == "--link inter=ethernet-100"
+        cluster_of("h100", 16, "", [f"{place}={wrong}"])
+    assert error.value.problems[0].try_ == f"--link {place}={near}"
 
 
 @pytest.mark.parametrize(

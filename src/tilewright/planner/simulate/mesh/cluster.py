@@ -126,7 +126,7 @@ def _given(name: str, value: str) -> tuple[Link, str]:
         return _measured(name, value, where)
     match = re.fullmatch(r"([^,]+?)/s(?:,(.+))?", value)
     if match is None:
-        spec = find_link(value)
+        spec = find_link(value, name)
         return _published(spec), _words(where, spec)
     rate = float(size_of(match[1], "--link"))
     if not rate:
