@@ -21,7 +21,7 @@ from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import train_tokenizer
-from tilewright.data.corpus.compressors import COMPRESSORS, compressor_bits
+from tilewright.data.dataset.compressors import COMPRESSORS, compressor_bits
 from tilewright.data.prepare import prepare
 
 OPTIONS = {"seq_len": 48, "vocab_size": 350, "holdout": 0.1}
@@ -160,7 +160,7 @@ def test_a_killed_preparation_leaves_nothing_that_hurts(corpus_folder, tmp_path)
 def test_a_process_of_its_own_makes_the_same(corpus_folder, tmp_path):
     here = prepare(str(corpus_folder), cache_dir=str(tmp_path / "here"), **OPTIONS)
     code = f"""
-from tilewright.data.corpus.compressors import COMPRESSORS, compressor_bits
+from tilewright.data.dataset.compressors import COMPRESSORS, compressor_bits
 from tilewright.data.prepare import prepare
 made = prepare({str(corpus_folder)!r}, cache_dir={str(tmp_path / "apart")!r}, own_process=True, **{OPTIONS!r})
 print(made.fingerprint, sorted(made.summary["seconds"]))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.data.conftest import WORDS, write_text
 from tests.draws import examples
-from tilewright.data.corpus.holdout import choose_holdout
-from tilewright.data.corpus.near_dup import near_copy_clusters, shingle_hashes
 from tilewright.data.corpus.read import Spool
 from tilewright.data.prepare import prepare
+from tilewright.data.stages.copies.minhash import near_copy_clusters, shingle_hashes
+from tilewright.data.stages.split.holdout import choose_holdout
 
 SIGN = r"[+*/%<>=&|^~!#@$\\()\[\]{}]"
 LETTER = r"[A-Za-z\x80-\U0010ffff]"
@@ -97,7 +97,7 @@ def test_clusters_do_not_depend_on_chunks(monkeypatch):
     texts = [write_text(i, 120) for i in range(30)]
     arguments = joined(texts + [near_copy(t, 9) for t in texts])
     whole = near_copy_clusters(*arguments)
-    monkeypatch.setattr("tilewright.data.corpus.near_dup._CHUNK_BYTES", 1500)
+    monkeypatch.setattr("tilewright.data.stages.copies.minhash._CHUNK_BYTES", 1500)
     assert (near_copy_clusters(*arguments) == whole).all()
 
 

@@ -17,7 +17,6 @@ import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
-from tilewright.data.chat.build import build_chat
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.pack import pack_chat
 from tilewright.data.common.cache import cached, file_digest
@@ -25,6 +24,7 @@ from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, tokenizer_files
 from tilewright.data.corpus.build import build_corpus
+from tilewright.data.corpus.chat import build_chat
 from tilewright.data.dataset.open_built import INSTALLED, built_at, built_tokens
 from tilewright.data.dataset.prepared import PreparedData, need_mask
 from tilewright.data.dataset.prepared_chat import PreparedChat

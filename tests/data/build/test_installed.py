@@ -22,7 +22,7 @@ from tilewright.data.engine.inputs import list_inputs
 from tilewright.data.engine.shipped.installed import installed_build
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.prepare import prepare
-from tilewright.data.stages.split import within
+from tilewright.data.stages.split.stage import within
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {"max_bytes": 400_000, "vocab_size": 400, "seq_len": 64, "holdout": 0.1}

@@ -15,7 +15,7 @@ from tilewright.data.engine.context import Context
 from tilewright.data.engine.inputs import list_inputs
 from tilewright.data.readers.limits import ReadLimits
 from tilewright.data.stages import read
-from tilewright.data.stages.split import source_label
+from tilewright.data.stages.split.stage import source_label
 
 FILTER = """
 import tilewright

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from tilewright.cli.common import find_run, json_option, print_json, show_table, verbosity
 from tilewright.core.units import format_bits, format_loss, format_perplexity
-from tilewright.data.corpus.compressors import COMPRESSORS, pooled_bits
+from tilewright.data.dataset.compressors import COMPRESSORS, pooled_bits
 
 if TYPE_CHECKING:
     from tilewright.training.executor.evaluate import DomainLoss

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.data.batches.pack import Packing, alone, pack
+from tilewright.data.batches.rows import SPLITS
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.corpus.build import SPLITS
 
 INDEX = "shards.json"
 """In a corpus whose training tokens are shards at an address: their index. Each shard is packed by itself."""

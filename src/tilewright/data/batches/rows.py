@@ -11,6 +11,10 @@ import numpy as np
 from tilewright.data.batches.pack import Packing
 from tilewright.data.common.hashing import ragged_arange
 
+SPLITS = ("train", "holdout")
+"""Names of the two parts of prepared data, and of the files of each."""
+TOKEN_BYTES = "holdout.bytes.npy"
+"""The file with the UTF-8 bytes that each held-out token stands for."""
 IGNORE = -100
 """Label of a position that has no target."""
 STARTS = "document_starts"

@@ -19,9 +19,9 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.pack import Packing, alone, pack
+from tilewright.data.batches.rows import SPLITS
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.corpus.build import SPLITS
 
 BEHIND = "answer begins behind data.seq_len"
 EQUAL = "chosen and rejected are equal up to data.seq_len"

@@ -16,23 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
+from tilewright.data.batches.rows import SPLITS, TOKEN_BYTES
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tilewright.data.corpus.compressors import compressor_bits
-from tilewright.data.corpus.divide import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.corpus.encode import Text, encode_stream
-from tilewright.data.corpus.holdout import Split, choose_holdout
-from tilewright.data.corpus.long_words import short_words
-from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
+from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.sources.documents import Reject, Source
-
-SPLITS = ("train", "holdout")
-TOKEN_BYTES = "holdout.bytes.npy"
+from tilewright.data.stages.copies.minhash import near_copy_clusters
+from tilewright.data.stages.split.divide import LARGEST_SHARE, divide_clusters, largest_share, slices
+from tilewright.data.stages.split.holdout import Split, choose_holdout
 
 _ENCODED_TWICE = 64  # texts, to see that both libraries give the same ids
 _TOKENIZER_BYTES = (
@@ -86,7 +83,7 @@ def build_corpus(
 
     if given is None:
         progress.phase("training the tokenizer")
-        given = train_tokenizer(short_words(map(read, _tokenizer_sample(texts["train"], seed))), vocab_size)
+        given = train_tokenizer(map(read, _tokenizer_sample(texts["train"], seed)), vocab_size)
     given.save(folder / "tokenizer")
     progress.phase("encoding", len(data))
     quick, encoder = choose_encoder(given, len(data), [read(text) for text in texts["train"][:_ENCODED_TWICE]])

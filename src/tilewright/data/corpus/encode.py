@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.common.encoder import Spared
+from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer
 
 _BATCH_BYTES = 4 << 20
-_HEADER_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ def encode_stream(
     return np.array(lengths, np.int64)
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
 def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
     batch: list[Text] = []
     size = 0
@@ -94,38 +89,3 @@ def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-class NpyWriter:
-    """Appends to a .npy file whose length is known only at the end. A context manager.
-
-    Args:
-        path: the file.
-        dtype: of its numbers.
-        shape: of one entry.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...] = ()):
-        self._file, self._dtype, self._shape, self._length = path.open("wb"), dtype, shape, 0
-
-    def append(self, values: Sequence[int] | np.ndarray) -> None:
-        self._file.write(np.asarray(values, self._dtype).tobytes())
-        self._length += len(values)
-
-    def __enter__(self) -> "NpyWriter":
-        self._file.write(bytes(_HEADER_BYTES))  # the place of the header
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._file.seek(0)
-            self._file.write(_npy_header(self._dtype, (self._length, *self._shape)))
-        self._file.close()
-
-
-def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """A version 1.0 header of a fixed size: magic, its length, the description padded with blanks."""
-    start = b"\x93NUMPY\x01\x00"
-    room = _HEADER_BYTES - len(start) - 2
-    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
-    return start + room.to_bytes(2, "little") + text.ljust(room - 1).encode("ascii") + b"\n"

@@ -18,11 +18,10 @@ from tilewright.core.units import format_share
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
-from tilewright.data.batches.rows import IGNORE, STARTS, TextRows, laid_out, starts_of
+from tilewright.data.batches.rows import IGNORE, SPLITS, STARTS, TOKEN_BYTES, TextRows, laid_out, starts_of
 from tilewright.data.batches.steps import padded_length
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
-from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
 from tilewright.parallel.pipeline.assignment import part_bounds
 
 _POSITIONS_PER_CALL = 1 << 14
@@ -195,7 +194,7 @@ class PreparedData:
         return [rows_N[a:b] for a, b in pairwise(bounds)]
 
     def compressors(self, domain: str) -> dict[str, float]:
-        """Bits per byte that general compressors need for the held-out text of a domain, see `corpus.compressors`."""
+        """Bits per byte that general compressors need for the held-out text of a domain, see `dataset.compressors`."""
         return self.summary["domains"][domain].get("compressors", {})
 
     def _eval_rows(self, domain: str, num: int) -> np.ndarray:

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
+from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.corpus.account import TYPES, file_type, most_bytes
-from tilewright.data.corpus.compressors import compressor_bits
-from tilewright.data.corpus.encode import NpyWriter
+from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Every, Folders, FoundValue, Only, StageInput, one_unit
 from tilewright.data.engine.inputs import Listing
@@ -31,7 +31,7 @@ from tilewright.data.stages.copies.exact import shard_of
 from tilewright.data.stages.encode import RUNS, SPLIT_NAMES
 from tilewright.data.stages.media import media_shards, publish_media
 from tilewright.data.stages.order import rejecting
-from tilewright.data.stages.split import source_label
+from tilewright.data.stages.split.stage import source_label
 
 TOKENS = "tokens"
 DOCUMENT_COLUMNS = (

@@ -22,13 +22,12 @@ from tilewright.data.common.cache import file_digest
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
+from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
-from tilewright.data.corpus.encode import NpyWriter, token_dtype
-from tilewright.data.corpus.long_words import short_words
 from tilewright.data.engine.config import ChunkSection
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
@@ -37,7 +36,7 @@ from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, batches
 from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.stages.kept import SCORES, reject_of
 from tilewright.data.stages.order import last_kept
-from tilewright.data.stages.split import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.split.stage import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
 from tilewright.data.stages.windows import Window, windows
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
@@ -131,7 +130,7 @@ def make_tokenizer(
         tokenizer = load_tokenizer(given)
     else:
         sample = _sample(_shards_of(records, kept, split), settings.split.seed)
-        tokenizer = train_tokenizer(short_words(sample), settings.tokenizer.vocab_size)
+        tokenizer = train_tokenizer(sample, settings.tokenizer.vocab_size)
     tokenizer.save(folder / "tokenizer")
     return {"vocab_size": tokenizer.vocab_size}
 

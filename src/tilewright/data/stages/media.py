@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.common.records import Record
-from tilewright.data.corpus.encode import NpyWriter
 from tilewright.data.engine.config import MediaSection
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Only, Same
@@ -23,7 +23,7 @@ from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import TableWriter, batches, rows
 from tilewright.data.engine.units import link_or_copy
 from tilewright.data.stages.order import last_kept
-from tilewright.data.stages.split import HELD, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.split.stage import HELD, SHOWN, SHOWN_HELD, TRAIN
 
 KINDS = ("pixels", "log_mel")
 _WHERE = [pa.field("first", pa.int64()), pa.field("count", pa.int64())]

@@ -22,7 +22,7 @@ from tilewright.data.stages.encode import ENCODE, ENCODER_CHOICE, TOKENIZER
 from tilewright.data.stages.media import GATHER_MEDIA
 from tilewright.data.stages.read import READ
 from tilewright.data.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE
-from tilewright.data.stages.split import SPLIT
+from tilewright.data.stages.split.stage import SPLIT
 from tilewright.data.stages.text.lines import COMMON_LINES, LINES
 from tilewright.data.stages.text.own import FILTERS
 from tilewright.data.stages.text.repair import REPAIR

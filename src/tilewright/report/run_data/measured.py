@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from tilewright.core.units import bits_per_byte
-from tilewright.data.corpus.compressors import pooled_bits
+from tilewright.data.dataset.compressors import pooled_bits
 from tilewright.report.run_data.clean import Row, number, number_tables
 from tilewright.report.run_data.collect import RunData
 

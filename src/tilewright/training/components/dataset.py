@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
-from tilewright.data.chat.build import first_shape
 from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.corpus.account import account_line
+from tilewright.data.corpus.chat import first_shape
 from tilewright.data.dataset.prepared import PreparedData
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.data.dataset.prepared_images import PreparedImages

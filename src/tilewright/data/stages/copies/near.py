@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.corpus.encode import NpyWriter
-from tilewright.data.corpus.near_dup import shingle_hashes
+from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.engine.declared import Every, FoundValue, Same, one_unit, per_shard
 from tilewright.data.engine.ranges import read_range, read_rows
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.copies import sketches
 from tilewright.data.stages.copies.exact import DROP, doc_of, drops_of, exact_ranges, row_of, shard_of
+from tilewright.data.stages.copies.minhash import components, shingle_hashes
 from tilewright.data.stages.copies.sketches import PAIR, joined, merits, surviving_texts
 from tilewright.data.stages.order import before_copies
 
@@ -188,22 +188,6 @@ def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarr
             if not is_gone[j] and not stays[j]:
                 is_gone[j] = True
                 yield j, i, float(both[k])
-
-
-def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Connected components; the smallest index names one."""
-    parent = list(range(num))
-    for i, j in zip(a.tolist(), b.tolist(), strict=True):
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        while parent[j] != j:
-            parent[j] = parent[parent[j]]
-            j = parent[j]
-        parent[max(i, j)] = min(i, j)
-    for i in range(num):
-        parent[i] = parent[parent[i]]
-    return np.array(parent, np.int64)
 
 
 SHINGLES = BuildStage(

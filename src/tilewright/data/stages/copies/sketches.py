@@ -1,6 +1,6 @@
 """Near-copies, first phase: sketches of each shard, and candidate pairs by ranges of the hash of a band.
 
-A sketch is 128 MinHash values over shingles of five words (`corpus.near_dup`); records that share one of 32 bands of
+A sketch is 128 MinHash values over shingles of five words (`minhash`); records that share one of 32 bands of
 four values are candidates: of similarity 0.65 with probability 0.998, of 0.8 nearly always. Each record of a bucket is
 paired with the bucket's first, which is the one that would stay, and with the three before it: all pairs would be
 quadratic, and 32 bands give every true pair many chances.
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.hashing import hash64, mix64
-from tilewright.data.corpus.near_dup import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Every, FoundValue, Same, per_shard
 from tilewright.data.engine.ranges import num_ranges, read_range, write_ranges
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import batches
 from tilewright.data.stages.copies.exact import doc_of, drops_of, exact_ranges, num_records, row_of
+from tilewright.data.stages.copies.minhash import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
 from tilewright.data.stages.kept import survivors
 from tilewright.data.stages.order import before_copies
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
-from tilewright.data.corpus.encode import NpyWriter
+from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.engine.tables import REJECTS, TableWriter, batches, rows
 from tilewright.data.stages.copies.sketches import surviving_texts
 from tilewright.data.stages.kept import KEPT, reject_of

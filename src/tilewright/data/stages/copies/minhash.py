@@ -140,20 +140,27 @@ def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def near_copies(sketches: np.ndarray) -> np.ndarray:
     """Connected components of the pairs that share a band and pass the threshold; smallest index names one."""
-    parent = np.arange(len(sketches))
+    num, pairs = len(sketches), np.zeros(0, np.int64)
+    for start in range(0, PERMUTATIONS, BAND_ROWS):
+        left, right = _similar(sketches, *_candidates(sketches[:, start : start + BAND_ROWS]))
+        pairs = np.union1d(pairs, left * num + right)  # most pairs share several bands
+    return components(num, pairs // num, pairs % num)
 
-    def root(i: int) -> int:
+
+def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Connected components; the smallest index names one."""
+    parent = list(range(num))
+    for i, j in zip(a.tolist(), b.tolist(), strict=True):
         while parent[i] != i:
             parent[i] = parent[parent[i]]
             i = parent[i]
-        return i
-
-    for start in range(0, PERMUTATIONS, BAND_ROWS):
-        left, right = _candidates(sketches[:, start : start + BAND_ROWS])
-        for a, b in zip(*_similar(sketches, left, right), strict=True):
-            low, high = sorted((root(a), root(b)))
-            parent[high] = low
-    return np.array([root(i) for i in range(len(parent))], np.int64)
+        while parent[j] != j:
+            parent[j] = parent[parent[j]]
+            j = parent[j]
+        parent[max(i, j)] = min(i, j)
+    for i in range(num):
+        parent[i] = parent[parent[i]]
+    return np.array(parent, np.int64)
 
 
 def _candidates(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,9 +183,9 @@ def _candidates(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return left, np.concatenate([order[follower], order[follower[chained]]])
 
 
-def _similar(sketches: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[list[int], list[int]]:
+def _similar(sketches: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     keep = np.zeros(len(left), bool)
     for start in range(0, len(left), 65_536):  # bounds the memory of the gathered sketches
         rows = slice(start, start + 65_536)
         keep[rows] = (sketches[left[rows]] == sketches[right[rows]]).mean(1) >= THRESHOLD
-    return left[keep].tolist(), right[keep].tolist()
+    return left[keep], right[keep]

@@ -61,7 +61,7 @@ def choose_holdout(
 
     Args:
         spool: the documents.
-        cluster_of: int64 [documents], see `near_dup.near_copy_clusters`.
+        cluster_of: int64 [documents], see `minhash.near_copy_clusters`.
         share: part of each domain's bytes, about.
         seed: decides the order of the clusters.
         may_cut: a long document may be held out in part.

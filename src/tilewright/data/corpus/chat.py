@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.errors import DataError
+from tilewright.data.batches.rows import SPLITS
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.rows import is_pair, read_row, read_whole, without_none
@@ -25,20 +26,19 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
 from tilewright.data.common.encoder import Spared
+from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord
-from tilewright.data.corpus.build import SPLITS
-from tilewright.data.corpus.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
-from tilewright.data.corpus.encode import NpyWriter, token_dtype
-from tilewright.data.corpus.holdout import Split, choose_holdout
-from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.sources.documents import Document, Reject, Source
 from tilewright.data.sources.files import user_source
 from tilewright.data.sources.wanted import Wanted
+from tilewright.data.stages.copies.minhash import near_copy_clusters
+from tilewright.data.stages.split.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
+from tilewright.data.stages.split.holdout import Split, choose_holdout
 
 _MAX_HEAVY = 3
 """Rows whose rendering takes more time or memory than it gets and that are set aside."""

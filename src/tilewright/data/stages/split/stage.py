@@ -1,6 +1,6 @@
-"""Which records are held out: whole clusters of near-copies and equal texts, some of every domain (`corpus.holdout`).
+"""Which records are held out: whole clusters of near-copies and equal texts, some of every domain (`split.holdout`).
 
-Clusters that are a large part of a domain are divided inside, as in any other data (`corpus.divide`).
+Clusters that are a large part of a domain are divided inside, as in any other data (`split.divide`).
 
 Before that, a limit on the text: small domains give everything, large ones share the rest equally, and which records of
 a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number; so are those of
@@ -21,8 +21,6 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
-from tilewright.data.corpus.divide import divide_clusters, largest_share
-from tilewright.data.corpus.holdout import choose_holdout
 from tilewright.data.engine.config import SplitSection
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Every, FoundValue, NoEffect, Only, one_unit
@@ -30,8 +28,10 @@ from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import batches, rows
 from tilewright.data.sources.wanted import BUILD
 from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
-from tilewright.data.stages.copies.near import components
+from tilewright.data.stages.copies.minhash import components
 from tilewright.data.stages.order import last_kept, rejecting
+from tilewright.data.stages.split.divide import divide_clusters, largest_share
+from tilewright.data.stages.split.holdout import choose_holdout
 
 TRAIN, HELD, DROPPED, LEFT, SHOWN, SHOWN_HELD = range(6)
 """Where a record goes: both splits; out, for its domain or the limit; both splits, without tokens of its caption."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tilewright.data.common.hashing import hash64
-from tilewright.data.corpus.holdout import GROUP
-from tilewright.data.corpus.near_dup import near_copies, shingle_hashes, sketches_of
+from tilewright.data.stages.copies.minhash import near_copies, shingle_hashes, sketches_of
+from tilewright.data.stages.split.holdout import GROUP
 
 LARGEST_SHARE = 0.05
 """Of a domain's bytes: a cluster above it is divided. Less where less is held out, see `largest_share`."""
