@@ -33,7 +33,7 @@ def read(root, tmp_path, max_bytes=0, domains=()):
     spool = collect(source, tmp_path / "spool", domains=domains, max_bytes=max_bytes, seed=0, progress=ProgressBar("t"))
     data = spool.data()
     texts = [spool.text(data, i) for i in range(len(spool))]
-    return texts, {(r.where, r.reason): r.count for r in spool.rejects}, spool.account.summary()
+    return texts, {(r.path, r.rule): r.count for r in spool.rejects}, spool.account.summary()
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_csv_without_the_column_names_those_that_there_are(folder, tmp_path):
     (folder / "x.csv").write_text("id,body\n1,a\n")
     source = user_source(str(folder / "x.csv"))
     (reject,) = [item for part in source.parts for item in part.read()]
-    assert (reject.reason, reject.example) == ("no field 'text'", "fields: id, body")
+    assert (reject.rule, reject.value) == ("no field 'text'", "fields: id, body")
 
 
 @pytest.mark.parametrize("suffix", [".xz", ".bz2"])
@@ -288,7 +288,7 @@ def test_a_snapshot_of_the_hub_is_links_into_its_cache(tmp_path):
     (cached / "snapshots" / "abc" / "far.txt").symlink_to(tmp_path / "far.txt")
     found = find_files(cached / "snapshots" / "abc")
     assert len(found.files) == 6
-    assert [(reject.where, reject.reason) for reject in found.rejects] == [("far.txt", "link out of the source")]
+    assert [(reject.path, reject.rule) for reject in found.rejects] == [("far.txt", "link out of the source")]
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", b"new\nline", b"\x1b[31m", b"back\\slash", b"\xff" * 50])
@@ -309,7 +309,7 @@ def test_a_file_that_changes_is_said(folder, tmp_path):
     source = user_source(str(folder))
     (folder / "good.txt").write_text(write_text(1, 70))
     spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=ProgressBar("test"))
-    assert [(r.where, r.reason) for r in spool.rejects] == [("good.txt", "file changed while it was read")]
+    assert [(r.path, r.rule) for r in spool.rejects] == [("good.txt", "file changed while it was read")]
 
 
 # ---- texts without spaces ----

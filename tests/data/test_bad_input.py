@@ -32,7 +32,7 @@ def read(root, tmp_path, **options):
     spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=ProgressBar("test"))
     data = spool.data()
     texts = [spool.text(data, i) for i in range(len(spool))]
-    return texts, {(reject.where, reject.reason): reject.count for reject in spool.rejects}
+    return texts, {(reject.path, reject.rule): reject.count for reject in spool.rejects}
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_file_that_vanishes_before_it_is_read(folder, tmp_path):
     source = user_source(str(folder))
     (folder / "x.txt").unlink()
     spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=ProgressBar("test"))
-    assert [(r.where, r.reason) for r in spool.rejects] == [("x.txt", "cannot be read")]
+    assert [(r.path, r.rule) for r in spool.rejects] == [("x.txt", "cannot be read")]
     assert len(spool) == 2
 
 

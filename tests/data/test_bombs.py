@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from tests.cover import covering, some
-from tilewright.data.sources.documents import Document, Reject
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.sources.files import user_source
 
 ROOM = 100 << 20
@@ -45,16 +45,16 @@ def write_bomb(path, fill, size=_SIZE):
 # In a process of its own, whose peak is that of the reading alone.
 _MEASURE = """
 import json, resource, sys
-from tilewright.data.sources.documents import Reject
+from tilewright.data.common.records import Rejected
 from tilewright.data.sources.files import user_source
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 items = user_source(sys.argv[1])
 user_source(sys.argv[2])
 for part in user_source(sys.argv[2]).parts: list(part.read())
-before, rejects, characters = peak(), [[r.reason, r.count, r.example] for r in items.rejects], 0
+before, rejects, characters = peak(), [[r.rule, r.count, r.value] for r in items.rejects], 0
 for part in items.parts:
     for item in part.read():
-        if isinstance(item, Reject): rejects.append([item.reason, item.count, item.example])
+        if isinstance(item, Rejected): rejects.append([item.rule, item.count, item.value])
         else: characters += len(item.text)
 print(json.dumps({"peak": peak() - before, "rejects": rejects, "characters": characters}))
 """
@@ -92,7 +92,7 @@ def test_any_filling_is_set_aside(fill, suffix, tmp_path):
     path = tmp_path / f"bomb.{suffix}"
     write_bomb(path, FILL[fill], 24 << 20)
     items = [item for part in user_source(str(path)).parts for item in part.read()]
-    assert sum("times its size" in item.reason for item in items if isinstance(item, Reject)) == 1
+    assert sum("times its size" in item.rule for item in items if isinstance(item, Rejected)) == 1
 
 
 @pytest.mark.parametrize("how", some(("plain", "dictionary"), "dictionary"))
@@ -124,8 +124,8 @@ def test_text_that_compresses_well_is_not_set_aside(suffix, tmp_path):
     (tmp_path / f"a.txt.{suffix}").write_bytes(pack(text))
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(pack(row))
     items = [item for part in user_source(str(tmp_path)).parts for item in part.read()]
-    assert [item for item in items if isinstance(item, Reject)] == []
-    assert sum(len(item.text) for item in items if isinstance(item, Document)) == len(text) + (10 << 20)
+    assert [item for item in items if isinstance(item, Rejected)] == []
+    assert sum(len(item.text) for item in items if isinstance(item, Record)) == len(text) + (10 << 20)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -135,7 +135,7 @@ def test_a_text_without_line_ends_is_cut_between_characters(suffix, tmp_path):
     pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     (tmp_path / f"a.txt.{suffix}").write_bytes(pack((noise + text).encode()))
     items = [item for part in user_source(str(tmp_path)).parts for item in part.read()]
-    assert all(isinstance(item, Document) for item in items), items[-1]
+    assert all(isinstance(item, Record) for item in items), items[-1]
     assert "".join(item.text for item in items) == noise + text
 
 
@@ -144,9 +144,9 @@ def test_a_row_too_long_is_set_aside_alone(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "before"}\n' + long + b'{"text": "after"}\n', 1))
     items = [item for part in user_source(str(path)).parts for item in part.read()]
-    assert [item.text for item in items if isinstance(item, Document)] == ["before", "after"]
-    (reject,) = [item for item in items if isinstance(item, Reject)]
-    assert reject.reason == "line longer than 16.00 MiB"
+    assert [item.text for item in items if isinstance(item, Record)] == ["before", "after"]
+    (reject,) = [item for item in items if isinstance(item, Rejected)]
+    assert reject.rule == "line longer than 16.00 MiB"
     assert reject.count == 1
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tests.data.conftest import write_text
 from tests.draws import examples
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.records import text_of
 from tilewright.data.corpus.read import collect
-from tilewright.data.sources.documents import Document, Part, Source, cut
+from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.files import SEGMENT_BYTES, user_source
 from tilewright.data.sources.installed import dependency_closure, installed_source, split_docstrings
 from tilewright.data.sources.lines import segment_lines
@@ -40,7 +41,7 @@ def made(sizes):
     for domain, lengths in sizes.items():
         for i, n in enumerate(lengths):
             text = (f"{domain}{i}-" * n)[:n]
-            parts.append(Part(domain, f"{domain}/{i}", n, lambda t=text: iter([Document("x", t)])))
+            parts.append(Part(domain, f"{domain}/{i}", n, lambda t=text: iter([text_of("x", t)])))
     return Source("made", "key", tuple(parts))
 
 
@@ -58,7 +59,7 @@ def test_segments_hold_every_line_once(tmp_path_factory, lines, size, ends):
 @examples(100)
 @given(st.text("ab \n", max_size=300), st.integers(4, 40))
 def test_cut_loses_nothing(text, max_chars):
-    pieces = list(cut(Document("x", text), max_chars))
+    pieces = list(cut(text_of("x", text), max_chars))
     assert "".join(p.text for p in pieces) == text
     assert all(0 < len(p.text) <= max_chars for p in pieces) or len(text) <= max_chars
 
@@ -97,7 +98,7 @@ def test_a_limit_samples_the_whole_and_not_the_beginning(tmp_path):
     other = spool_of(user_source(str(path)), tmp_path, SEGMENT_BYTES * 2, seed=1)
     assert first.names == again.names
     assert first.names != other.names
-    offsets = [int(name.split(":")[1]) for name in first.names + other.names]
+    offsets = [int(name.split("byte ")[1]) for name in first.names + other.names]
     assert max(offsets) > 0.6 * size
     assert first.available_bytes == pytest.approx(size)
 

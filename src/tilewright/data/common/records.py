@@ -1,4 +1,4 @@
-"""The output of a reader for the data build: records to keep, and rejects with the reason.
+"""The output of a reader: records to keep, and rejects with the reason.
 
 A record is one text, image or sound together with the place that it came from, so that any training sample can be
 traced to its file. Everything but `arrays` goes into Parquet.
@@ -42,6 +42,11 @@ class Record:
     scores: Mapping[str, float] = field(default_factory=dict)
     chunk: int = 0
 
+    @property
+    def place(self) -> str:
+        """File and part, for a person to find it again."""
+        return f"{self.path}, {self.part}" if self.part else self.path
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -67,3 +72,20 @@ class Rejected:
     count: int = 1
     num_bytes: int = 0
     id: str = ""
+
+
+def text_of(path: str, text: str, part: str = "") -> Record:
+    """The record of a text out of `part` of the file `path`.
+
+    Example:
+        >>> text_of("a.jsonl", "Call me Ishmael.", "line 3").place
+        'a.jsonl, line 3'
+    """
+    return Record("", "text", "", text, path=path, part=part)
+
+
+def rejected(
+    path: str, rule: str, value: float | str = "", *, part: str = "", count: int = 1, num_bytes: int = 0
+) -> Rejected:
+    """The reject of a reader that knows no more than this."""
+    return Rejected(path, part, "read", rule, value, "", count=count, num_bytes=num_bytes)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.units import format_bytes
-from tilewright.data.sources.documents import Part, Reject, Source, printable
+from tilewright.data.common.records import Rejected, rejected
+from tilewright.data.sources.documents import Part, Source, printable
 
 LIMIT = "max_bytes reached"
 NO_DOMAIN = "not in data.domains"
@@ -52,9 +53,9 @@ class Account:
         self._documents: dict[str, list[int]] = {}  # reason: documents, bytes
         self.notes: dict[str, int] = {}
         for reject in source.rejects:
-            self._file_reason.setdefault(_shown(reject.where), _shown(reject.reason))
+            self._file_reason.setdefault(_shown(reject.path), _shown(reject.rule))
             self._list(reject)
-            self._files.setdefault(reject.where, reject.num_bytes)
+            self._files.setdefault(reject.path, reject.num_bytes)
         found: dict[str, int] = {}
         for record in self.records.values():
             found[record.file] = found.get(record.file, 0) + record.size
@@ -66,9 +67,9 @@ class Account:
         record.opened = True
         return record
 
-    def refuse(self, record: PartRecord, reject: Reject) -> None:
+    def refuse(self, record: PartRecord, reject: Rejected) -> None:
         """Count a row, line or document that is refused, and list it."""
-        self.count(record, reject.reason, reject.count, reject.num_bytes)
+        self.count(record, reject.rule, reject.count, reject.num_bytes)
         self._list(reject)
 
     def count(self, record: PartRecord, reason: str, documents: int, num_bytes: int) -> None:
@@ -79,7 +80,7 @@ class Account:
         entry[0] += documents
         entry[1] += num_bytes
 
-    def take_back(self, record: PartRecord, reject: Reject) -> None:
+    def take_back(self, record: PartRecord, reject: Rejected) -> None:
         """Refuse a document that was counted as used."""
         record.documents -= 1
         record.text_bytes -= reject.num_bytes
@@ -92,7 +93,7 @@ class Account:
                 self.count(record, TOO_SMALL, record.documents, record.text_bytes)
                 record.documents, record.text_bytes, record.reason = 0, 0, TOO_SMALL
         for domain in domains:
-            self._list(Reject(domain, TOO_SMALL))
+            self._list(rejected(domain, TOO_SMALL))
 
     def use_files(self, files: Collection[str]) -> None:
         """Count files as used that have no parts."""
@@ -103,30 +104,30 @@ class Account:
         """Count a change to a document that is used."""
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    def add(self, reject: Reject) -> None:
+    def add(self, reject: Rejected) -> None:
         """List something that has no document to count."""
         self._list(reject)
 
-    def _list(self, reject: Reject) -> None:
-        key = _shown(reject.where), _shown(reject.reason)
-        entry = self._rejects.setdefault(key, [0, _shown(reject.example), 0])
+    def _list(self, reject: Rejected) -> None:
+        key = _shown(reject.path), _shown(reject.rule)
+        entry = self._rejects.setdefault(key, [0, _shown(str(reject.value)), 0])
         entry[0] += reject.count
         entry[2] += reject.num_bytes
 
-    def rows(self) -> list[Reject]:
+    def rows(self) -> list[Rejected]:
         """Rejects summed by place and reason, so that a million bad rows stay one line with a count."""
-        kept: list[Reject] = []
+        kept: list[Rejected] = []
         by_reason: dict[str, int] = {}
         others: dict[str, list[int]] = {}
         for (where, reason), (count, example, num_bytes) in self._rejects.items():
             by_reason[reason] = by_reason.get(reason, 0) + 1
             if by_reason[reason] <= _MOST_ROWS:
-                kept.append(Reject(where, reason, count, example, num_bytes))
+                kept.append(rejected(where, reason, example, count=count, num_bytes=num_bytes))
             else:
                 entry = others.setdefault(reason, [0, 0])
                 entry[0] += count
                 entry[1] += num_bytes
-        return kept + [Reject(_OTHERS, r, count, "", size) for r, (count, size) in others.items()]
+        return kept + [rejected(_OTHERS, r, count=count, num_bytes=size) for r, (count, size) in others.items()]
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON: `read` has what was found, used and refused, `refused` the last by reason, `file_types_not_read`
@@ -187,6 +188,12 @@ class Account:
         return [(file, self._files[file], records) for file, records in parts.items()]
 
 
+def listed(reject: Rejected) -> dict[str, Any]:
+    """A reject as a line of `rejects.jsonl`."""
+    found = {"where": reject.path, "reason": reject.rule, "count": reject.count, "example": reject.value}
+    return found | {"num_bytes": reject.num_bytes}
+
+
 def file_type(reason: str) -> str:
     """The type of file that a reason names, or "".
 
@@ -198,7 +205,7 @@ def file_type(reason: str) -> str:
     return found[1] if found else ""
 
 
-def account_of_files(sizes: Mapping[str, int], used: Collection[str], rejects: Sequence[Reject]) -> dict[str, Any]:
+def account_of_files(sizes: Mapping[str, int], used: Collection[str], rejects: Sequence[Rejected]) -> dict[str, Any]:
     """The result of `Account.summary`, of files alone that are used or refused as a whole.
 
     Args:

@@ -8,7 +8,6 @@ What is here does not depend on the row length or the task, so that changing tho
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,14 @@ from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.records import rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.account import listed
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
 from tilewright.data.dataset.compressors import compressor_bits
-from tilewright.data.sources.documents import Reject, Source
+from tilewright.data.sources.documents import Source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
@@ -94,7 +95,7 @@ def build_corpus(
         record, size = spool.records[text.document], text.stop - text.start
         if text.document in split.cut and text.start:  # its beginning was counted
             record.documents += 1
-        account.take_back(record, Reject(record.file, FAILS, example=error.problems[0].got, num_bytes=size))
+        account.take_back(record, rejected(record.file, FAILS, error.problems[0].got, num_bytes=size))
 
     for name in SPLITS:
         how = {"sizes": folder / TOKEN_BYTES if name == "holdout" else None, "spared": spared, "fails": fails}
@@ -110,7 +111,7 @@ def build_corpus(
     pq.write_table(table, folder / "documents.parquet")
     spool.account.drop({spool.domains[d] for d in split.dropped})
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
+        file.writelines(json.dumps(listed(r), ensure_ascii=False) + "\n" for r in spool.rejects)
     summary = _summary(source, spool, split, cluster_of, table, given) | {"encoder": encoder}
     if own is not None:
         summary["validation"] = own.summary()

@@ -8,7 +8,7 @@ are trained. Near-copies are told by what was said, without roles and system mes
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from tilewright.data.common.encoder import Spared
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tilewright.data.corpus.account import PartRecord
+from tilewright.data.corpus.account import PartRecord, listed
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
-from tilewright.data.sources.documents import Document, Reject, Source
+from tilewright.data.sources.documents import Source
 from tilewright.data.sources.files import user_source
 from tilewright.data.sources.wanted import Wanted
 from tilewright.data.stages.copies.minhash import near_copy_clusters
@@ -57,21 +58,21 @@ class _Recogniser:
     not_read: Counter[str] = field(default_factory=Counter)
     """Fields of rows that are no part of a conversation, by how many rows have them."""
 
-    def __call__(self, record: PartRecord, document: Document) -> Iterator[Document | Reject]:
+    def __call__(self, record: PartRecord, document: Record) -> Iterator[Record | Rejected]:
         size = len(document.text.encode("utf-8", "surrogatepass"))
         try:
             row = json.loads(document.text)
             row = without_none(row) if record.file.endswith(_TABLES) else row
             read = read_whole(row, self.pairs)
         except ChatError as error:
-            yield _reject(record, document.name, error, size)
+            yield _reject(record, document.place, error, size)
             return
         except (ValueError, RecursionError) as error:
-            yield Reject(record.file, "row that cannot be read", example=str(error), num_bytes=size)
+            yield rejected(record.file, "row that cannot be read", str(error), num_bytes=size)
             return
         self.shapes.setdefault(record.file, Counter())[read.shape] += 1
         self.not_read.update(read.not_read)
-        yield Document(document.name, json.dumps(read.found, ensure_ascii=False))
+        yield replace(document, text=json.dumps(read.found, ensure_ascii=False))
 
 
 @dataclass
@@ -138,7 +139,7 @@ def build_chat(
     spool_path.unlink()
     spool.account.drop({spool.domains[d] for d in split.dropped})
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
+        file.writelines(json.dumps(listed(r), ensure_ascii=False) + "\n" for r in spool.rejects)
     summary = _summary(source, spool, split, cluster_of[kept], table, given)
     summary["chat"] = _facts(recognise, encoded, chat)
     if own is not None:
@@ -158,7 +159,7 @@ def first_shape(source: str, want: Wanted | None = None) -> str:
     """
     for part in user_source(source, None, want=want).parts:
         for item in part.read():
-            if isinstance(item, Document):
+            if isinstance(item, Record):
                 try:
                     row = json.loads(item.text)
                     return read_row(row, pairs=is_pair(row))[0]
@@ -167,9 +168,9 @@ def first_shape(source: str, want: Wanted | None = None) -> str:
     return ""
 
 
-def _reject(record: PartRecord, name: str, error: DataError, size: int) -> Reject:
+def _reject(record: PartRecord, name: str, error: DataError, size: int) -> Rejected:
     got = error.problems[0].got
-    return Reject(record.file, error.problems[0].what, example=f"{name}: {got}" if got else name, num_bytes=size)
+    return rejected(record.file, error.problems[0].what, f"{name}: {got}" if got else name, num_bytes=size)
 
 
 def _messages(row: Row) -> list[Row]:
@@ -258,7 +259,7 @@ def _hold_out(
         raise DataError(
             "No usable conversation in the training data",
             where=source.label,
-            got="\n".join(f"{r.where}: {r.reason} ({r.count}x); {r.example}" for r in worst),
+            got="\n".join(f"{r.path}: {r.rule} ({r.count}x); {r.value}" for r in worst),
             need="rows with an answer that the chat template can render",
             try_="data.chat_template = the template that fits the rows, or other rows",
         )

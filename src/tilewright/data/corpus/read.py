@@ -16,8 +16,9 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
-from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
+from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.wanted import Wanted, better_format
 
 _DRAINED_BYTES = 4 << 20  # text that is read on where a limit ended the reading inside a part, to say how much it was
@@ -44,7 +45,7 @@ class Spool:
     """Of the part that each document is from."""
 
     @property
-    def rejects(self) -> list[Reject]:
+    def rejects(self) -> list[Rejected]:
         """Everything that was refused, summed by place and reason."""
         return self.account.rows()
 
@@ -65,12 +66,12 @@ class Spool:
         return xxhash.xxh3_128_digest(self.data_of(index))
 
     def text(self, data: np.ndarray, index: int) -> str:
-        """Document `index` out of `data()`."""
+        """Record `index` out of `data()`."""
         start = self.offsets[index]
         return bytes(data[start : start + self.lengths[index]]).decode("utf-8")
 
 
-Convert = Callable[[PartRecord, Document], Iterator[Document | Reject]]
+Convert = Callable[[PartRecord, Record], Iterator[Record | Rejected]]
 """What is written of a document, or why nothing is."""
 
 
@@ -108,7 +109,7 @@ def collect(
         raise _nothing_usable(source, spool.rejects, max_bytes)
     for reader, name in zip(readers, spool.domains, strict=True):
         if not reader.used:
-            spool.account.add(Reject(name, "domain without a usable document in its share of max_bytes"))
+            spool.account.add(rejected(name, "domain without a usable document in its share of max_bytes"))
     return spool
 
 
@@ -191,25 +192,25 @@ class _Reader:
                 return
             record = self._sink.account.open(part)
             for item in _readable(part):
-                if isinstance(item, Reject):
+                if isinstance(item, Rejected):
                     self._sink.account.refuse(record, item)
                     continue
                 for piece in self._convert(record, item):
-                    if isinstance(piece, Reject):
+                    if isinstance(piece, Rejected):
                         self._sink.account.refuse(record, piece)
                         continue
                     cleaned = self._sink.clean(record, piece)
                     if cleaned:
-                        yield record, piece.name, cleaned
+                        yield record, piece.place, cleaned
 
 
-def _readable(part: Part) -> Iterator[Document | Reject]:
+def _readable(part: Part) -> Iterator[Record | Rejected]:
     try:
         yield from part.read()
     except OSError as error:
         if is_of_machine(error) or error.errno == errno.EIO:  # what is cached would lack the file for ever
             raise machine_error(error, part.file or part.name) from error
-        yield Reject(part.file or part.name, "cannot be read", example=str(error.strerror or error))
+        yield rejected(part.file or part.name, "cannot be read", str(error.strerror or error))
 
 
 class _Sink:
@@ -222,7 +223,7 @@ class _Sink:
         self._domains: list[int] = []
         self._lengths: list[int] = []
 
-    def clean(self, record: PartRecord, document: Document) -> bytes | None:
+    def clean(self, record: PartRecord, document: Record) -> bytes | None:
         """UTF-8 with Unix line ends, no blank edges, no NUL; None for a blank text, a duplicate or broken Unicode."""
         text = document.text.replace("\r\n", "\n").strip("\n")
         if "\0" in text:
@@ -230,12 +231,12 @@ class _Sink:
             self.account.note("NUL characters removed")
         size = len(document.text.encode("utf-8", "surrogatepass"))
         if not text.strip():
-            self.account.refuse(record, Reject(record.file, "blank document", num_bytes=size))
+            self.account.refuse(record, rejected(record.file, "blank document", num_bytes=size))
             return None
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            reject = Reject(record.file, "half a Unicode surrogate pair", example=error.reason, num_bytes=size)
+            reject = rejected(record.file, "half a Unicode surrogate pair", error.reason, num_bytes=size)
             self.account.refuse(record, reject)
             return None
         digest = xxhash.xxh3_128_digest(data)
@@ -263,19 +264,19 @@ class _Sink:
         self._spool.domain_of = np.array(self._domains, np.int32)
 
 
-def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> DataError:
+def _nothing_usable(source: Source, rejects: list[Rejected], max_bytes: int) -> DataError:
     worst = sorted(rejects, key=lambda r: -r.count)[:5]
-    got = [f"{r.where}: {r.reason} ({r.count}x){'; ' + r.example if r.example else ''}" for r in worst]
+    got = [f"{r.path}: {r.rule} ({r.count}x){'; ' + str(r.value) if r.value else ''}" for r in worst]
     if not got and source.parts:
         got = [f"{len(source.parts)} files or row groups, but no document that fits into max_bytes = {max_bytes}"]
     return source.wanted.unusable(source.label, "\n".join(got) or "no files", _hint(worst, source.wanted))
 
 
-def _hint(rejects: list[Reject], want: Wanted) -> str:
+def _hint(rejects: list[Rejected], want: Wanted) -> str:
     """Another use of what was found, "" where none is known."""
     for reject in rejects:
-        _, named, fields = reject.example.partition("fields")
+        _, named, fields = str(reject.value).partition("fields")
         listed = fields.lstrip(": ").split(", ") if named else []
-        if hint := better_format(want, reject.where, reject.reason, listed):
+        if hint := better_format(want, reject.path, reject.rule, listed):
             return hint
     return ""

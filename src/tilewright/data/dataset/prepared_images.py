@@ -8,7 +8,6 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
-from tilewright.data.corpus.account import account_of_files
+from tilewright.data.corpus.account import account_of_files, listed
 from tilewright.data.dataset.images import BuiltImages, ShardedPixels, built_images
 from tilewright.data.dataset.open_built import read_dataset
 from tilewright.data.sources.walk import Found, find_files, stat_key
@@ -138,7 +137,7 @@ def prepare_images(
     for name, path, status in found.files:
         digest.update(os.fsencode(f"{path.resolve()}\0{name}\0{stat_key(status)}\n"))
     for reject in found.rejects:
-        digest.update(f"{reject.where}\0{reject.reason}\n".encode())
+        digest.update(f"{reject.path}\0{reject.rule}\n".encode())
 
     def build(folder: Path) -> None:
         timed("preparing images", build_images, folder, source, found, image_size, holdout, seed)
@@ -218,14 +217,14 @@ def build_images(
             "Too few usable images",
             where=source,
             got=f"{len(names)} images in {len(classes)} classes"
-            + (f"; {found.rejects[-1].reason}" if found.rejects else ""),
+            + (f"; {found.rejects[-1].rule}" if found.rejects else ""),
             need="two classes, and two images in one of them at least",
             try_=f"images of the types {', '.join(sorted(SUFFIXES))} in two sub-folders of {source}",
         )
     np.save(folder / "pixels.npy", np.stack(pixels))
     np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in found.rejects)
+        file.writelines(json.dumps(listed(reject), ensure_ascii=False) + "\n" for reject in found.rejects)
     content = file_digest(folder / "pixels.npy") + file_digest(folder / "labels.npy") + json.dumps(split)
     meta = {"fingerprint": xxhash.xxh3_128_hexdigest(content.encode()), "classes": classes, "names": names, **split}
     meta["summary"] = _summary(source, names, classes, found, split)

@@ -7,7 +7,7 @@ so that any number of processes makes the same dataset.
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tilewright.data.readers.media.captions import TABLES, caption_files, descri
 from tilewright.data.readers.open import LINES
 from tilewright.data.readers.text.encodings import wide_encoding_of
 from tilewright.data.sources.contents import Contents
-from tilewright.data.sources.documents import Part, Reject, Source, printable
+from tilewright.data.sources.documents import Part, Source, printable
 from tilewright.data.sources.files import existing
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.installed import installed_source
@@ -152,7 +152,7 @@ def _files(
     stems = {os.path.splitext(name) for name in found.sizes}
     media = {stem for stem, suffix in stems if suffix.lower() in media_suffixes()} if root.is_dir() else None
     for reject in found.rejects:
-        folder, _, rest = printable(reject.where).partition("/")
+        folder, _, rest = printable(reject.path).partition("/")
         listing.rejects.append(_refused(reject, domain or (folder if rest else ""), prefix))
     for name, path, status in found.files:
         where = domain or (name.split("/")[0] if "/" in name else "text")
@@ -216,9 +216,8 @@ def _segments(path: Path, size: int, read: ReadSection, *, is_utf8: bool) -> Ite
     yield 0, 0
 
 
-def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:
-    where, example = printable(reject.where), reject.example
-    return Rejected(prefix + where, "", "list", reject.reason, example, "", "", domain, reject.count, reject.num_bytes)
+def _refused(reject: Rejected, domain: str = "", prefix: str = "") -> Rejected:
+    return replace(reject, path=prefix + printable(reject.path), stage="list", domain=domain)
 
 
 def _within(wanted: dict[str, list[Item]], read: ReadSection) -> dict[str, list[Item]]:

@@ -19,7 +19,7 @@ from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.kinds import COMPRESSED_MAGIC
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
 from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
-from tilewright.data.sources.documents import Reject, printable
+from tilewright.data.sources.documents import printable
 
 _PIECE = 1 << 20
 _HEADER_BYTES = 1 << 24
@@ -63,8 +63,8 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
         target, problem = folder / f"member{_suffix(inner)}", None
         with ScratchFile(target) as out:
             for piece in decompressed(entry.name, entry.path, kind, math.inf):
-                if isinstance(piece, Reject):
-                    problem = entry.reject(piece.reason, piece.example or "ends early", "a whole stream")
+                if isinstance(piece, Rejected):
+                    problem = entry.reject(piece.rule, piece.value or "ends early", "a whole stream")
                 else:
                     problem = budget.spend(len(piece))
                 if problem is not None:

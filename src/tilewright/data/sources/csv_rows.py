@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv as pc
 
+from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import utf8_pieces
-from tilewright.data.sources.documents import Document, Reject
 from tilewright.data.sources.json_rows import whole_row
 from tilewright.data.sources.lines import LONGEST_LINE
 from tilewright.data.sources.tables import damage_in
@@ -21,9 +21,9 @@ from tilewright.data.sources.tables import damage_in
 class _Pieces(io.RawIOBase):
     """A file of pieces that come one after the other. `lost` is the reject that they ended with, if any."""
 
-    def __init__(self, pieces: Iterator[bytes | Reject]):
+    def __init__(self, pieces: Iterator[bytes | Rejected]):
         super().__init__()
-        self.lost: Reject | None = None
+        self.lost: Rejected | None = None
         self.length = 0
         self._pieces, self._held = pieces, b""
 
@@ -35,7 +35,7 @@ class _Pieces(io.RawIOBase):
             piece = next(self._pieces, None)
             if piece is None:
                 return 0
-            if isinstance(piece, Reject):
+            if isinstance(piece, Rejected):
                 self.lost = piece
                 return 0
             self._held = piece
@@ -48,17 +48,17 @@ class _Pieces(io.RawIOBase):
 
 def read_csv(
     name: str, path: Path, delimiter: str, field: str | None, longest: int = LONGEST_LINE
-) -> Iterator[Document | Reject]:
+) -> Iterator[Record | Rejected]:
     """One document per row, out of the column `field`; None: the whole row as a JSON object.
 
     `longest` is the size of the blocks that Arrow reads, and so of the longest row.
     """
-    bad: list[Reject] = []
+    bad: list[Rejected] = []
 
     def other_width(found) -> str:
         size = len(found.text or "")
         example = f"{found.actual_columns} instead of {found.expected_columns}"
-        bad.append(Reject(name, "row with another number of fields", 1, example, size))
+        bad.append(rejected(name, "row with another number of fields", example, num_bytes=size))
         return "skip"
 
     parse = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=other_width)
@@ -78,7 +78,7 @@ def read_csv(
             bad.clear()
     except (pa.ArrowException, ValueError) as error:
         if pieces.lost is None:
-            yield Reject(name, "damaged CSV file, the rest is lost", example=damage_in(error))
+            yield rejected(name, "damaged CSV file, the rest is lost", damage_in(error))
     yield from bad
     if pieces.lost is not None:
         yield pieces.lost
@@ -107,23 +107,23 @@ def _wanted(name: str, path: Path, parse: pc.ParseOptions, field: str | None, lo
     return pc.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
 
 
-def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None, longest: int) -> Reject | None:
+def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None, longest: int) -> Rejected | None:
     """Why the file has no column `field`, or two, or None."""
     names = [_bytes(n).decode("utf-8", "replace") for n in _names(name, path, parse, longest)]
     if field is None:
         twice = next((n for n in names if names.count(n) > 1), None)
-        return None if twice is None else Reject(name, f"several columns named {twice[:40]!r}")
+        return None if twice is None else rejected(name, f"several columns named {twice[:40]!r}")
     if names.count(field) > 1:
-        return Reject(name, f"several columns named {field!r}")
+        return rejected(name, f"several columns named {field!r}")
     if field in names:
         return None
-    return Reject(name, f"no field {field!r}", example="fields: " + ", ".join(n[:40] for n in names[:8]))
+    return rejected(name, f"no field {field!r}", "fields: " + ", ".join(n[:40] for n in names[:8]))
 
 
-def _row(name: str, number: int, values: dict[str, str], field: str | None) -> Document | Reject:
+def _row(name: str, number: int, values: dict[str, str], field: str | None) -> Record | Rejected:
     data = _bytes(whole_row(values) if field is None else next(iter(values.values())))
     try:
-        return Document(f"{name}:{number}", data.decode("utf-8"))
+        return text_of(name, data.decode("utf-8"), f"row {number}")
     except UnicodeDecodeError as error:
         example = f"row {number}: byte 0x{data[error.start]:02x}"
-        return Reject(name, "row is not UTF-8", example=example, num_bytes=len(data))
+        return rejected(name, "row is not UTF-8", example, num_bytes=len(data))

@@ -15,7 +15,8 @@ from typing import Protocol
 import zstandard
 
 from tilewright.core.units import format_bytes
-from tilewright.data.sources.documents import Reject, not_as_marked, wide_encoding
+from tilewright.data.common.records import Rejected, rejected
+from tilewright.data.sources.documents import not_as_marked, wide_encoding
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 """Suffixes of files that are read decompressed."""
@@ -76,7 +77,7 @@ _DECODERS: dict[str, Callable[[], _Decoder]] = {
 }
 
 
-def utf8_pieces(name: str, path: Path) -> Iterator[bytes | Reject]:
+def utf8_pieces(name: str, path: Path) -> Iterator[bytes | Rejected]:
     """The bytes of a plain or compressed file in pieces, as UTF-8 where its first bytes name another encoding.
 
     Nothing is checked of a file without a byte-order mark. A last reject says what is lost, if anything is.
@@ -84,7 +85,7 @@ def utf8_pieces(name: str, path: Path) -> Iterator[bytes | Reject]:
     pieces = decompressed(name, path) if path.suffix in COMPRESSED else _plain(path)
     first = b""
     for piece in pieces:
-        if isinstance(piece, Reject):
+        if isinstance(piece, Rejected):
             if first:
                 yield first
             yield piece
@@ -108,11 +109,11 @@ def _plain(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _transcoded(name: str, encoding: str, first: bytes, rest: Iterator[bytes | Reject]) -> Iterator[bytes | Reject]:
+def _transcoded(name: str, encoding: str, first: bytes, rest: Iterator[bytes | Rejected]) -> Iterator[bytes | Rejected]:
     decoder = codecs.getincrementaldecoder(encoding)()
-    piece: bytes | Reject = first
+    piece: bytes | Rejected = first
     while True:
-        if isinstance(piece, Reject):
+        if isinstance(piece, Rejected):
             yield piece
             return
         try:
@@ -129,7 +130,7 @@ def _transcoded(name: str, encoding: str, first: bytes, rest: Iterator[bytes | R
 
 def decompressed(
     name: str, path: Path, suffix: str = "", max_expansion: float = MAX_EXPANSION
-) -> Iterator[bytes | Reject]:
+) -> Iterator[bytes | Rejected]:
     """Decompressed pieces of a file of one or several members, each of at most a few MiB.
 
     A last reject where the file is damaged, or expands more than `max_expansion` times. `suffix` says how it is
@@ -151,7 +152,7 @@ def decompressed(
                 try:
                     piece = decoder.decompress(part)
                 except _DAMAGE as error:
-                    yield Reject(name, "damaged compressed file, the rest is lost", example=str(error))
+                    yield rejected(name, "damaged compressed file, the rest is lost", str(error))
                     return
                 if decoder.eof:
                     at -= len(decoder.unused_data)
@@ -165,10 +166,10 @@ def decompressed(
                     yield piece
             taken += len(chunk)
     if fed:
-        yield Reject(name, "truncated compressed file, the rest is lost")
+        yield rejected(name, "truncated compressed file, the rest is lost")
 
 
-def expands_too_much(name: str, num_bytes: int, compressed: int, max_expansion: float = MAX_EXPANSION) -> Reject:
+def expands_too_much(name: str, num_bytes: int, compressed: int, max_expansion: float = MAX_EXPANSION) -> Rejected:
     """The reject of a file, or a part of one, that is no text because it expands as none does."""
     reason = f"expands to more than {max_expansion:g} times its size, the rest is lost"
-    return Reject(name, reason, example=f"{format_bytes(num_bytes)} from {format_bytes(compressed)}")
+    return rejected(name, reason, f"{format_bytes(num_bytes)} from {format_bytes(compressed)}")

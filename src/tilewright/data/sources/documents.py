@@ -1,4 +1,4 @@
-"""The output of a data source: parts that can be read, and the documents or rejects that come out of them.
+"""The output of a data source: parts that can be read, and the records or rejects that come out of them.
 
 Also the two steps every text goes through: bytes to text (`decode`) and long text to pieces (`cut`).
 Nothing here guesses an encoding: text is UTF-8, or says otherwise with a byte-order mark.
@@ -6,9 +6,10 @@ Nothing here guesses an encoding: text is UTF-8, or says otherwise with a byte-o
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.wanted import Wanted, wanted
 
 MAX_DOCUMENT_CHARS = 65_536
@@ -25,28 +26,6 @@ _MARKS = {  # in this order: UTF-32's little-endian mark begins with that of UTF
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text. `name` says where it comes from, for a person to find it again."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Reject:
-    """Something refused: `count` lines, rows or files of `where` that share one `reason`, `num_bytes` together.
-
-    `num_bytes` is 0 where it is unknown, as for the rest of a damaged file.
-    """
-
-    where: str
-    reason: str
-    count: int = 1
-    example: str = ""
-    num_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class Part:
     """A piece of a source that is read, or left unread, as a whole. `size` is its text in bytes, about.
 
@@ -56,7 +35,7 @@ class Part:
     domain: str
     name: str
     size: int
-    read: Callable[[], Iterator[Document | Reject]]
+    read: Callable[[], Iterator[Record | Rejected]]
     file: str = ""
 
 
@@ -72,7 +51,7 @@ class Source:
     label: str
     key: str
     parts: tuple[Part, ...]
-    rejects: tuple[Reject, ...] = ()
+    rejects: tuple[Rejected, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     wanted: Wanted = field(default_factory=partial(wanted, "text"), compare=False)
 
@@ -111,15 +90,20 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def decode(name: str, data: bytes) -> Iterator[Document | Reject]:
-    """The text of a file as one document; what is not text comes out as a reject.
+def decode(name: str, data: bytes, part: str = "") -> Iterator[Record | Rejected]:
+    """The text of a file as one record; what is not text comes out as a reject.
 
     A file with a few lines that are not UTF-8 keeps its other lines; above a tenth it is set aside whole.
 
+    Args:
+        name: of the file.
+        data: its bytes, or those of a part of it.
+        part: where that part is; "": the bytes are the whole file.
+
     Example:
-        >>> list(decode("a.txt", b"caf\\xc3\\xa9"))
-        [Document(name='a.txt', text='café')]
-        >>> [r.reason for r in decode("b.bin", b"\\x00\\x01")]
+        >>> [record.text for record in decode("a.txt", b"caf\\xc3\\xa9")]
+        ['café']
+        >>> [reject.rule for reject in decode("b.bin", b"\\x00\\x01")]
         ['binary, not text']
     """
     if not data:
@@ -127,27 +111,27 @@ def decode(name: str, data: bytes) -> Iterator[Document | Reject]:
     wide = wide_encoding(data)
     if wide:
         try:
-            yield Document(name, data.decode(wide))
+            yield text_of(name, data.decode(wide), part)
         except UnicodeDecodeError as error:
             yield not_as_marked(name, wide, error.reason, len(data))
         return
     data = data.removeprefix(codecs.BOM_UTF8)
     if looks_binary(data):
-        yield Reject(name, "binary, not text", num_bytes=len(data))
+        yield rejected(name, "binary, not text", part=part, num_bytes=len(data))
         return
     try:
-        yield Document(name, data.decode("utf-8"))
+        yield text_of(name, data.decode("utf-8"), part)
     except UnicodeDecodeError:
-        yield from _keep_good_lines(name, data)
+        yield from _keep_good_lines(name, data, part)
 
 
-def not_as_marked(name: str, encoding: str, why: str, num_bytes: int = 0) -> Reject:
+def not_as_marked(name: str, encoding: str, why: str, num_bytes: int = 0) -> Rejected:
     """The reject of a text that is not in the encoding that its byte-order mark says."""
     mark = encoding.upper()
-    return Reject(name, f"not the {mark} that its byte-order mark says", example=why, num_bytes=num_bytes)
+    return rejected(name, f"not the {mark} that its byte-order mark says", why, num_bytes=num_bytes)
 
 
-def _keep_good_lines(name: str, data: bytes) -> Iterator[Document | Reject]:
+def _keep_good_lines(name: str, data: bytes, part: str) -> Iterator[Record | Rejected]:
     good, bad, lost, example = [], 0, 0, ""
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -158,10 +142,10 @@ def _keep_good_lines(name: str, data: bytes) -> Iterator[Document | Reject]:
             lost += len(line) + 1
             example = example or f"line {number}: byte 0x{line[error.start]:02x}"
     if bad > _BAD_LINE_SHARE * len(lines):
-        yield Reject(name, "not UTF-8", example=example, num_bytes=len(data))
+        yield rejected(name, "not UTF-8", example, part=part, num_bytes=len(data))
         return
-    yield Reject(name, "line is not UTF-8", bad, example, lost)
-    yield Document(name, "\n".join(good))
+    yield rejected(name, "line is not UTF-8", example, part=part, count=bad, num_bytes=lost)
+    yield text_of(name, "\n".join(good), part)
 
 
 def looks_binary(data: bytes) -> bool:
@@ -175,22 +159,23 @@ def looks_binary(data: bytes) -> bool:
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROL)) > 0.1 * len(head)
 
 
-def cut(document: Document, max_chars: int = MAX_DOCUMENT_CHARS) -> Iterator[Document]:
-    """The document in pieces of at most `max_chars`, cut after a blank line, else a line, else anywhere.
+def cut(record: Record, max_chars: int = MAX_DOCUMENT_CHARS) -> Iterator[Record]:
+    """The record in pieces of at most `max_chars`, cut after a blank line, else a line, else anywhere. Pieces are
+    numbered in `part`.
 
     Example:
-        >>> [d.text for d in cut(Document("x", "one two\\n\\nthree\\nfour"), 12)]
+        >>> [piece.text for piece in cut(text_of("x", "one two\\n\\nthree\\nfour"), 12)]
         ['one two\\n\\n', 'three\\nfour']
     """
-    text = document.text
+    text = record.text
     if len(text) <= max_chars:
-        yield document
+        yield record
         return
     start = number = 0
     while start < len(text):
         end = _cut_point(text, start, max_chars)
         number += 1
-        yield Document(f"{document.name}#{number}", text[start:end])
+        yield replace(record, text=text[start:end], part=f"{record.part}#{number}")
         start = end
 
 

@@ -17,18 +17,10 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.errors import is_of_machine, machine_error
+from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
-from tilewright.data.sources.documents import (
-    Document,
-    Part,
-    Reject,
-    Source,
-    decode,
-    looks_binary,
-    printable,
-    wide_encoding,
-)
+from tilewright.data.sources.documents import Part, Source, decode, looks_binary, printable, wide_encoding
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
@@ -42,7 +34,7 @@ SEGMENT_BYTES = 1 << 20
 _EXPANSION = 4  # text bytes per compressed byte, for size estimates only
 _SHORT_SUFFIX = re.compile(r"\.[a-z0-9_+-]{1,10}\Z")
 
-_Read = Callable[[], Iterator[Document | Reject]]
+_Read = Callable[[], Iterator[Record | Rejected]]
 
 
 def user_source(
@@ -65,7 +57,7 @@ def user_source(
     found = find_files(existing(root, source, want))
     digest = xxhash.xxh3_128(os.fsencode(f"{root.resolve()}\0{text_field}\0{','.join(domains)}"))
     saved = root.is_dir() and is_saved_dataset(root)
-    items: list[Part | Reject] = list(found.rejects)
+    items: list[Part | Rejected] = list(found.rejects)
     for name, path, status in found.files:
         digest.update(os.fsencode(f"{path}\0{stat_key(status)}\n"))
         if not saved:
@@ -75,14 +67,14 @@ def user_source(
             except OSError as error:
                 if is_of_machine(error):
                     raise machine_error(error, str(path)) from error
-                items.append(Reject(name, "cannot be read", example=str(error.strerror), num_bytes=status.st_size))
+                items.append(rejected(name, "cannot be read", str(error.strerror), num_bytes=status.st_size))
     if saved:
         try:
             items += _dataset_items(root, found, text_field, domains)
         except OSError as error:
             raise machine_error(error, str(root)) from error
     parts = tuple(item for item in items if isinstance(item, Part))
-    rejects = tuple(item for item in items if isinstance(item, Reject))
+    rejects = tuple(item for item in items if isinstance(item, Rejected))
     return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes, want)
 
 
@@ -105,7 +97,7 @@ def several_sources(
             replace(part, domain=name, name=f"{name}/{part.name}", file=f"{name}/{part.file or part.name}")
             for part in one.parts
         ]
-        rejects += [replace(reject, where=f"{name}/{reject.where}") for reject in one.rejects]
+        rejects += [replace(reject, path=f"{name}/{reject.path}") for reject in one.rejects]
         sizes |= {f"{name}/{file}": size for file, size in one.files.items()}
     digest = xxhash.xxh3_128(os.fsencode("\1".join(keys)))
     label = ", ".join(printable(path) for path in sources.values())
@@ -127,33 +119,35 @@ def existing(root: Path, source: str, want: Wanted) -> Path:
     return root
 
 
-def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Reject]:
+def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Rejected]:
     """The items of a saved dataset; its files without rows are refused one by one."""
     items = saved_dataset_parts(root, field, domains)
-    named = {item.file if isinstance(item, Part) else item.where for item in items}
+    named = {item.file if isinstance(item, Part) else item.path for item in items}
     for name, path, status in found.files:
         if name not in named and name.split("/")[0] not in named:
             reason = "file of a saved dataset that holds no rows to read"
-            items.append(Reject(name, reason, example=path.suffix, num_bytes=status.st_size))
+            items.append(rejected(name, reason, path.suffix, num_bytes=status.st_size))
     return items
 
 
-def _watched(item: Part | Reject, path: Path, status: os.stat_result) -> Part | Reject:
+def _watched(item: Part | Rejected, path: Path, status: os.stat_result) -> Part | Rejected:
     """`item`, where it is a part with a reject at its end if the file has changed since `status`."""
-    if isinstance(item, Reject):
+    if isinstance(item, Rejected):
         return item
 
-    def read() -> Iterator[Document | Reject]:
+    def read() -> Iterator[Record | Rejected]:
         yield from item.read()
         now = path.stat()
         if stat_key(now) != stat_key(status):
             example = f"{now.st_size} bytes now, {status.st_size} when it was found"
-            yield Reject(item.file, "file changed while it was read", example=example)
+            yield rejected(item.file, "file changed while it was read", example)
 
     return Part(item.domain, item.name, item.size, read, item.file)
 
 
-def parts_of_file(root: Path, name: str, path: Path, status: os.stat_result, field: str | None) -> list[Part | Reject]:
+def parts_of_file(
+    root: Path, name: str, path: Path, status: os.stat_result, field: str | None
+) -> list[Part | Rejected]:
     """The parts that one file below `root` gives, or why it gives none.
 
     Raises:
@@ -164,9 +158,9 @@ def parts_of_file(root: Path, name: str, path: Path, status: os.stat_result, fie
     kind = Path(path.stem).suffix.lower() if compressed else path.suffix.lower()
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
-        return [Reject(name, "not a regular file")]
+        return [rejected(name, "not a regular file")]
     if size == 0:
-        return [Reject(name, "empty file")]
+        return [rejected(name, "empty file")]
     if kind == ".parquet" and not compressed:
         return parquet_parts(domain, name, path, field)
     if kind == ".arrow" and not compressed:
@@ -181,7 +175,7 @@ def parts_of_file(root: Path, name: str, path: Path, status: os.stat_result, fie
     elif kind in (".csv", ".tsv"):
         read = partial(read_csv, name, path, "," if kind == ".csv" else "\t", field)
     elif field is None or (path != root and kind not in TEXT_SUFFIXES.split() and (kind or not _is_text(path))):
-        return [Reject(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
+        return [rejected(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
     elif size <= SEGMENT_BYTES and not compressed:
         read = partial(_read_text, name, path)
     elif streamed or not _has_lines(path):
@@ -221,7 +215,7 @@ def _has_lines(path: Path) -> bool:
         return b"\n" in file.read(1 << 16)
 
 
-def _segments(domain: str, name: str, size: int, read) -> list[Part | Reject]:
+def _segments(domain: str, name: str, size: int, read) -> list[Part | Rejected]:
     starts = range(0, size, SEGMENT_BYTES)
     return [
         Part(
@@ -235,38 +229,38 @@ def _segments(domain: str, name: str, size: int, read) -> list[Part | Reject]:
     ]
 
 
-def _read_text(name: str, path: Path) -> Iterator[Document | Reject]:
+def _read_text(name: str, path: Path) -> Iterator[Record | Rejected]:
     with path.open("rb") as file:
         yield from decode(name, file.read(2 * SEGMENT_BYTES))  # a file that grows meanwhile is read no further
 
 
-def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[Document | Reject]:
+def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[Record | Rejected]:
     lines = []
     for _, line in segment_lines(path, start, end, LONGEST_LINE):
         if len(line) > LONGEST_LINE:
             yield too_long(name, LONGEST_LINE, len(line))
         else:
             lines.append(line)
-    yield from decode(f"{name}@{start}", b"".join(lines))
+    yield from decode(name, b"".join(lines), f"from byte {start}")
 
 
-def _read_streamed_text(name: str, path: Path) -> Iterator[Document | Reject]:
+def _read_streamed_text(name: str, path: Path) -> Iterator[Record | Rejected]:
     """The text in documents of about a segment, cut at line ends if there are any: never in memory whole."""
     block, held, number = [], 0, 0
     for line in streamed_lines(name, path, SEGMENT_BYTES, cut=True):
-        if isinstance(line, Reject):
+        if isinstance(line, Rejected):
             yield line
             continue
         block.append(line)
         held += len(line)
         if held >= SEGMENT_BYTES:
-            yield from decode(f"{name}@{number}", b"".join(block))
+            yield from decode(name, b"".join(block), f"block {number}")
             block, held, number = [], 0, number + 1
     if block:
-        yield from decode(f"{name}@{number}", b"".join(block))
+        yield from decode(name, b"".join(block), f"block {number}")
 
 
-def _read_jsonl(name: str, path: Path, field: str | None, start: int, end: int) -> Iterator[Document | Reject]:
+def _read_jsonl(name: str, path: Path, field: str | None, start: int, end: int) -> Iterator[Record | Rejected]:
     for offset, line in segment_lines(path, start, end, LONGEST_LINE):
         if len(line) > LONGEST_LINE:
             yield too_long(name, LONGEST_LINE, len(line))

@@ -15,7 +15,6 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import cleandoc
@@ -24,7 +23,8 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine
-from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable
+from tilewright.data.common.records import Record, Rejected, rejected, text_of
+from tilewright.data.sources.documents import Part, Source, decode, printable
 
 _MIN_CHARS = {"code": 64, "cpp": 64, "docs": 200, "notes": 64, "tests": 64}
 _DOCSTRING_SHARE = 0.12  # of a source file, measured over torch and transformers; only for size estimates
@@ -61,7 +61,7 @@ def installed_source(project: str = "tilewright") -> Source:
             try_="pip install -e .   or name your own data: --data.source FOLDER",
         )
     digest = xxhash.xxh3_128(sys.version.encode())
-    found: list[Part | Reject] = []
+    found: list[Part | Rejected] = []
     files: dict[str, int] = {}
     for name, size, path in _stdlib_files(found):
         digest.update(os.fsencode(f"{name}\0{size}\n"))
@@ -72,7 +72,7 @@ def installed_source(project: str = "tilewright") -> Source:
         label = f"{distribution.name}-{distribution.version}"
         record = distribution.read_text("RECORD")
         if record is None:
-            found.append(Reject(label, "distribution without a RECORD of its files"))
+            found.append(rejected(label, "distribution without a RECORD of its files"))
             continue
         digest.update(label.encode())
         for name, size, checksum, path in _record_files(distribution, record):
@@ -81,7 +81,7 @@ def installed_source(project: str = "tilewright") -> Source:
             found += _parts_of(name, size, path)
     parts = tuple(item for item in found if isinstance(item, Part))
     return Source(
-        "installed", digest.hexdigest(), parts, tuple(item for item in found if isinstance(item, Reject)), files
+        "installed", digest.hexdigest(), parts, tuple(item for item in found if isinstance(item, Rejected)), files
     )
 
 
@@ -119,12 +119,12 @@ def _find(name: str) -> metadata.Distribution | None:
 # Names and places stay text below: objects of pathlib for 80,000 files took most of the time of a listing.
 
 
-def _stdlib_files(found: list[Part | Reject]) -> Iterator[tuple[str, int, str]]:
+def _stdlib_files(found: list[Part | Rejected]) -> Iterator[tuple[str, int, str]]:
     """Files of the standard library; folders that are not of it, or hold no text, are added to `found`."""
     root = Path(sysconfig.get_path("stdlib"))
     for folder, folders, files in os.walk(root):
         skipped = [f for f in folders if f in _SKIP_FOLDERS or f.startswith("config-")]
-        found += [Reject(f"stdlib/{Path(folder, f).relative_to(root).as_posix()}", _NO_STDLIB) for f in skipped]
+        found += [rejected(f"stdlib/{Path(folder, f).relative_to(root).as_posix()}", _NO_STDLIB) for f in skipped]
         folders[:] = sorted(f for f in folders if f not in _SKIP_FOLDERS and not f.startswith("config-"))
         inner = Path(folder).relative_to(root).as_posix()
         for file in sorted(files):
@@ -141,7 +141,7 @@ def _record_files(distribution: metadata.Distribution, record: str) -> Iterator[
             yield name, int(size), checksum, os.path.join(folder, name)
 
 
-def _parts_of(name: str, size: int, path: str) -> list[Part | Reject]:
+def _parts_of(name: str, size: int, path: str) -> list[Part | Rejected]:
     """The parts that one file gives: a Python file gives code and docs, most others a reject."""
     folder, _, file = name.rpartition("/")
     stem, suffix = posixpath.splitext(file)
@@ -163,7 +163,7 @@ def _parts_of(name: str, size: int, path: str) -> list[Part | Reject]:
     if suffix in {".md", ".rst"}:
         return [Part("docs", name, size, partial(_read_plain, name, path, "docs"))]
     kind = suffix if _SHORT_SUFFIX.match(suffix) else "without a usual suffix"
-    return [Reject(name, f"file type {kind} is not read", num_bytes=size)]
+    return [rejected(name, f"file type {kind} is not read", num_bytes=size)]
 
 
 def _is_test(folder: str, stem: str) -> bool:
@@ -182,61 +182,60 @@ def _topics_part() -> list[Part]:
     return [Part("docs", "stdlib/pydoc_data/topics", 480_000, _read_topics)]
 
 
-def _read_topics() -> Iterator[Document | Reject]:
+def _read_topics() -> Iterator[Record | Rejected]:
     from pydoc_data.topics import topics
 
     for topic in sorted(topics):
-        yield Document(f"stdlib/pydoc_data/topics:{topic}", topics[topic])
+        yield text_of("stdlib/pydoc_data/topics", topics[topic], topic)
 
 
-def _read_file(name: str, path: str) -> Iterator[Document | Reject]:
+def _read_file(name: str, path: str) -> Iterator[Record | Rejected]:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         if is_of_machine(error):
             raise
-        yield Reject(name, "cannot be read", example=str(error.strerror))
+        yield rejected(name, "cannot be read", str(error.strerror))
         return
     yield from decode(name, data)
 
 
-def _long_enough(text: Document, domain: str) -> Document | Reject:
+def _long_enough(text: Record, domain: str) -> Record | Rejected:
     """The text, or a reject where it is too short to learn from."""
     least = _MIN_CHARS[domain]
     if len(text.text) >= least:
         return text
     size = len(text.text.encode("utf-8", "surrogatepass"))
-    return Reject(text.name, f"{domain}: shorter than {least} characters", num_bytes=size)
+    return rejected(text.path, f"{domain}: shorter than {least} characters", num_bytes=size)
 
 
-def _read_plain(name: str, path: str, domain: str) -> Iterator[Document | Reject]:
+def _read_plain(name: str, path: str, domain: str) -> Iterator[Record | Rejected]:
     for item in _read_file(name, path):
-        yield item if isinstance(item, Reject) else _long_enough(item, domain)
+        yield item if isinstance(item, Rejected) else _long_enough(item, domain)
 
 
-def _read_code(name: str, path: str) -> Iterator[Document | Reject]:
+def _read_code(name: str, path: str) -> Iterator[Record | Rejected]:
     for item in _read_file(name, path):
-        if isinstance(item, Reject):
+        if isinstance(item, Rejected):
             yield item
         else:
-            yield _long_enough(Document(name, split_docstrings(item.text)[0]), "code")
+            yield _long_enough(text_of(name, split_docstrings(item.text)[0]), "code")
 
 
-def _read_docstrings(name: str, path: str) -> Iterator[Document | Reject]:
+def _read_docstrings(name: str, path: str) -> Iterator[Record | Rejected]:
     for item in _read_file(name, path):
-        if isinstance(item, Reject):
+        if isinstance(item, Rejected):
             continue  # counted where the file is read for its code
         for line, text in split_docstrings(item.text)[1]:
-            found = _long_enough(Document(f"{name}:{line}", text), "docs")
-            yield found if isinstance(found, Document) else replace(found, where=name)
+            yield _long_enough(text_of(name, text, f"line {line}"), "docs")
 
 
-def _read_description(name: str, path: str) -> Iterator[Document | Reject]:
+def _read_description(name: str, path: str) -> Iterator[Record | Rejected]:
     for item in _read_file(name, path):
-        if isinstance(item, Reject):
+        if isinstance(item, Rejected):
             yield item
         else:
-            yield _long_enough(Document(name, item.text.partition("\n\n")[2]), "notes")
+            yield _long_enough(text_of(name, item.text.partition("\n\n")[2]), "notes")
 
 
 def split_docstrings(source: str) -> tuple[str, list[tuple[int, str]]]:

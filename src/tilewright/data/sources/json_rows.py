@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import utf8_pieces
-from tilewright.data.sources.documents import Document, Reject
 from tilewright.data.sources.lines import LONGEST_LINE, streamed_lines, too_long
 
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?\Z))|[\[\]{},]', re.DOTALL)
@@ -27,7 +27,7 @@ def whole_row(value: dict) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = False) -> Iterator[Document | Reject]:
+def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = False) -> Iterator[Record | Rejected]:
     """The text of one JSON row, or why there is none.
 
     Args:
@@ -40,8 +40,8 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
     if not line.strip():
         return
 
-    def reject(reason: str, example: str) -> Reject:
-        return Reject(name, reason, example=f"{at}: {example}", num_bytes=len(line))
+    def reject(reason: str, example: str) -> Rejected:
+        return rejected(name, reason, f"{at}: {example}", num_bytes=len(line))
 
     try:
         value = json.loads(line.decode("utf-8-sig"))
@@ -58,25 +58,25 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
     yield from _text(name, at, value, field, reject, bare)
 
 
-def _text(name: str, at: str, value: object, field: str | None, reject, bare: bool) -> Iterator[Document | Reject]:
+def _text(name: str, at: str, value: object, field: str | None, reject, bare: bool) -> Iterator[Record | Rejected]:
     if bare and isinstance(value, str) and field is not None:
         value = {field: value}
     if not isinstance(value, dict):
         yield reject("row is not an object", type(value).__name__)
     elif field is None:
-        yield Document(f"{name}:{at.split()[1]}", whole_row(value))
+        yield text_of(name, whole_row(value), at)
     elif field not in value:
         yield reject(f"no field {field!r}", f"fields {', '.join(str(k)[:40] for k in list(value)[:8])}")
     elif not isinstance(value[field], str):
         yield reject(f"field {field!r} is not text", type(value[field]).__name__)
     else:
-        yield Document(f"{name}:{at.split()[1]}", value[field])
+        yield text_of(name, value[field], at)
 
 
-def streamed_rows(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Document | Reject]:
+def streamed_rows(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Record | Rejected]:
     """Rows of a file with one per line, from its first line on."""
     for number, line in enumerate(streamed_lines(name, path, longest), 1):
-        if isinstance(line, Reject):
+        if isinstance(line, Rejected):
             yield line
         else:
             yield from row(name, f"line {number}", line, field)
@@ -94,9 +94,9 @@ def holds_lines(path: Path) -> bool:
         return False
 
 
-def read_json(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Document | Reject]:
+def read_json(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Record | Rejected]:
     """Rows of a .json file of at most `longest` bytes; see the top of this file for what it may hold."""
-    lost: list[Reject] = []
+    lost: list[Rejected] = []
     pieces = _decoded(name, path, lost)
     head = ""
     for piece in pieces:
@@ -115,22 +115,22 @@ def read_json(name: str, path: Path, field: str | None, longest: int = LONGEST_L
     if kind in ("{", "["):
         yield from _rows_in_list(name, head, pieces, field, 1 + (kind == "{"), longest)
     elif head.strip():
-        yield Reject(name, "JSON without rows", example=f"begins with {head.lstrip()[:20]!r}")
+        yield rejected(name, "JSON without rows", f"begins with {head.lstrip()[:20]!r}")
     yield from lost
 
 
-def _decoded(name: str, path: Path, lost: list[Reject]) -> Iterator[str]:
+def _decoded(name: str, path: Path, lost: list[Rejected]) -> Iterator[str]:
     """Text of a file; bytes that are not UTF-8 become surrogates, so that their row alone is refused."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     for piece in utf8_pieces(name, path):
-        if isinstance(piece, Reject):
+        if isinstance(piece, Rejected):
             lost.append(piece)
             return
         yield decoder.decode(piece)
     yield decoder.decode(b"", True)
 
 
-def _whole(name: str, text: str, field: str | None, lost: list[Reject], longest: int) -> Iterator[Document | Reject]:
+def _whole(name: str, text: str, field: str | None, lost: list[Rejected], longest: int) -> Iterator[Record | Rejected]:
     """The rows of an object that is in memory."""
     data = text.encode("utf-8", "surrogateescape")
     try:
@@ -149,7 +149,7 @@ def _whole(name: str, text: str, field: str | None, lost: list[Reject], longest:
 
 def _rows_in_list(
     name: str, head: str, pieces: Iterator[str], field: str | None, depth: int, longest: int
-) -> Iterator[Document | Reject]:
+) -> Iterator[Record | Rejected]:
     """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
     others, size, example = 0, 0, ""
     for number, item in enumerate(_items(head, pieces, depth, longest), 1):
@@ -160,11 +160,11 @@ def _rows_in_list(
         elif isinstance(item, str):
             yield from row(name, f"row {number}", item.encode("utf-8", "surrogateescape"), field, bare=True)
         elif item < 0:
-            yield Reject(name, "truncated JSON, the rest is lost", num_bytes=-item)
+            yield rejected(name, "truncated JSON, the rest is lost", num_bytes=-item)
         else:
             yield too_long(name, longest, item)
     if others:
-        yield Reject(name, "list of values in an object, not of rows", others, f"as {example}", size)
+        yield rejected(name, "list of values in an object, not of rows", f"as {example}", count=others, num_bytes=size)
 
 
 def _items(text: str, pieces: Iterator[str], depth: int, longest: int) -> Iterator[str | int]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilewright.core.units import format_bytes
+from tilewright.data.common.records import Rejected, rejected
 from tilewright.data.sources.decompress import utf8_pieces
-from tilewright.data.sources.documents import Reject
 
 LONGEST_LINE = 16 << 20
 """Bytes of the longest line, row or field that is streamed."""
@@ -42,7 +42,7 @@ def _skip_line(file) -> None:
 
 def streamed_lines(
     name: str, path: Path, longest: int = LONGEST_LINE, *, cut: bool = False
-) -> Iterator[bytes | Reject]:
+) -> Iterator[bytes | Rejected]:
     """Lines of a plain or compressed file. After damage, what came before it stays and one reject says what is lost.
 
     Args:
@@ -54,7 +54,7 @@ def streamed_lines(
     held = bytearray()
     skipping = 0
     for piece in utf8_pieces(name, path):
-        if isinstance(piece, Reject):
+        if isinstance(piece, Rejected):
             yield piece  # what is held is a line cut in two, part of the loss
             return
         for number, part in enumerate(piece.split(b"\n")):
@@ -82,9 +82,9 @@ def streamed_lines(
         yield bytes(held)
 
 
-def too_long(name: str, longest: int, num_bytes: int) -> Reject:
+def too_long(name: str, longest: int, num_bytes: int) -> Rejected:
     """The reject of a line that is not held in memory."""
-    return Reject(name, f"line longer than {format_bytes(longest)}", num_bytes=num_bytes)
+    return rejected(name, f"line longer than {format_bytes(longest)}", num_bytes=num_bytes)
 
 
 def _open_character(data: bytearray) -> int:

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import check_damage
+from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
-from tilewright.data.sources.documents import Document, Part, Reject, printable
+from tilewright.data.sources.documents import Part, printable
 from tilewright.data.sources.json_rows import whole_row
 from tilewright.data.sources.lines import LONGEST_LINE, too_long
 
@@ -28,25 +29,25 @@ def parquet_parts(
     field: str | None,
     max_expansion: float = MAX_EXPANSION,
     longest: int = LONGEST_LINE,
-) -> list[Part | Reject]:
+) -> list[Part | Rejected]:
     """One part a row group, or a reject where the file is damaged or has no such text column."""
     try:
         with pq.ParquetFile(path) as file:
             problem = _field_problem(file.schema_arrow, field)
             if problem:
-                return [Reject(name, problem[0], file.metadata.num_rows, problem[1])]
+                return [rejected(name, *problem, count=file.metadata.num_rows)]
             sizes = [_column_bytes(file.metadata.row_group(i), field) for i in range(file.num_row_groups)]
             rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     except _DAMAGE as error:
-        return [Reject(name, "damaged parquet file", example=damage_in(error))]
-    parts: list[Part | Reject] = []
+        return [rejected(name, "damaged parquet file", damage_in(error))]
+    parts: list[Part | Rejected] = []
     for group, (size, compressed) in enumerate(sizes):
         if size > FREE_EXPANSION + max_expansion * compressed:
             parts.append(replace(expands_too_much(name, size, compressed, max_expansion), count=rows[group]))
         else:
             read = partial(_read_row_group, name, path, group, field, longest)
             parts.append(Part(domain, f"{name}@{group}", size, read, name))
-    return parts or [Reject(name, "no rows")]
+    return parts or [rejected(name, "no rows")]
 
 
 def _column_bytes(row_group: pq.RowGroupMetaData, field: str | None) -> tuple[int, int]:
@@ -56,16 +57,16 @@ def _column_bytes(row_group: pq.RowGroupMetaData, field: str | None) -> tuple[in
     return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
 
 
-def _read_row_group(name: str, path: Path, group: int, field: str | None, longest: int) -> Iterator[Document | Reject]:
+def _read_row_group(name: str, path: Path, group: int, field: str | None, longest: int) -> Iterator[Record | Rejected]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
             columns = None if field is None else [field]
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
-                yield from _documents(name, f"{name}@{group}", row, _column(batch, field), longest)
+                yield from _records(name, f" of group {group}", row, _column(batch, field), longest)
                 row += batch.num_rows
     except _DAMAGE as error:
-        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=damage_in(error))
+        yield rejected(name, "damaged parquet file, the rest of the row group is lost", damage_in(error))
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -73,57 +74,57 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def saved_dataset_parts(folder: Path, field: str | None, domains: tuple[str, ...]) -> list[Part | Reject]:
+def saved_dataset_parts(folder: Path, field: str | None, domains: tuple[str, ...]) -> list[Part | Rejected]:
     """Parts of a saved dataset. Of several splits only `train` is read, unless `domains` names others."""
     if not (folder / "dataset_dict.json").is_file():
         return _split_parts("text", folder, "", field)
     splits = sorted(f.name for f in folder.iterdir() if f.is_dir() and is_saved_dataset(f))
     wanted = domains or (("train",) if "train" in splits else tuple(splits))
-    found: list[Part | Reject] = []
+    found: list[Part | Rejected] = []
     for split in splits:
         if split in wanted:
             found += _split_parts(split, folder / split, f"{split}/", field)
         else:
-            found.append(Reject(split, "split not trained on", example="name it in data.domains"))
+            found.append(rejected(split, "split not trained on", "name it in data.domains"))
     return found
 
 
-def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> list[Part | Reject]:
+def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> list[Part | Rejected]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [str(entry["filename"]) for entry in state["_data_files"]]
     except FileNotFoundError:
-        return [Reject(f"{prefix}state.json", "damaged dataset", example="no such file")]
+        return [rejected(f"{prefix}state.json", "damaged dataset", "no such file")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return [Reject(f"{prefix}state.json", "damaged dataset", example=damage_in(error))]
-    parts: list[Part | Reject] = []
+        return [rejected(f"{prefix}state.json", "damaged dataset", damage_in(error))]
+    parts: list[Part | Rejected] = []
     for file in files:
         name = f"{prefix}{printable(file)}"
         if (folder / file).is_file():
             parts += arrow_parts(domain, name, folder / file, field)
         else:
-            parts.append(Reject(name, "damaged dataset", example="no such file"))
+            parts.append(rejected(name, "damaged dataset", "no such file"))
     return parts
 
 
 def arrow_parts(
     domain: str, name: str, path: Path, field: str | None, longest: int = LONGEST_LINE
-) -> list[Part | Reject]:
+) -> list[Part | Rejected]:
     """One part for each few thousand rows of an Arrow file, or a reject."""
     try:
         table = _open_arrow(path)
         problem = _field_problem(table.schema, field)
         if problem:
-            return [Reject(name, problem[0], table.num_rows, problem[1])]
+            return [rejected(name, *problem, count=table.num_rows)]
         size = table.nbytes if field is None else table.column(field).nbytes
     except _DAMAGE as error:
-        return [Reject(name, "damaged Arrow file", example=damage_in(error))]
+        return [rejected(name, "damaged Arrow file", damage_in(error))]
     starts = range(0, table.num_rows, _ARROW_ROWS)
     share = size // max(1, len(starts))
-    found: list[Part | Reject] = [
+    found: list[Part | Rejected] = [
         Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field, longest), name) for i in starts
     ]
-    return found or [Reject(name, "no rows")]
+    return found or [rejected(name, "no rows")]
 
 
 def _open_arrow(path: Path) -> pa.Table:
@@ -135,15 +136,15 @@ def _open_arrow(path: Path) -> pa.Table:
     return pa.ipc.open_stream(source).read_all()
 
 
-def _read_arrow(name: str, path: Path, start: int, field: str | None, longest: int) -> Iterator[Document | Reject]:
+def _read_arrow(name: str, path: Path, start: int, field: str | None, longest: int) -> Iterator[Record | Rejected]:
     try:
         rows = _open_arrow(path).slice(start, _ARROW_ROWS)
         if field is not None:
             rows = rows.select([field])
         rows.validate(full=True)  # offsets of a damaged file may lie outside of it
-        yield from _documents(name, name, start, _column(rows, field), longest)
+        yield from _records(name, "", start, _column(rows, field), longest)
     except _DAMAGE as error:
-        yield Reject(name, "damaged Arrow file", example=damage_in(error))
+        yield rejected(name, "damaged Arrow file", damage_in(error))
 
 
 def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[object]:
@@ -153,16 +154,16 @@ def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[obje
     return iter(rows.to_pylist())
 
 
-def _documents(
-    file: str, name: str, first_row: int, values: Iterator[object], longest: int
-) -> Iterator[Document | Reject]:
+def _records(
+    file: str, group: str, first_row: int, values: Iterator[object], longest: int
+) -> Iterator[Record | Rejected]:
     for row, value in enumerate(values, first_row):
         text = whole_row(value) if isinstance(value, dict) else value
         if isinstance(text, str):
             size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-            yield Document(f"{name}:{row}", text) if size <= longest else too_long(file, longest, size)
+            yield text_of(file, text, f"row {row}{group}") if size <= longest else too_long(file, longest, size)
         else:
-            yield Reject(file, "row without text", example=f"row {row}: {str(value)[:40]!r}")
+            yield rejected(file, "row without text", f"row {row}: {str(value)[:40]!r}")
 
 
 def _field_problem(schema: pa.Schema, field: str | None) -> tuple[str, str] | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tilewright.core.errors import is_of_machine, machine_error
-from tilewright.data.sources.documents import Reject, printable
+from tilewright.data.common.records import Rejected, rejected
+from tilewright.data.sources.documents import printable
 
 OUTSIDE = "link out of the source"
 """Reason of a link that is not followed: its target lies outside of the source."""
@@ -20,12 +21,12 @@ class Found:
     """
 
     files: list[tuple[str, Path, os.stat_result]] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
+    rejects: list[Rejected] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, name: str, reason: str, example: str = "", size: int = 0) -> None:
         self.sizes[name] = size
-        self.rejects.append(Reject(name, reason, example=example, num_bytes=size))
+        self.rejects.append(rejected(name, reason, example, num_bytes=size))
 
 
 def stat_key(status: os.stat_result) -> str:

@@ -24,7 +24,7 @@ from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, record_
 from tilewright.data.readers.entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import UNREADABLE, read_file
-from tilewright.data.sources.documents import Document, Reject, cut
+from tilewright.data.sources.documents import cut
 from tilewright.data.sources.walk import stat_key
 from tilewright.data.stages.media import ArrayWriter
 
@@ -128,29 +128,13 @@ def _unreadable(item: Item, why: str) -> DataError:
 
 def _read(item: Item, build: DataBuild | SimpleNamespace) -> Items:
     if item.part is not None:
-        yield from _documents(item, item.part.read())
+        yield from (replace(found, domain=item.domain) for found in item.part.read())
     else:
         limits = ReadLimits(**build.limits.model_dump())
         read = build.read
         options = ReadOptions(text_field=read.text_field, suffixes=read.suffixes, **build.media.model_dump())
         span = Span(item.start, item.stop) if item.stop else None
         yield from read_file(Path(item.path), item.name, item.domain, limits, options, span)
-
-
-def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
-    for one in found:
-        if isinstance(one, Reject):
-            yield refused(one, item.domain)
-        else:
-            part = one.name.removeprefix(item.name).lstrip("@:#")
-            part = f"line {part}" if part.isdigit() else part
-            yield Record("", "text", item.domain, one.text, path=item.name, part=part)
-
-
-def refused(reject: Reject, domain: str) -> Rejected:
-    """A reject of a source as one of the build."""
-    numbers = reject.count, reject.num_bytes
-    return Rejected(reject.where, "", STAGE, reject.reason, reject.example, "", "", domain, *numbers)
 
 
 def _cut(record: Record, max_chars: int) -> Items:
@@ -163,11 +147,9 @@ def _cut(record: Record, max_chars: int) -> Items:
         return
     exact = size == record.stop - record.start  # the text is the file's bytes, so pieces have places of their own
     at = record.start
-    for piece in cut(Document(record.path, record.text), max_chars):
+    for piece in cut(record, max_chars):
         stop = at + len(piece.text.encode())
-        place = {"start": at, "stop": stop} if exact else {}
-        part = record.part if exact or piece.name == record.path else f"{record.part}{piece.name[len(record.path) :]}"
-        one = replace(record, text=piece.text, part=part, **place)
+        one = replace(piece, part=record.part, start=at, stop=stop) if exact else piece
         yield replace(one, id=_id(one))
         at = stop
 

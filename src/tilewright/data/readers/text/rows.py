@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from tilewright.core.units import format_bytes
-from tilewright.data.common.records import Rejected
+from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
@@ -16,7 +16,7 @@ from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, 
 from tilewright.data.readers.text.plain import BLOCK_BYTES, END_OF_FILE, Items, text_record
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
-from tilewright.data.sources.documents import Document, Part, Reject
+from tilewright.data.sources.documents import Part
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import segment_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, parquet_parts
@@ -38,7 +38,7 @@ def read_rows(entry: Entry, kind: str) -> Items:
         return
     if kind in ("jsonl", "json"):
         reader = streamed_rows if kind == "jsonl" else read_json
-        found: Iterable[Document | Reject] = reader(entry.name, entry.path, field, longest)
+        found: Iterable[Record | Rejected] = reader(entry.name, entry.path, field, longest)
     elif kind in ("csv", "tsv"):
         found = read_csv(entry.name, entry.path, _DELIMITER[kind], field, longest)
     elif kind == "parquet":
@@ -48,9 +48,9 @@ def read_rows(entry: Entry, kind: str) -> Items:
     yield from _converted(entry, iter(found))
 
 
-def _of_parts(parts: Iterable[Part | Reject]) -> Iterator[Document | Reject]:
+def _of_parts(parts: Iterable[Part | Rejected]) -> Iterator[Record | Rejected]:
     for part in parts:
-        if isinstance(part, Reject):
+        if isinstance(part, Rejected):
             yield part
         else:
             yield from part.read()
@@ -104,14 +104,14 @@ def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
             continue
         stop = start + len(line)
         for item in row(entry.name, f"byte {start}", text.encode(), field):
-            if isinstance(item, Reject):
+            if isinstance(item, Rejected):
                 yield told(entry, item, part)
             else:
                 facts = {"encoding": encoding} if legacy else {}
                 yield from text_record(entry, item.text, start, stop, facts, part)
 
 
-def _converted(entry: Entry, found: Iterator[Document | Reject], facts: dict[str, str] | None = None) -> Items:
+def _converted(entry: Entry, found: Iterator[Record | Rejected], facts: dict[str, str] | None = None) -> Items:
     step = partial(next, found, None)
     while True:
         try:
@@ -121,26 +121,25 @@ def _converted(entry: Entry, found: Iterator[Document | Reject], facts: dict[str
             return
         if item is None:
             return
-        if isinstance(item, Reject):
+        if isinstance(item, Rejected):
             yield told(entry, item)
             continue
         size = len(item.text.encode("utf-8", "surrogatepass"))
         if size > entry.limits.line_bytes:  # a table's reader bounds blocks of rows, and not each row
             yield entry.reject("line length", float(size), entry.limits.line_bytes, num_bytes=size)
             continue
-        group, _, number = item.name.removeprefix(entry.name).rpartition(":")
-        part = f"row {number}" + (f" of group {group[1:]}" if group.startswith("@") else "")
+        part = item.part.replace("line ", "row ")  # ids of records are made of it
         yield from text_record(entry, item.text, 0, 0, facts or {}, part)
 
 
-def told(entry: Entry, reject: Reject, part: str = "") -> Rejected:
+def told(entry: Entry, reject: Rejected, part: str = "") -> Rejected:
     """A reject of `data.sources` as one of the build, with value and threshold where a limit was passed."""
     limits, sums = entry.limits, {"count": reject.count, "num_bytes": reject.num_bytes}
-    if reject.reason == too_long("", limits.line_bytes, 0).reason:
+    if reject.rule == too_long("", limits.line_bytes, 0).rule:
         return entry.reject("line length", float(reject.num_bytes), limits.line_bytes, part=part, **sums)
-    if reject.reason == expands_too_much("", 0, 0, limits.ratio).reason:
-        return entry.reject("compression ratio", reject.example, limits.ratio, part=part, **sums)
-    if "straddling object" in reject.example:  # so Arrow says that a row is longer than a block
+    if reject.rule == expands_too_much("", 0, 0, limits.ratio).rule:
+        return entry.reject("compression ratio", reject.value, limits.ratio, part=part, **sums)
+    if "straddling object" in str(reject.value):  # so Arrow says that a row is longer than a block
         value = f"over {format_bytes(limits.line_bytes)}"
-        return entry.reject("line length", value, limits.line_bytes, reject.example, part, **sums)
-    return entry.reject(reject.reason, reject.example, part=part, **sums)
+        return entry.reject("line length", value, limits.line_bytes, str(reject.value), part, **sums)
+    return entry.reject(reject.rule, reject.value, part=part, **sums)

@@ -15,11 +15,11 @@ import xxhash
 
 from tilewright.core.log import get_logger
 from tilewright.data.common.hashing import hash64
-from tilewright.data.common.records import Record
+from tilewright.data.common.records import Record, text_of
 from tilewright.data.engine.config import DataBuild
 from tilewright.data.engine.inputs import Listing
 from tilewright.data.engine.tables import batches
-from tilewright.data.sources.documents import Document, cut
+from tilewright.data.sources.documents import cut
 from tilewright.data.sources.lines import segment_lines
 from tilewright.data.stages.copies.exact import doc_of
 from tilewright.data.stages.read import read_item
@@ -123,7 +123,7 @@ def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = 
     if not data.strip():
         return
     key = xxhash.xxh3_64_intdigest(data)
-    for number, piece in enumerate(cut(Document("", data.decode()), build.read.max_chars)):
+    for number, piece in enumerate(cut(text_of("", data.decode()), build.read.max_chars)):
         yield Piece(key, number, piece.text.encode(), label)
 
 
