@@ -121,6 +121,11 @@ def test_a_move_has_to_be_worth_what_it_takes():
     assert worth([costs], (8, 8), by_speed=True, steps_left=100, step_s=1.0, move_s=60.0) is None
 
 
+def test_layers_that_take_no_time_stay():
+    costs = SplitCosts([0.0] * 4, (0, 1), (1.0, 0.5))
+    assert worth([costs], (2, 2), by_speed=True, steps_left=10**6, step_s=1.0, move_s=0.0) is None
+
+
 def test_no_rank_gets_more_layers_than_it_has_memory_for():
     costs = SplitCosts([1.0] * 16, (0, 1), (1.0, 0.2), most=9)
     assert best_split(costs) == (9, 7)

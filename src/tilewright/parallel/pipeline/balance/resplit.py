@@ -224,6 +224,8 @@ def worth(
         step_s: seconds of a step.
         move_s: seconds of the move.
     """
+    if not any(rows[0].layers):  # all that was measured is beside them
+        return None
     split = common_split(rows, now, by_speed=by_speed)
     move = SplitMove(split, rows_s(rows, now, by_speed=by_speed), rows_s(rows, split, by_speed=by_speed))
     return move if move.gain >= 0.03 and steps_left * step_s * move.gain > 2 * move_s else None
