@@ -220,6 +220,16 @@ def _anywhere(argument: str) -> str:
     return "FOLDER" if Path(argument).is_absolute() else argument
 
 
+def restart_tuned() -> None:
+    """Start the program again in the environment that `tilewright train` makes for itself: torch, which has read its
+    settings by now, reads them at its import."""
+    from tilewright.core.env import tune_cpu_runtime
+
+    if "GOMP_SPINCOUNT" not in os.environ:
+        tune_cpu_runtime()
+        os.execv(sys.executable, [sys.executable, "-m", _module(Path(sys.argv[0])), *sys.argv[1:]])
+
+
 def current_commit() -> str:
     """Of the sources, or "unknown"."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.card.fp8_gpu import DEVICE, RATES, attempt, say
 from benchmarks.common import Deadline, spread, write_result
+from benchmarks.loops import random_decoder, standard_executor, token_batch
 from benchmarks.worker import call_worker, out_of_memory
 from tilewright.core.hardware import detect_machine
 
@@ -174,33 +175,18 @@ def synchronize() -> None:
 
 def make_step(name: str, shape: StepShape, *, compiled: bool) -> Callable[[], object]:
     """A function that takes one training step of tilewright's decoder in a mode, or converted by torchao."""
-    from tilewright.core.config.sections.model import ModelSection
-    from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
-    from tilewright.optim.adam import DeepSeekAdam
-    from tilewright.optim.clip import GradClip
-    from tilewright.optim.param_groups import decay_groups
     from tilewright.precision.convert import convert
-    from tilewright.precision.float8.weight_cache import QuantizedWeights
-    from tilewright.training.executor.standard import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
-    section = ModelSection(
-        dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads, ffn_dim=shape.ffn
-    )  # fmt: skip
-    model = build_model(section, shape.vocab, kernels, DEVICE)
-    init_weights(model, 0)
+    sizes = {"dim": shape.dim, "num_layers": shape.layers, "num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
+    model = random_decoder(shape.vocab, kernels, DEVICE, **sizes, ffn_dim=shape.ffn)
     theirs = name.startswith("torchao_")
     convert(model, "bf16_mixed" if theirs else name, kernels=kernels)
     if theirs:
         to_torchao(model, name.removeprefix("torchao_"))
-    if compiled:
-        model.compile_blocks()
-    optimizer = DeepSeekAdam(decay_groups(model, 0.1), lr=1e-4, kernels=kernels)
-    QuantizedWeights(model, optimizer)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
-    ids = torch.randint(0, shape.vocab, (shape.rows, shape.seq + 1))
-    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
+    executor = standard_executor(model, kernels, DEVICE, compiled=compiled, lr=1e-4)
+    batch = token_batch(shape.vocab, shape.rows, shape.seq, 0)
     return lambda: executor.step([batch], lr=1e-4)
 
 

@@ -3,12 +3,12 @@
 All is below one folder: a run that was stopped continues where it stood, and a case that has ended is read.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept_rows import KeptCases
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
 from tilewright.compress.budget.rises import rises_of
@@ -122,10 +122,4 @@ class Study:
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was measured under this name, in this command or one before it."""
-        path = self.folder / "cases.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        if name not in known:
-            known[name] = measure()
-            path.write_text(json.dumps(known, indent=1) + "\n")
-            print(self.folder.name, name, known[name], flush=True)
-        return known[name]
+        return KeptCases(self.folder / "cases.json").of(name, measure)

@@ -15,7 +15,6 @@ python -m benchmarks.compress.search_uniform --work FOLDER [--steps 160] [--seed
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.common import write_result
+from benchmarks.kept_rows import KeptCases
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import row_losses_of
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
@@ -82,13 +82,7 @@ class Study:
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was measured under this name, in this command or one before it."""
-        path = self.folder / "cases.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        if name not in known:
-            known[name] = measure()
-            path.write_text(json.dumps(known, indent=1) + "\n")
-            print(self.folder.name, name, known[name], flush=True)
-        return known[name]
+        return KeptCases(self.folder / "cases.json").of(name, measure)
 
     def of_run(self, folder: Path) -> dict[str, Any]:
         """Held-out loss and costs of a trained run."""

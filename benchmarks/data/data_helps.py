@@ -20,14 +20,15 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine_kind, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.run_command import TRAIN_ALONE, held_out, rows, train_command
+from benchmarks.run_command import train as run_to_end
 
 CLAIM = "moving weights end with a lower held-out loss than fixed ones, at equal tokens, mean and worst domain"
 POLICIES = ("static", "temperature", "ppl_guard", "exp3", "aioli")
@@ -38,42 +39,35 @@ ROWS, LENGTH, STEPS = 8, 256, 977  # 977 * 8 * 256 = 2,000,896 tokens
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """97.5 % quantile of Student's t, by the number of seeds."""
 MEASURES = ("mean", "by_tokens", "worst")
-RUNS = RESULTS / "data_helps_runs.jsonl"
+RUNS = KeptRows(RESULTS / "data_helps_runs.jsonl")
 Run = dict[str, Any]
 
 
-def settings(policy: str, seed: int, steps: int, folder: Path) -> dict[str, str]:
+def settings(policy: str, seed: int, steps: int, folder: Path) -> dict[str, object]:
     """Of a run, on top of the recipe `default`."""
-    return {
-        "run.dir": str(folder), "run.name": "run", "run.seed": str(seed), "run.device": "cpu", "run.threads": "1",
+    return TRAIN_ALONE | {
+        "run.dir": folder, "run.name": "run", "run.seed": seed, "run.device": "cpu", "run.threads": 1,
         "model.dim": "128", "model.num_layers": "4", "model.num_heads": "4", "data.seq_len": str(LENGTH),
         "precision.mode": PRECISION, "train.compile": "on",
         "data.mixing.policy": policy, "data.mixing.interval": "32", "data.mixing.eval_batches": "2",
         "data.mixing.temperature": "1e6",
-        "train.minutes": "0", "train.steps": str(steps), "train.global_batch_size": str(ROWS),
-        "train.micro_batch_size": str(ROWS), "train.eval_interval": "0", "train.eval_batches": "16",
-        "train.sample_tokens": "0", "checkpoint.interval_minutes": "0", "checkpoint.save_last": "false",
-        "log.report": "false",
+        "train.minutes": 0, "train.steps": steps, "train.global_batch_size": ROWS, "train.micro_batch_size": ROWS,
+        "train.eval_batches": 16, "checkpoint.save_last": "false",
     }  # fmt: skip
 
 
 def train(policy: str, seed: int, steps: int) -> Run:
     """What one run ends with, trained by the command line."""
     with tempfile.TemporaryDirectory() as name:
-        options = [
-            part for key, text in settings(policy, seed, steps, Path(name)).items() for part in (f"--{key}", text)
-        ]
-        command = [sys.executable, "-m", "tilewright", "train", "default", *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        run_to_end(train_command("default", settings(policy, seed, steps, Path(name))))
         folder = Path(name) / "run"
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        evaluated, events = held_out(folder), rows(folder / "events.jsonl")
         data = json.loads((folder / "data.json").read_text())
     shown = [event for event in events if event["kind"] == "mix_eval"]
     return {
         "policy": policy, "seed": seed, "steps": steps, "precision": PRECISION,
         "data": data["fingerprint"], "machine": machine_kind(),
-        "loss": {name: one["loss"] for name, one in [line["eval"] for line in lines if "eval" in line][-1].items()},
+        "loss": {name: one["loss"] for name, one in evaluated.items()},
         "weights": {name: one["weight"] for name, one in shown[-1]["domains"].items()} if shown else {},
         "epochs": {name: one["epochs"] for name, one in shown[-1]["domains"].items()} if shown else {},
         "moves": sum(event["kind"] == "mix" for event in events),
@@ -84,8 +78,7 @@ def train(policy: str, seed: int, steps: int) -> Run:
 
 def known(steps: int) -> list[Run]:
     """Runs of so many steps in this precision that are there, on the text of the newest of them."""
-    lines = RUNS.read_text().splitlines() if RUNS.exists() else []
-    runs = [run for run in map(json.loads, lines) if (run["steps"], run.get("precision")) == (steps, PRECISION)]
+    runs = RUNS.of(steps=steps, precision=PRECISION)
     return [run for run in runs if run["data"] == runs[-1]["data"]]
 
 
@@ -167,10 +160,7 @@ def main() -> None:
         for policy in args.policies:
             if any((run["policy"], run["seed"]) == (policy, seed) for run in known(args.steps)):
                 continue
-            run = train(policy, seed, args.steps)
-            with RUNS.open("a") as file:
-                file.write(json.dumps(run) + "\n")
-            print(f"seed {seed} {policy}: {run['loss']}", flush=True)
+            RUNS.add(train(policy, seed, args.steps))
             runs = known(args.steps)
             tokens = args.steps * ROWS * LENGTH
             write_result("data_helps", CLAIM, {"tokens_per_run": tokens, "runs": len(runs), **summary(runs)})

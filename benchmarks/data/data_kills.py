@@ -12,7 +12,6 @@ happen; the command goes on where it was.
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -27,9 +26,10 @@ from typing import Any
 from benchmarks.common import RESULTS, write_result
 from benchmarks.data.data_stages import build_command, write_toml
 from benchmarks.data.data_texts import MB, write_shards
+from benchmarks.kept_rows import KeptRows
 
 CLAIM = "data builds killed at random moments give the dataset of an undisturbed one, and no finished unit runs again"
-ROWS = RESULTS / "data_kills_runs.jsonl"
+ROWS = KeptRows(RESULTS / "data_kills_runs.jsonl")
 KINDS = {"1 process": 1, "2 processes": 2, "4 processes": 4, "2 ranks": 0}
 PARTS = ("records", "rejects", "tokens")
 INPUT_BYTES = 3 * MB // 2
@@ -143,8 +143,8 @@ def main() -> None:
         write_toml(toml, read=read, tokenizer={"vocab_size": 1000}, rules={"min_words": 20})
         wanted, seconds = undisturbed(toml, folder)
         known: Units = {}
-        while sum("way" in row for row in read_rows()) < args.kills or out.exists():
-            past = read_rows()
+        while sum("way" in row for row in ROWS.all()) < args.kills or out.exists():
+            past = ROWS.all()
             draw = random.Random(len(past))
             kind = draw.choice(list(KINDS))
             is_last = sum("way" in row for row in past) >= args.kills
@@ -158,19 +158,12 @@ def main() -> None:
             now = finished_units(out)
             row |= {"finished": len(now), "again": written_again(known, now)}
             known = now
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+            ROWS.add(row)
             if "same" in row:
                 shutil.rmtree(out)
                 known = {}
-        units = max(row["finished"] for row in read_rows())
-    write_result("data_kills", CLAIM, summed(read_rows()) | {"units": units, "undisturbed_s": seconds})
-
-
-def read_rows() -> list[dict[str, Any]]:
-    """All starts so far."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+        units = max(row["finished"] for row in ROWS.all())
+    write_result("data_kills", CLAIM, summed(ROWS.all()) | {"units": units, "undisturbed_s": seconds})
 
 
 def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:

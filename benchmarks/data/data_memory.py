@@ -20,9 +20,10 @@ import psutil
 from benchmarks.common import RESULTS, write_result
 from benchmarks.data.data_stages import QUALITY, build_command, stage_seconds, write_toml
 from benchmarks.data.data_texts import MB, write_shards
+from benchmarks.kept_rows import KeptRows
 
 CLAIM = "memory of a data build does not grow with its input, and stays below 1 GiB"
-ROWS = RESULTS / "data_memory_runs.jsonl"
+ROWS = KeptRows(RESULTS / "data_memory_runs.jsonl")
 SAMPLE_S = 0.25
 
 
@@ -98,29 +99,21 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, help="folder that keeps the inputs, one folder a size, for other runs")
     args = parser.parse_args()
     for megabytes in args.megabytes:
-        if any(row["megabytes"] == megabytes and row["processes"] == args.processes for row in read_rows()):
+        if ROWS.of(megabytes=megabytes, processes=args.processes):
             continue
         with tempfile.TemporaryDirectory(prefix="data-memory-", dir=args.inputs) as name:
             source = (args.inputs or Path(name)).resolve() / f"{megabytes}"
             if not source.exists():
                 write_shards(source, megabytes * MB)
             row = measure(source, megabytes, args.processes, Path(name))
-        with ROWS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
-    rows = [row for row in read_rows() if row["processes"] == args.processes]
-    by_size = {row["megabytes"]: row for row in rows}
+        ROWS.add(row)
+    by_size = {row["megabytes"]: row for row in ROWS.of(processes=args.processes)}
     sizes = sorted(by_size)
     growth = by_size[sizes[-1]]["peak_bytes"] / by_size[sizes[0]]["peak_bytes"]
     arguments = ["--megabytes", *map(str, sizes)]
     if args.processes != parser.get_default("processes"):
         arguments += ["--processes", str(args.processes)]
     write_result("data_memory", CLAIM, {"rows": [by_size[size] for size in sizes], "growth": growth}, arguments)
-
-
-def read_rows() -> list[dict[str, Any]]:
-    """What was measured so far."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ python -m benchmarks.numerics.cast_linear [--rounds 40]
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks.common import spread, write_result
+from benchmarks.turns import in_turns, ratio
 from tilewright.precision.mixed.cast import CastLinear
 
 CLAIM = "a converted linear layer costs at most 5 % more than torch's own in BF16, forward and backward"
@@ -47,19 +47,6 @@ def cases(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], obje
     }
 
 
-def measure(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds by name, the functions in turns."""
-    for function in functions.values():
-        function(), function()
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def main() -> None:
     """Measure all shapes and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,11 +54,11 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     values = {}
     for shape in SHAPES:
-        seconds = measure(cases(*shape), rounds)
+        seconds = in_turns(cases(*shape), rounds)
         medians = {name: spread(samples) for name, samples in seconds.items()}
-        ratio = spread([c / p for c, p in zip(seconds["cast"], seconds["bf16"], strict=True)])
-        values["x".join(map(str, shape))] = {"seconds": medians, "cast_over_bf16": ratio}
-        print(shape, {name: f"{s['median'] * 1e3:.2f} ms" for name, s in medians.items()}, f"{ratio['median']:.3f}")
+        over = ratio(seconds["cast"], seconds["bf16"])
+        values["x".join(map(str, shape))] = {"seconds": medians, "cast_over_bf16": over}
+        print(shape, {name: f"{s['median'] * 1e3:.2f} ms" for name, s in medians.items()}, f"{over['median']:.3f}")
     write_result("cast_linear", CLAIM, values)
 
 

@@ -12,11 +12,11 @@ python -m benchmarks.numerics.dpaa [--steps 400] [--seeds 3] [--cases stress cal
 """
 
 import argparse
-import json
 import statistics
 from typing import Any
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.kept_rows import KeptRows
 from benchmarks.numerics.outliers import plant_everywhere
 from tilewright.core.config.load import load_recipe
 from tilewright.data.batches.microbatches import count_targets
@@ -29,7 +29,7 @@ CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "
     "calm: at least 95 % of the matmuls' work stays in 8 bits; three seeds"
 )
-RUNS = RESULTS / "dpaa_runs.jsonl"
+RUNS = KeptRows(RESULTS / "dpaa_runs.jsonl")
 MODES = ("bf16_mixed", "fp8_tile", "controller")
 CASES = ("stress", "calm")
 SHAPE = {
@@ -99,13 +99,10 @@ def sample(parts: Components, control: PrecisionController, step: int, microbatc
 
 def known_runs(steps: int, data: str) -> dict[tuple[str, str, int], dict[str, Any]]:
     """What the runs that are there on this text gave, by case, mode and seed."""
-    if not RUNS.exists():
-        return {}
-    found = [json.loads(line) for line in RUNS.read_text().splitlines()]
     return {
         (row["case"], row["mode"], row["seed"]): row["found"]
-        for row in found
-        if (row["steps"], row["found"]["data"]) == (steps, data)
+        for row in RUNS.of(steps=steps)
+        if row["found"]["data"] == data
     }
 
 
@@ -140,10 +137,7 @@ def main() -> None:
                 if (case, mode, seed) in runs:
                     continue
                 found = runs[case, mode, seed] = run(case, mode, seed, args.steps)
-                row = {"case": case, "mode": mode, "seed": seed, "steps": args.steps, "found": found}
-                with RUNS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"seed {seed} {case} {mode}: {found}", flush=True)
+                RUNS.add({"case": case, "mode": mode, "seed": seed, "steps": args.steps, "found": found})
                 write_result("dpaa", CLAIM, summary(runs, args.steps))
 
 

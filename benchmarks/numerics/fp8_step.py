@@ -8,53 +8,31 @@ python -m benchmarks.numerics.fp8_step [--dim 1024] [--rounds 7]
 """
 
 import argparse
-import os
-import sys
 import time
 
 import torch
 
-from benchmarks.common import machine_kind, spread, write_result
-from tilewright.core.config.sections.model import ModelSection
-from tilewright.core.env import tune_cpu_runtime
+from benchmarks.common import machine_kind, restart_tuned, spread, write_result
+from benchmarks.loops import random_decoder, standard_executor, token_batch
+from benchmarks.turns import ratio
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.tracking.tracker import MemoryTracker
-from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
-from tilewright.optim.adam import DeepSeekAdam
-from tilewright.optim.clip import GradClip
-from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.standard import StandardExecutor
 
 CLAIM = "an fp8_tile step takes at most 1.35x a bf16_mixed step on a CPU, and keeps 45 % less of linear inputs"
 ROWS, SEQ, VOCAB, LAYERS = 8, 512, 8192, 4
 
 
-def make_executor(mode: str, dim: int, *, compiled: bool) -> tuple[StandardExecutor, MemoryTracker]:
+def make_executor(mode: str, dim: int) -> tuple[StandardExecutor, MemoryTracker]:
     """Model, precision, optimizer and executor, as a run builds them."""
-    machine = detect_machine()
-    kernels = Kernels(machine)
-    section = ModelSection(dim=dim, num_layers=LAYERS, num_heads=dim // 64)
-    model = build_model(section, VOCAB, kernels, machine.device)
-    init_weights(model, 0)
-    convert(model, mode, kernels=kernels)
-    if compiled:
-        model.compile_blocks()
-    optimizer = DeepSeekAdam(decay_groups(model, 0.1), lr=3e-4, kernels=kernels)
-    QuantizedWeights(model, optimizer)
-    memory_tracker = MemoryTracker(machine.device)
-    memory_tracker.watch(model)
-    return StandardExecutor(
-        model, optimizer, clip=GradClip(1.0), device=machine.device, memory_tracker=memory_tracker
-    ), memory_tracker
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    """One micro-batch of random tokens."""
-    ids = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
+    kernels = Kernels(machine := detect_machine())
+    model = random_decoder(VOCAB, kernels, machine.device, dim=dim, num_layers=LAYERS, num_heads=dim // 64)
+    tracker = MemoryTracker(machine.device)
+    executor = standard_executor(model, kernels, machine.device, mode=mode, memory_tracker=tracker)
+    tracker.watch(model)
+    return executor, tracker
 
 
 def linear_input_bytes(mode: str, dim: int) -> int:
@@ -80,32 +58,29 @@ def linear_input_bytes(mode: str, dim: int) -> int:
 
 def main() -> None:
     """Measure, and write the result."""
-    if "GOMP_SPINCOUNT" not in os.environ:  # torch has read its settings by now: start again with them
-        tune_cpu_runtime()
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.numerics.fp8_step", *sys.argv[1:]])
     parser = argparse.ArgumentParser()
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    restart_tuned()
     modes = ("bf16_mixed", "fp8_tile")
-    made = {mode: make_executor(mode, args.dim, compiled=True) for mode in modes}
+    made = {mode: make_executor(mode, args.dim) for mode in modes}
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     activations: dict[str, int] = {}
     for turn in range(args.rounds + 2):
         for mode, (executor, memory_tracker) in made.items():
             start = time.perf_counter()
-            executor.step([batch(turn)], lr=3e-4)
+            executor.step([token_batch(VOCAB, ROWS, SEQ, turn)], lr=3e-4)
             if turn >= 2:
                 seconds[mode].append(time.perf_counter() - start)
             phases = memory_tracker.snapshot(executor.model, executor.optimizer)["phase_owners"]
             activations[mode] = phases["forward"]["activations"]
-    ratios = [fp8 / bf16 for fp8, bf16 in zip(seconds["fp8_tile"], seconds["bf16_mixed"], strict=True)]
     inputs = {mode: linear_input_bytes(mode, args.dim) for mode in modes}
     results = {
         "unit": "seconds per step",
         "shape": {"dim": args.dim, "layers": LAYERS, "rows": ROWS, "seq_len": SEQ, "vocab": VOCAB},
         **{mode: spread(times) for mode, times in seconds.items()},
-        "ratio": spread(ratios),
+        "ratio": ratio(seconds["fp8_tile"], seconds["bf16_mixed"]),
         "linear_input_bytes": inputs,
         "linear_input_saving_percent": 100 * (1 - inputs["fp8_tile"] / inputs["bf16_mixed"]),
         "ledger_activation_bytes": activations,

@@ -4,13 +4,13 @@ python -m benchmarks.numerics.int8_linear [--rounds 15] [--threads 1]
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.turns import in_turns, ratio
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.int8_linear import INT8_LINEAR
@@ -33,21 +33,15 @@ def measure(num_in: int, num_out: int, tokens: int, rounds: int) -> dict[str, ob
         if candidate.name != "ref" and candidate.why_not(machine, Case("cpu", torch.float32)) is None:
             fast = Int8Linear.from_linear(layer, machine, candidate.name)
             runs[candidate.name] = lambda fast=fast: fast(x)
-    samples: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
-        for number in range(rounds + 2):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                if number >= 2:
-                    samples[name].append((time.perf_counter() - start) * 1e3)
+        seconds = in_turns(runs, rounds)
+    samples = {name: [1e3 * taken for taken in each] for name, each in seconds.items()}
     result: dict[str, object] = {name: spread(times) for name, times in samples.items()}
     best = min(
         (name for name in samples if name not in ("fp32", "bf16")), key=lambda name: sorted(samples[name])[rounds // 2]
     )
     for base in ("fp32", "bf16"):
-        ratios = [a / b for a, b in zip(samples[base], samples[best], strict=True)]
-        result[f"speedup of {best} over {base}"] = spread(ratios)
+        result[f"speedup of {best} over {base}"] = ratio(samples[base], samples[best])
     return result
 
 

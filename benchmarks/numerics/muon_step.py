@@ -11,18 +11,17 @@ python -m benchmarks.numerics.muon_step [--rounds 15] [--tiny]
 """
 
 import argparse
-import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.common import Deadline, Stolen, machine_kind, spread, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, restart_tuned, spread, write_result
+from benchmarks.loops import token_batch
+from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
@@ -78,9 +77,7 @@ class Timed:
 
     def step(self, number: int) -> None:
         """One step on random tokens."""
-        size = (self.shape.rows, self.shape.seq + 1)
-        ids = torch.randint(0, self.shape.vocab, size, generator=torch.Generator().manual_seed(number))
-        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
+        batch = token_batch(self.shape.vocab, self.shape.rows, self.shape.seq, number)
         began = self._now()
         self.executor.step([batch], 1e-3)
         self.step_s.append(self._now() - began)
@@ -103,9 +100,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="no round is begun after that")
     args = parser.parse_args()
     rounds = min(args.rounds, 2) if args.tiny else args.rounds
-    if "GOMP_SPINCOUNT" not in os.environ:  # torch has read its settings by now: start again with them
-        tune_cpu_runtime()
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.numerics.muon_step", *sys.argv[1:]])
+    restart_tuned()
     torch.set_num_threads(detect_machine().physical_cores)
     deadline = Deadline(args.seconds)
     shape = TINY if args.tiny else ON_CUDA if torch.cuda.is_available() else DEFAULT
@@ -122,13 +117,12 @@ def main() -> None:
                 break
             for kind in KINDS if number % 2 else reversed(KINDS):
                 timed[kind].step(number)
-    ratios = [muon / adamw for muon, adamw in zip(timed["muon"].step_s, timed["adamw"].step_s, strict=True)]
     results: dict[str, Any] = {
         "step_s": {kind: spread(one.step_s) for kind, one in timed.items()},
         "update_s": {kind: spread(one.update_s) for kind, one in timed.items()},
-        "muon_over_adamw": spread(ratios),
+        "muon_over_adamw": ratio(timed["muon"].step_s, timed["adamw"].step_s),
         "shape": asdict(shape),
-        "rounds": len(ratios),
+        "rounds": len(timed["muon"].step_s),
         "stolen_share": round(stolen.share, 4),
     }
     for kind in KINDS:

@@ -4,18 +4,15 @@ python -m benchmarks.numerics.ops [--tiny]
 """
 
 import argparse
-import os
-import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.card.device_time import CudaClock, device_ms
-from benchmarks.common import Deadline, machine_kind, spread, write_result
+from benchmarks.common import Deadline, machine_kind, restart_tuned, spread, write_result
+from benchmarks.turns import in_turns, ratio
 from tests.ops.cases import AttentionCase
-from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.kernels import Kernels
 
@@ -27,30 +24,17 @@ ROUNDS = 9
 DEVICE = detect_machine().device
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    """Wall time of one call on a CPU."""
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
 def pairs(runs: dict[str, Callable[[], None]]) -> dict[str, object]:
     """Each run in turn, ROUNDS times after two warm-ups; on a GPU the device's time of each, see `device_time`."""
-    for run in runs.values():
-        run()
-        run()
     if DEVICE == "cuda":
         clock = CudaClock()
         result: dict[str, object] = {name: device_ms(run, clock) for name, run in runs.items()}
         samples = {name: found["samples"] for name, found in result.items()}
     else:
-        samples = {name: [] for name in runs}
-        for _ in range(ROUNDS):
-            for name, run in runs.items():
-                samples[name].append(milliseconds(run))
+        samples = {name: [1e3 * taken for taken in each] for name, each in in_turns(runs, ROUNDS).items()}
         result = {name: spread(times) for name, times in samples.items()}
     ours, theirs = samples.values()
-    result["speedup"] = spread([b / a for a, b in zip(ours, theirs, strict=True)])
+    result["speedup"] = ratio(theirs, ours)
     return result
 
 
@@ -116,9 +100,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     parser.add_argument("--seconds", type=float, help="no case is begun after that")
     args = parser.parse_args()
-    if "GOMP_SPINCOUNT" not in os.environ:  # torch has read its settings by now: start again with them
-        tune_cpu_runtime()
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.numerics.ops", *sys.argv[1:]])
+    restart_tuned()
     length, tokens, vocab = (64, 64, 512) if args.tiny else (512, 4096, 16384)
     case = AttentionCase(8, 8, 8, length, 64, 64)
     packed = AttentionCase(8, 8, 8, length, 64, 64, docs=4)

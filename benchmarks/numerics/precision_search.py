@@ -11,12 +11,13 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine_kind, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.run_command import TRAIN_ALONE, held_out_loss, train, train_command
 
 CLAIM = (
     "the searched policy beats all FP8 in loss, and FP8 but for the first and last block in speed at equal loss; "
@@ -28,18 +29,14 @@ ALL_FP8 = '[precision]\nmode = "fp8_tile"\ndecouple = []\nfp8_min_gain = 0.0\n'
 BLOCK = '[[precision.rules]]\nmatch = "model.layers.{}.*"\nop = "linear"\ncompute = "bf16"\n'
 
 
-def tilewright(*arguments: str) -> None:
-    """A command of tilewright, in a process of its own."""
-    subprocess.run([sys.executable, "-m", "tilewright", *arguments], check=True, stdout=subprocess.DEVNULL)
-
-
 def search(args: argparse.Namespace, folder: Path) -> dict:
     """The search's own numbers; made where they are not there yet."""
     out = folder / "policy.toml"
     if not out.with_suffix(".json").exists():
         options = ["--budget", args.budget, "--time", args.time, "--out", str(out), "--rows", str(args.search_rows)]
         options += ["--batches", str(args.batches), "--warmup", str(args.warmup)]
-        tilewright("precision", "search", "cpu_10m", *options, *args.settings, *rows_of(args))
+        command = [sys.executable, "-m", "tilewright", "precision", "search", "cpu_10m", *options]
+        train([*command, *args.settings, *rows_of(args)])
     return json.loads(out.with_suffix(".json").read_text())
 
 
@@ -63,25 +60,14 @@ def recipes(folder: Path, found: dict) -> dict[str, Path]:
     return paths
 
 
-def held_out_loss(recipe: Path, seed: int, args: argparse.Namespace) -> float:
+def loss_of_run(recipe: Path, seed: int, args: argparse.Namespace) -> float:
     """Token-weighted held-out loss at the end of a run, evaluated in FP32."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "run.dir": folder,
-            "run.name": "run",
-            "run.seed": str(seed),
-            "train.steps": str(args.steps),
-            "train.eval_interval": "0",
-            "train.eval_batches": "8",
-            "train.sample_tokens": "0",
-            "checkpoint.interval_minutes": "0",
-            "log.report": "false",
-        }
-        options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-        tilewright("train", str(recipe), *args.settings, *rows_of(args), *options)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    domains = [line["eval"] for line in lines if "eval" in line][-1].values()
-    return math.fsum(d["loss"] * d["tokens"] for d in domains) / sum(d["tokens"] for d in domains)
+        settings = TRAIN_ALONE | {
+            "run.dir": folder, "run.name": "run", "run.seed": seed, "train.steps": args.steps, "train.eval_batches": 8,
+        }  # fmt: skip
+        train(train_command(str(recipe), settings, [*args.settings, *rows_of(args)]))
+        return held_out_loss(Path(folder) / "run")
 
 
 def summary(found: dict, runs: list[dict]) -> dict[str, object]:
@@ -120,19 +106,15 @@ def main() -> None:
     args, args.settings = parser.parse_known_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     found = search(args, args.folder)
-    log = args.folder / "runs.jsonl"
+    log = KeptRows(args.folder / "runs.jsonl")
     key = {"steps": args.steps, "rows": args.rows, "settings": args.settings}
-    runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    runs = [run for run in runs if {name: run[name] for name in key} == key]
+    runs = log.of(**key)
     for seed in args.seeds:
         for name, recipe in recipes(args.folder, found).items():
             if any((run["policy"], run["seed"]) == (name, seed) for run in runs):
                 continue
-            loss = held_out_loss(recipe, seed, args)
-            runs.append({"policy": name, "seed": seed, "loss": loss, **key, "machine": machine_kind()})
-            with log.open("a") as file:
-                file.write(json.dumps(runs[-1]) + "\n")
-            print(f"seed {seed} {name}: {loss:.4f}", flush=True)
+            loss = loss_of_run(recipe, seed, args)
+            runs.append(log.add({"policy": name, "seed": seed, "loss": loss, **key, "machine": machine_kind()}))
     if args.folder == FOLDER:
         write_result("precision_search", CLAIM, summary(found, runs))
     print(json.dumps(summary(found, runs), indent=1))

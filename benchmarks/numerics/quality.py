@@ -12,12 +12,12 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine_kind, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.run_command import TRAIN_ALONE, held_out_loss, train, train_command
 from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import prepare_data
 
@@ -33,7 +33,7 @@ STATES = {
     "8bit_stochastic": {"optim.moments": "8bit", "optim.master_weights": "stochastic"},
 }
 """Settings that come to those of BASE, by the name that stands for them among the modes."""
-RUNS = RESULTS / "quality_runs.jsonl"
+RUNS = KeptRows(RESULTS / "quality_runs.jsonl")
 
 Runs = dict[tuple[str, int], float]
 
@@ -46,34 +46,19 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
     # the full rate two rows learn less and runs part by several percent (docs/log.md, 2026-11-21).
     default = load_recipe("cpu_10m", {}, environ={}).recipe
     rate = default.optim.lr * math.sqrt(rows / default.train.global_batch_size)
-    settings = {
-        "run.dir": str(folder), "run.name": name, "run.seed": str(seed),
-        "precision.mode": BASE if mode in STATES else mode, **STATES.get(mode, {}),
-        "train.steps": str(steps), "train.global_batch_size": str(rows),
-        "train.micro_batch_size": str(min(rows, 8)), "optim.lr": str(rate),
-        "train.eval_interval": "0", "train.eval_batches": "8", "train.sample_tokens": "0",
-        "checkpoint.interval_minutes": "0", "log.report": "false",
+    settings = TRAIN_ALONE | STATES.get(mode, {}) | {
+        "run.dir": folder, "run.name": name, "run.seed": seed, "precision.mode": BASE if mode in STATES else mode,
+        "train.steps": steps, "train.global_batch_size": rows, "train.micro_batch_size": min(rows, 8),
+        "optim.lr": rate, "train.eval_batches": 8,
     }  # fmt: skip
-    options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    subprocess.run(
-        [sys.executable, "-m", "tilewright", "train", "cpu_10m", *options], check=True, stdout=subprocess.DEVNULL
-    )
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    domains = [line["eval"] for line in lines if "eval" in line][-1].values()
-    tokens = sum(domain["tokens"] for domain in domains)
+    train(train_command("cpu_10m", settings))
     data = json.loads((folder / name / "data.json").read_text())["fingerprint"]
-    return math.fsum(domain["loss"] * domain["tokens"] for domain in domains) / tokens, data
+    return held_out_loss(folder / name), data
 
 
 def known_runs(steps: int, rows: int, data: str) -> Runs:
     """Held-out loss by mode and seed of the runs that are there, on this text."""
-    if not RUNS.exists():
-        return {}
-    found = [json.loads(line) for line in RUNS.read_text().splitlines()]
-    wanted = (steps, rows, data)
-    return {
-        (run["mode"], run["seed"]): run["loss"] for run in found if (run["steps"], run["rows"], run["data"]) == wanted
-    }
+    return {(run["mode"], run["seed"]): run["loss"] for run in RUNS.of(steps=steps, rows=rows, data=data)}
 
 
 def summary(runs: Runs, steps: int, rows: int) -> dict[str, object]:
@@ -120,9 +105,7 @@ def main() -> None:
                 raise SystemExit("the installed packages have changed meanwhile, and the text with them; start again")
             runs[mode, seed] = loss
             run = {"mode": mode, "seed": seed, "steps": args.steps, "rows": args.rows, "loss": loss, "data": data}
-            with RUNS.open("a") as file:
-                file.write(json.dumps({**run, "machine": machine_kind()}) + "\n")
-            print(f"seed {seed} {mode}: {loss:.4f}", flush=True)
+            RUNS.add({**run, "machine": machine_kind()})
             write_result("quality", CLAIM, summary(runs, args.steps, args.rows))
     write_result("quality", CLAIM, summary(runs, args.steps, args.rows))
     print(json.dumps(summary(runs, args.steps, args.rows), indent=1))

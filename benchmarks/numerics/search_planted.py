@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.kept_rows import KeptRows
 from benchmarks.numerics.dpaa import SHAPE
 from benchmarks.numerics.outliers import plant_before_attention, plant_before_mlp
 from benchmarks.numerics.precision_search import recipes, summary
@@ -97,18 +98,14 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     found = searched(args, args.folder)
     data = prepare_data(load_recipe("cpu_10m", MODEL, environ={}).recipe).fingerprint
-    log = args.folder / "runs.jsonl"
-    runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    runs = [run for run in runs if (run["steps"], run["data"]) == (args.steps, data)]
+    log = KeptRows(args.folder / "runs.jsonl")
+    runs = log.of(steps=args.steps, data=data)
     for seed in args.seeds:
         for name, recipe in recipes(args.folder, found).items():
             if any((run["policy"], run["seed"]) == (name, seed) for run in runs):
                 continue
             loss = held_out_loss(recipe, seed, args.steps)
-            runs.append({"policy": name, "seed": seed, "steps": args.steps, "data": data, "loss": loss})
-            with log.open("a") as file:
-                file.write(json.dumps(runs[-1]) + "\n")
-            print(f"seed {seed} {name}: {loss:.4f}", flush=True)
+            runs.append(log.add({"policy": name, "seed": seed, "steps": args.steps, "data": data, "loss": loss}))
     results = summary(found, runs)
     if args.folder == FOLDER:
         write_result("search_planted", CLAIM, results)

@@ -13,14 +13,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Stolen, spread, write_result
-from benchmarks.runs.run_costs import rows
+from benchmarks.run_command import rows, step_rows, train, train_command
 
 CLAIM = "four processes train pipeline_cpu on whole documents, and less of their time is idle than with 1F1B"
 CASES = {
@@ -29,24 +27,18 @@ CASES = {
 }
 RANKS, FIRST = 4, 4
 """Processes, and steps that warm up: the first one compiles."""
-FIXED = ("--train.eval_interval", "0", "--train.sample_tokens", "0", "--train.log_interval", "1")
 
 
 def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
     """One run in a folder of its own; what it measured."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["-m", "tilewright", "train", "pipeline_cpu", "--run.dir", str(folder), "--run.name", "run"]
-    command += ["--train.steps", str(steps), *FIXED, *CASES[name]]
+    settings = {"run.dir": folder, "run.name": "run", "train.steps": steps, "train.eval_interval": 0}
+    settings |= {"train.sample_tokens": 0, "train.log_interval": 1}
+    command = train_command("pipeline_cpu", settings, CASES[name], ranks=RANKS)
     with Stolen() as stolen:
-        done = subprocess.run(
-            command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-3000:])
+        train(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
     found = json.loads((folder / "run" / "pipeline.json").read_text())
     history = [step for step in found["history"] if step["step"] > FIRST]
-    trained = [row for row in rows(folder / "run" / "metrics.jsonl") if "loss" in row]
-    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    trained, events = step_rows(folder / "run"), rows(folder / "run" / "events.jsonl")
     return {
         "steps": steps,
         "idle": spread([step["idle"] for step in history]),

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, machine_kind, spread, watched_step, write_result
+from benchmarks.worker import TurnTaker, command_of, take_turns, tell
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 
@@ -99,11 +100,11 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
     replanner = replanner_for(ready, parts, Telling()) if given["memory.plan"] else None
     if replanner is None:
         parts.executor.memory_tracker = None  # its phases reset the system's mark of the largest resident set
-    print(json.dumps({"predicted_bytes": ready.plan.peak_bytes}), flush=True)
+    tell({"predicted_bytes": ready.plan.peak_bytes})
     peak = 0
-    for count in range(10**9):
-        if count >= WARMUP and not sys.stdin.readline():
-            break
+
+    def turn(count: int) -> dict[str, Any]:
+        nonlocal peak
         start, busy = time.perf_counter(), time.process_time()
         batches, rate = parts.stream.next_step(), parts.schedule.lr_at(count)
         if replanner is None:
@@ -116,7 +117,9 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
             phases = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["phases"]
             peak = max(peak, *(size for name, size in phases.items() if name != "load"))
         kept = [layer.activations for layer in parts.executor.memory_plan.layers]
-        print(json.dumps({"step_s": seconds, "cpu_s": busy, "peak_bytes": peak, "kept": kept}), flush=True)
+        return {"step_s": seconds, "cpu_s": busy, "peak_bytes": peak, "kept": kept}
+
+    take_turns(turn, WARMUP)
     parts.close()
 
 
@@ -128,7 +131,7 @@ class Telling:
         print(f"step {step}: {text}", file=sys.stderr, flush=True)
 
 
-class Setting:
+class Setting(TurnTaker):
     """A setting's process, warmed up.
 
     Args:
@@ -140,19 +143,19 @@ class Setting:
 
     def __init__(self, way: str, label: str, setting: dict[str, Any], tiny: bool) -> None:
         self.way, self.label, self.setting = way, label, setting
-        command = [sys.executable, "-m", "benchmarks.plans.plan_budget", "--worker", json.dumps(setting)]
-        command += ["--tiny"] * tiny
+        arguments = ["plans.plan_budget", "--worker", json.dumps(setting), *["--tiny"] * tiny]
         # A compiler cache of its own: graphs made under another memory budget must not be met here.
         words = re.findall(r"[\w.]+", f"plan_budget {label} {'tiny' * tiny}")  # g++ is not told of spaces in paths
         folder = Path(tempfile.gettempdir()) / "_".join(words)
         env = os.environ | HELD | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
         if not folder.exists():
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, check=True)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.about = self._answer()
+            none = subprocess.DEVNULL
+            subprocess.run(command_of(*arguments), stdin=none, stdout=none, env=env, check=True)
+        super().__init__(label, *arguments, environ=env)
+        self.about = self.answer()
         self.steps: list[dict[str, Any]] = []
         for _ in range(WARMUP):
-            self.last = self._answer()
+            self.last = self.answer()
         print(f"{label}: {self.peak_bytes / 2**20:.0f} MiB, {self.last['step_s']:.2f} s", flush=True)
 
     @property
@@ -167,30 +170,14 @@ class Setting:
 
     def step(self, *, counted: bool = True) -> None:
         """One more step. `counted`: among those of the turns."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        self.last = self._answer()
+        self.last = self.ask()
         self.steps += [self.last] if counted else []
-
-    def end(self) -> None:
-        """No more steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
     def point(self) -> dict[str, Any]:
         """For the result."""
         times = {name: spread([step[name] for step in self.steps]) for name in ("step_s", "cpu_s")}
         about = self.about | {"kept": self.last["kept"], "peak_bytes": self.peak_bytes}
         return {"way": self.way, "label": self.label, **about, **times}
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise SystemExit(f"a setting ended with code {self.process.wait()}")
 
 
 # ---- what is compared ----

@@ -36,7 +36,6 @@ python -m benchmarks.plans.plan_measured [--rounds 8] [--only MODEL ...] [--devi
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -49,6 +48,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.common import Deadline, Stolen, machine_kind, watched_step, write_result
 from benchmarks.plans.plan_accuracy import LLAMA
+from benchmarks.worker import TurnTaker, tell
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
@@ -131,7 +131,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "stolen": [], "regrouped": []}
     found["planned"] = {name: dict(owners) for name, owners in setup.plan.tracked.items()}
     began = memory_plan = parts.executor.memory_plan
-    answer({})
+    tell({})
     for number, line in enumerate(sys.stdin, 1):
         if not line.startswith("step"):
             break
@@ -144,7 +144,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
         if parts.executor.memory_plan != memory_plan:
             memory_plan = parts.executor.memory_plan
             found["regrouped"].append(number)
-        answer({"stolen": stolen.share})
+        tell({"stolen": stolen.share})
     if replanner.expected is not None:
         found["after_bytes"] = replanner.peak_bytes
     message = json.loads(line)
@@ -160,7 +160,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     found |= {"factor": replanner.memory_factor, "events": events}
     found["placement"] = sorted({str(layer) for layer in memory_plan.layers})
     parts.close()
-    answer(found)
+    tell(found)
 
 
 def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
@@ -171,11 +171,6 @@ def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ce
     where = memory_plan or setup.memory_plan
     assert where is not None
     return site.planner(setup.recipe).priced(GlobalConfig.of(setup.recipe), where, site.budget(setup.recipe)).step_s
-
-
-def answer(found: dict[str, Any]) -> None:
-    """To the parent."""
-    print(json.dumps(found), flush=True)
 
 
 def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, int]]:
@@ -204,35 +199,21 @@ class Telling:
         self._events.append(f"step {step}: {text}")
 
 
-class Case:
+class Case(TurnTaker):
     """A run in a process of its own, ready for its first step."""
 
     def __init__(self, recipe: str, settings: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.plans.plan_measured", "--worker", json.dumps([recipe, settings])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
+        super().__init__("a case", "plans.plan_measured", "--worker", json.dumps([recipe, settings]))
+        self.answer()
 
     def step(self) -> bool:
         """Take one; whether its seconds count."""
-        return self._tell("step")["stolen"] <= STOLEN
+        return self.ask("step")["stolen"] <= STOLEN
 
-    def end(self, rates: Sequence[tuple[ceilings.Ceilings, float]]) -> dict[str, Any]:
+    def found(self, rates: Sequence[tuple[ceilings.Ceilings, float]]) -> dict[str, Any]:
         """What was found, with the machine's rates each time they were measured, and what was stolen meanwhile."""
         message = {"rates": [one.to_json() for one, _ in rates], "stolen": [share for _, share in rates]}
-        return self._tell(json.dumps(message))
-
-    def _tell(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise SystemExit(f"a case ended with code {self._process.wait()}")
+        return self.ask(json.dumps(message))
 
 
 def measure(
@@ -268,7 +249,7 @@ def measure(
         enough = min(*counted.values(), sum(share <= STOLEN for _, share in rates)) >= ENOUGH
         if enough and turn >= rounds:
             break
-    return {plan: errors(case.end(rates)) for plan, case in cases.items()}
+    return {plan: errors(case.found(rates)) for plan, case in cases.items()}
 
 
 def measured_rates(device: str, refresh: bool) -> tuple[ceilings.Ceilings, float]:

@@ -23,7 +23,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,8 +32,9 @@ from typing import Any
 import psutil
 
 from benchmarks.common import RESULTS, spread, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.run_command import rows, train_command
 from benchmarks.runs.kills import is_same, last_state
-from benchmarks.runs.run_costs import rows
 from tilewright.parallel.liveness.heartbeat import RankRecord, records
 
 CLAIM = (
@@ -70,13 +70,11 @@ class Job:
     def __init__(self, folder: Path, ranks: int, restarts: int = 0, recipe: str = "zero_cpu", **settings: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         given = SETTINGS | {"run.dir": str(folder), "data.cache_dir": str(folder.parent / "cache")} | settings
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, *launch, f"--max-restarts={restarts}", "-m", "tilewright", "train", recipe]
         self.run = folder / given["run.name"]
         self.said = folder / "said.txt"
         self._said = self.said.open("a")
         self.process = subprocess.Popen(
-            [*command, *(f"--{key}={value}" for key, value in given.items())],
+            train_command(recipe, given, ranks=ranks, restarts=restarts),
             stdout=self._said,
             stderr=subprocess.STDOUT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -131,8 +129,7 @@ class Job:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Rows of events of a kind."""
-        path = self.run / "events.jsonl"
-        return [row for row in rows(path) if row["kind"] == kind] if path.exists() else []
+        return [row for row in rows(self.run / "events.jsonl") if row["kind"] == kind]
 
 
 class Others:
@@ -193,25 +190,6 @@ def stop_one(job: Job, rank: int) -> dict[str, Any]:
     return {"kind": "stop", "rank": rank, "named_s": seconds}
 
 
-class Rows:
-    """Rows of this benchmark, on the disk as soon as they are known."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.all = rows(path) if path.exists() else []
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
-        self.all.append(row)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Those of a kind."""
-        return [row for row in self.all if row["kind"] == kind]
-
-
 def ended(job: Job, wanted: dict[str, Any], what: str) -> dict[str, Any]:
     """The row of a job that came to its end."""
     saves = [row["stall_s"] for row in job.events("save") if row["background"]]
@@ -219,12 +197,12 @@ def ended(job: Job, wanted: dict[str, Any], what: str) -> dict[str, Any]:
     return row | {"restarts": len(job.events("resume") + job.events("restart")), "stall_s": saves}
 
 
-def killed_jobs(base: Path, kept: Rows, args: argparse.Namespace, wanted: dict[str, Any], whole_s: float) -> None:
+def killed_jobs(base: Path, kept: KeptRows, args: argparse.Namespace, wanted: dict[str, Any], whole_s: float) -> None:
     """Jobs whose ranks are killed, until there are as many kills as asked for, and one job came to its end."""
-    while len(kept.of("kill")) < args.kills or not any(row["what"] == "killed" for row in kept.of("job")):
-        draw = random.Random(f"{args.seed} {len(kept.all)}")
+    while len(kept.of(kind="kill")) < args.kills or not any(row["what"] == "killed" for row in kept.of(kind="job")):
+        draw = random.Random(f"{args.seed} {len(kept.all())}")
         job = Job(base / "job", args.ranks, restarts=10_000)
-        while len(kept.of("kill")) < args.kills:
+        while len(kept.of(kind="kill")) < args.kills:
             try:
                 job.process.wait(draw.uniform(0, whole_s))
                 break
@@ -237,10 +215,10 @@ def killed_jobs(base: Path, kept: Rows, args: argparse.Namespace, wanted: dict[s
         shutil.rmtree(base / "job")
 
 
-def stopped_jobs(base: Path, kept: Rows, args: argparse.Namespace, wanted: dict[str, Any]) -> None:
+def stopped_jobs(base: Path, kept: KeptRows, args: argparse.Namespace, wanted: dict[str, Any]) -> None:
     """Jobs of which a rank is stopped for a while."""
-    while len(kept.of("stop")) < args.stops:
-        draw = random.Random(f"{args.seed} stop {len(kept.all)}")
+    while len(kept.of(kind="stop")) < args.stops:
+        draw = random.Random(f"{args.seed} stop {len(kept.all())}")
         job = Job(base / "job", args.ranks)
         job.wait_for_step(draw.randint(2, 50))
         kept.add(stop_one(job, draw.randrange(args.ranks)))
@@ -257,7 +235,7 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    kept = Rows(ROWS)
+    kept = KeptRows(ROWS)
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         Job(base / "prepare", args.ranks, **{"train.steps": "1"}).finish()  # the data are in the cache from here on
@@ -267,14 +245,14 @@ def main() -> None:
         whole_s = time.perf_counter() - began
         wanted = last_state(base / "straight")
         kept.add(ended(straight, wanted, "undisturbed") | {"whole_s": whole_s})
-        whole_s = min(row["whole_s"] for row in kept.of("job") if "whole_s" in row)  # of the least busy machine
+        whole_s = min(row["whole_s"] for row in kept.of(kind="job") if "whole_s" in row)  # of the least busy machine
         killed_jobs(base, kept, args, wanted, whole_s)
         stopped_jobs(base, kept, args, wanted)
-    kills, jobs = kept.of("kill"), [job for job in kept.of("job") if job["what"] != "undisturbed"]
+    kills, jobs = kept.of(kind="kill"), [job for job in kept.of(kind="job") if job["what"] != "undisturbed"]
     recovered = [kill for kill in kills if kill["recovery_s"] is not None]
     quiet = [kill["recovery_s"] for kill in recovered if kill.get("others_share", 1.0) <= QUIET]
     busy = [kill["recovery_s"] for kill in recovered if kill.get("others_share", 1.0) > QUIET]
-    stalls = [stall for job in kept.of("job") for stall in job["stall_s"]]
+    stalls = [stall for job in kept.of(kind="job") for stall in job["stall_s"]]
     results = {
         "ranks": args.ranks,
         "kills": len(kills),
@@ -282,13 +260,13 @@ def main() -> None:
         "kills_before_a_first_word": sum(kill["where"] == "before its first word" for kill in kills),
         "jobs": len(jobs),
         "jobs_with_equal_bits": sum(job["same"] for job in jobs),
-        "undisturbed_s": statistics.median(job["whole_s"] for job in kept.of("job") if "whole_s" in job),
+        "undisturbed_s": statistics.median(job["whole_s"] for job in kept.of(kind="job") if "whole_s" in job),
         "interval_s": INTERVAL_S,
         "recovery_s": spread(quiet) if quiet else None,
         "recovery_busy_s": spread(busy) if busy else None,
         "others_share": spread([kill["others_share"] for kill in recovered if "others_share" in kill]),
         "stall_s": spread(stalls),
-        "stopped_named_s": spread([stop["named_s"] for stop in kept.of("stop")]),
+        "stopped_named_s": spread([stop["named_s"] for stop in kept.of(kind="stop")]),
     }
     print(json.dumps(results, indent=1))
     write_result("rank_kills", CLAIM, results)

@@ -11,14 +11,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.common import machine_kind, spread, write_result
-from benchmarks.runs.run_costs import rows
+from benchmarks.run_command import step_rows, train, train_command
+from benchmarks.turns import ratio
 
 CLAIM = "a run of one process under torchrun has the losses of the plain run bit for bit, and its step time within 2 %"
 FIRST = 10
@@ -30,21 +29,16 @@ SETTINGS = {
     "checkpoint.interval": "0", "checkpoint.interval_minutes": "0", "checkpoint.save_last": "false",
     "log.report": "false",
 }  # fmt: skip
-LAUNCH = {"plain": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]}
+RANKS = {"plain": 0, "torchrun": 1}
 
 
 def steps(how: str, base: Path, count: int, threads: int) -> tuple[list[float], list[float]]:
     """Seconds of the steps of a run, and their losses."""
     settings = SETTINGS | {"run.dir": str(base / how), "data.cache_dir": str(base / "cache")}
     settings |= {"train.steps": str(count), "run.threads": str(threads)}
-    command = [sys.executable, *LAUNCH[how], "-m", "tilewright", "train", "zero_cpu"]
-    command += [f"--{key}={value}" for key, value in settings.items()]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout[-1000:] + done.stderr[-3000:])
-    found = [row for row in rows(base / how / "job" / "metrics.jsonl") if "loss" in row]
+    command = train_command("zero_cpu", settings, ranks=RANKS[how])
+    train(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    found = step_rows(base / how / "job")
     shutil.rmtree(base / how)
     return [row["step_s"] for row in found], [row["loss"] for row in found]
 
@@ -57,7 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    medians: dict[str, list[float]] = {how: [] for how in LAUNCH}
+    medians: dict[str, list[float]] = {how: [] for how in RANKS}
     losses = []
     with tempfile.TemporaryDirectory() as name:
         steps("plain", Path(name), FIRST, args.threads)  # the data are in the cache from here on
@@ -65,18 +59,17 @@ def main() -> None:
         for pair in range(args.pairs):
             if (time.monotonic() - began) * (pair + 1) > args.seconds * max(pair, 1):
                 break
-            for how in sorted(LAUNCH, reverse=bool(pair % 2)):
+            for how in sorted(RANKS, reverse=bool(pair % 2)):
                 seconds, found = steps(how, Path(name), args.steps, args.threads)
                 medians[how].append(statistics.median(seconds[FIRST:]))
                 losses.append(found)
             print(f"pair {pair + 1}: {medians['torchrun'][-1] / medians['plain'][-1] - 1:+.2%}", flush=True)
-    ratios = [ours / plain for ours, plain in zip(medians["torchrun"], medians["plain"], strict=True)]
     results = {
-        "pairs": len(ratios),
+        "pairs": len(medians["plain"]),
         "steps": args.steps,
         "threads": args.threads,
         "step_s": {how: spread(found) for how, found in medians.items()},
-        "torchrun_to_plain": spread(ratios),
+        "torchrun_to_plain": ratio(medians["torchrun"], medians["plain"]),
         "losses_equal": [found == losses[0] for found in losses],
     }
     print(json.dumps(results, indent=1))

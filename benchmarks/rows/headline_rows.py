@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.loops import Batch, executor_of, hf_llama, token_batch
+
 MICRO, ROWS, SEQ, TEXTS = 4, 2, 512, 3
 """Micro-batches a step, rows in each, tokens in a row, and different steps before rows come again (so losses fall)."""
 CHUNK = 256
@@ -82,14 +84,9 @@ def recipe_of(name: str, tiny: bool) -> Any:
     return load_recipe("slice_cpu", settings, environ={}).recipe
 
 
-def microbatches(step: int, vocab: int) -> list[dict[str, Tensor]]:
+def microbatches(step: int, vocab: int) -> list[Batch]:
     """The rows of a step."""
-    made = []
-    for micro in range(MICRO):
-        generator = torch.Generator().manual_seed(100 * (step % TEXTS) + micro)
-        rows = torch.randint(0, vocab, (ROWS, SEQ + 1), generator=generator)
-        made.append({"input_ids": rows[:, :-1], "labels": rows[:, 1:].contiguous()})
-    return made
+    return [token_batch(vocab, ROWS, SEQ, 100 * (step % TEXTS) + micro) for micro in range(MICRO)]
 
 
 # ---- ours ----
@@ -97,58 +94,10 @@ def microbatches(step: int, vocab: int) -> list[dict[str, Tensor]]:
 
 def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     """Our decoder under the recipe's formats, optimizer and executor."""
-    from tilewright.core.hardware import detect_machine
-    from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-    from tilewright.memory.tracking.tracker import MemoryTracker
-    from tilewright.models.build import build_model, init_weights
-    from tilewright.ops.kernels import Kernels
-    from tilewright.optim.adam import DeepSeekAdam
-    from tilewright.optim.clip import GradClip
-    from tilewright.optim.param_groups import decay_groups
-    from tilewright.parallel.world import World
-    from tilewright.precision.convert import convert
-    from tilewright.precision.policy.policy import Policy
-    from tilewright.training.components.model import first_values
-    from tilewright.training.executor.base import ExecutorInputs
-    from tilewright.training.executor.kinds import layer_major_executor
-    from tilewright.training.executor.standard import StandardExecutor
-
     recipe = recipe_of(name, tiny)
-    optim, vocab, folder = recipe.optim, recipe.data.vocab_size, Path("runs") / "benchmark"
-    kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_chunk_bytes=recipe.memory.loss_chunk_bytes)
-    sliced = recipe.memory.can.offload
-    model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
-    values = first_values(recipe, model) if sliced else None
-    if values is None:
-        init_weights(model, recipe.run.seed)
-    parameters = "" if optim.master_weights == "fp32" else "bf16"
-    convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=kernels)
-    if values is not None:
-        to_placeholders(model, "cpu")
-        fill_buffers(model, values)
-    model.train()
-    model.activation_checkpoint = recipe.train.activation_checkpoint
-    model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    if compiled:
-        model.compile_blocks()
-    optimizer = DeepSeekAdam(
-        decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
-        master=optim.master_weights, kernels=kernels,
-    )  # fmt: skip
-    clip = GradClip(optim.clip_norm)
-    if sliced:
-        tracker = MemoryTracker("cpu")
-        executor = layer_major_executor(
-            ExecutorInputs(
-                recipe, model, optimizer, None, clip, None, None, tracker, kernels, World.alone(), folder, values
-            )
-        )
-        executor.memory_tracker = (
-            None  # its phases reset the mark of the largest resident set, which the benchmark reads
-        )
-    else:
-        executor = StandardExecutor(model, optimizer, clip=clip)
-    return lambda count: executor.step(microbatches(count, vocab), optim.lr).loss
+    executor = executor_of(recipe, compiled, Path("runs") / "benchmark")
+    executor.memory_tracker = None  # its phases reset the mark of the largest resident set, which the benchmark reads
+    return lambda count: executor.step(microbatches(count, recipe.data.vocab_size), recipe.optim.lr).loss
 
 
 # ---- theirs ----
@@ -156,17 +105,14 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
 
 def _llama(recipe: Any, dtype: torch.dtype, compiled: bool) -> Any:
     """Hugging Face's Llama of the recipe's shape, with the weights that our rows start from."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     from tilewright.models.build import build_model, random_values
 
     shape, vocab = recipe.model, recipe.data.vocab_size
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=shape.dim, intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_heads,
-        max_position_embeddings=SEQ, rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    sizes = {"dim": shape.dim, "ffn": shape.ffn_dim, "layers": shape.num_layers, "heads": shape.num_heads}
+    more = {"kv_heads": shape.num_heads, "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}
+    config = hf_llama(vocab, SEQ, **sizes, **more)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     values = random_values(build_model(shape, vocab, device="meta"), recipe.run.seed)
     with torch.no_grad():

@@ -13,18 +13,20 @@ python -m benchmarks.runs.default_job [--rungs adamw default adamw:3e-3 ...] [--
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, Stolen, machine_kind, spread, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.run_command import held_out, rows, step_rows, train_command
+from benchmarks.run_command import train as train_run
+from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.units import bits_per_byte
 from tilewright.training.assemble import prepare_data
 
 CLAIM = "the default job reaches 2.0 bits per byte held out in 5 minutes, mean of three seeds (aim: 1.85)"
-RUNS = RESULTS / "default_job_runs.jsonl"
+RUNS = KeptRows(RESULTS / "default_job_runs.jsonl")
 
 SMALL_STEPS = {"data.seq_len": "256", "train.micro_batch_size": "16"}
 SMALL_VOCAB = SMALL_STEPS | {"data.vocab_size": "4096"}
@@ -55,32 +57,29 @@ STEPS = {
 """Of a run: as many seconds for all, by their seconds per step."""
 
 
-def arguments(rung: str) -> list[str]:
-    """Recipe and settings of a rung, as typed; `RUNG:RATE` is the rung at another learning rate."""
+def arguments(rung: str) -> tuple[str, dict[str, object]]:
+    """Recipe and settings of a rung; `RUNG:RATE` is the rung at another learning rate."""
     name, _, rate = rung.partition(":")
     recipe, settings = RUNGS[name]
-    settings = settings | ({"optim.lr": rate} if rate else {})
-    return [recipe, *(part for key, value in settings.items() for part in (f"--{key}", value))]
+    return recipe, settings | ({"optim.lr": rate} if rate else {})
 
 
 def step_seconds(rung: str, steps: int, folder: Path) -> float:
     """Median seconds of a step, the first five left out."""
-    rows, _ = train(rung, 0, steps, folder)
-    return statistics.median(row["step_s"] + row["wait_s"] for row in rows if row.get("step", 0) > 5 and "loss" in row)
+    trained = step_rows(train(rung, 0, steps, folder))
+    return statistics.median(row["step_s"] + row["wait_s"] for row in trained if row["step"] > 5)
 
 
-def train(rung: str, seed: int, steps: int, folder: Path, threads: int = 0) -> tuple[list[dict], dict]:
-    """Rows of metrics, and the data's summary, of one run through the command line."""
+def train(rung: str, seed: int, steps: int, folder: Path, threads: int = 0) -> Path:
+    """One run through the command line; its folder."""
     name = f"{rung.replace(':', '_')}-{seed}-{steps}"
     settings = {
-        "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "train.steps": str(steps),
-        "train.eval_interval": "0", "train.eval_batches": "16", "train.sample_tokens": "0", "run.threads": str(threads),
+        "run.dir": folder, "run.name": name, "run.seed": seed, "train.steps": steps, "train.eval_interval": 0,
+        "train.eval_batches": 16, "train.sample_tokens": 0, "run.threads": threads,
     }  # fmt: skip
-    options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    command = [sys.executable, "-m", "tilewright", "train", *arguments(rung), *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], json.loads((folder / name / "data.json").read_text())
+    recipe, more = arguments(rung)
+    train_run(train_command(recipe, more | settings))
+    return folder / name
 
 
 def calibrate(rounds: int, steps: int) -> None:
@@ -92,11 +91,11 @@ def calibrate(rounds: int, steps: int) -> None:
                 samples[rung].append(step_seconds(rung, steps, Path(folder) / str(turn)))
                 print(f"round {turn + 1}: {rung:<12} {samples[rung][-1]:.3f} s per step", flush=True)
     results = {rung: spread(times) for rung, times in samples.items()}
-    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["adamw"], strict=True)]
+    over = ratio(samples["default"], samples["adamw"])
     write_result(
         f"default_job_steps_{machine_kind()}",
         "a Muon step takes at most 1.15 of AdamW's",
-        {"unit": "seconds per step", **results, "default over adamw": spread(ratio), "stolen_share": stolen.share},
+        {"unit": "seconds per step", **results, "default over adamw": over, "stolen_share": stolen.share},
     )
 
 
@@ -109,18 +108,16 @@ def run_seconds() -> dict[str, float]:
     return {rung: STEPS[rung] * seconds[rung]["median"] for rung in RUNGS}
 
 
-def held_out(rows: list[dict]) -> float:
+def bits_of(run: Path) -> float:
     """Bits per byte over all domains."""
-    domains = [row["eval"] for row in rows if "eval" in row][-1].values()
+    domains = held_out(run).values()
     nats = sum(domain["loss"] * domain["tokens"] for domain in domains)
     return bits_per_byte(nats, sum(domain["bytes"] for domain in domains))
 
 
 def known_runs(text: str = "") -> list[dict]:
     """The runs that are there, on this text or on any."""
-    if not RUNS.exists():
-        return []
-    return [run for line in RUNS.read_text().splitlines() if (run := json.loads(line))["text"] == text or not text]
+    return RUNS.of(text=text) if text else RUNS.all()
 
 
 def text_of(summary: dict) -> str:
@@ -145,15 +142,13 @@ def main() -> None:
     for seed in range(args.seeds):
         for rung in args.rungs:
             wanted = {"rung": rung, "seed": seed, "steps": STEPS[rung.partition(":")[0]], "text": text}
-            if any(wanted.items() <= run.items() for run in known_runs(text)):
+            if RUNS.of(**wanted):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                rows, data = train(rung, seed, wanted["steps"], Path(folder), args.threads)
-            tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
-            run = wanted | {"bits_per_byte": held_out(rows), "tokens": tokens, "text": text_of(data)}
-            with RUNS.open("a") as file:
-                file.write(json.dumps(run) + "\n")
-            print(f"{rung:<12} seed {seed}: {run['bits_per_byte']:.3f} bits per byte", flush=True)
+                run = train(rung, seed, wanted["steps"], Path(folder), args.threads)
+                tokens = [row["tokens"] for row in rows(run / "metrics.jsonl") if "tokens" in row][-1]
+                text_of_run = text_of(json.loads((run / "data.json").read_text()))
+                RUNS.add(wanted | {"bits_per_byte": bits_of(run), "tokens": tokens, "text": text_of_run})
     write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs()))
 
 

@@ -16,15 +16,18 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, Stolen, machine_kind, spread, write_result
+from benchmarks.kept_rows import KeptRows
+from benchmarks.loops import hf_llama, hf_trainer, step_clock
+from benchmarks.runs.default_job import RUNS as OUR_RUNS
 from benchmarks.runs.default_job import STEPS as OUR_STEPS
-from benchmarks.runs.default_job import known_runs, step_seconds, text_of
+from benchmarks.runs.default_job import step_seconds, text_of
+from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import bits_per_byte
@@ -35,24 +38,20 @@ CLAIM = "the default job is at least 0.15 bits per byte ahead of Hugging Face's 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 STEPS = 620
 """Of the peer: at least as many seconds of training as the default job's 600 take (`--calibrate`)."""
-RUNS = RESULTS / "default_peer_runs.jsonl"
+RUNS = KeptRows(RESULTS / "default_peer_runs.jsonl")
 SEQ, ROWS, IGNORE = 256, 16, -100
 
 
 def model_of(recipe: Recipe, vocab_size: int, seed: int) -> torch.nn.Module:
     """The peer's model: the shape of the default job's, with the library's own initial weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from tilewright.models.build import decoder_config
 
     ours = decoder_config(recipe.model, vocab_size)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=ours.dim, intermediate_size=ours.ffn_dim, num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads, max_position_embeddings=SEQ,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    sizes = {"dim": ours.dim, "ffn": ours.ffn_dim, "layers": ours.num_layers}
+    return LlamaForCausalLM(hf_llama(vocab_size, SEQ, heads=ours.num_heads, kv_heads=ours.num_kv_heads, **sizes))
 
 
 def rows_of(stream: np.ndarray) -> np.ndarray:
@@ -76,26 +75,14 @@ class Rows(torch.utils.data.Dataset):
 
 def train_peer(data: PreparedData, recipe: Recipe, rate: float, seed: int, steps: int) -> tuple[torch.nn.Module, list]:
     """The Trainer's model after `steps` steps, and the seconds of each step."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times = [time.perf_counter()]
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.times.append(time.perf_counter())
-
-    model, clock = model_of(recipe, data.vocab_size, seed), Clock()
-    train = Rows(rows_of(np.load(data._corpus / "train.npy", mmap_mode="r")))
+    model, clock = model_of(recipe, data.vocab_size, seed), step_clock()
+    rows = Rows(rows_of(np.load(data._corpus / "train.npy", mmap_mode="r")))
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            folder, per_device_train_batch_size=ROWS, max_steps=steps, bf16=True, torch_compile=True,
+        hf_trainer(
+            model, rows, folder, clock, per_device_train_batch_size=ROWS, max_steps=steps, torch_compile=True,
             optim="adamw_torch_fused", learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=20,
-            adam_beta2=0.95, weight_decay=0.1, max_grad_norm=1.0, logging_steps=100, save_strategy="no",
-            report_to="none", disable_tqdm=True, use_cpu=True, dataloader_drop_last=True, seed=seed,
-            include_num_input_tokens_seen="no",
-        )  # fmt: skip
-        Trainer(model, args, train_dataset=train, callbacks=[clock]).train()
+            logging_steps=100, seed=seed,
+        ).train()  # fmt: skip
     return model.float().eval(), np.diff(clock.times).tolist()
 
 
@@ -145,19 +132,15 @@ def calibrate(data: PreparedData, recipe: Recipe, rounds: int) -> None:
             samples["trainer"].append(statistics.median(times[5:]))
             print(f"round {turn + 1}: " + ", ".join(f"{name} {found[-1]:.3f} s" for name, found in samples.items()))
     results = {name: spread(found) for name, found in samples.items()}
-    ratio = spread([ours / theirs for ours, theirs in zip(samples["default"], samples["trainer"], strict=True)])
+    over = ratio(samples["default"], samples["trainer"])
     seconds = {
         "default": OUR_STEPS["default"] * results["default"]["median"], "trainer": STEPS * results["trainer"]["median"],
     }  # fmt: skip
     write_result(
         steps_path().stem,
         "the peer gets at least as many seconds as the default job trains",
-        {"unit": "seconds per step", **results, "ratio": ratio, "run_seconds": seconds, "stolen_share": stolen.share},
+        {"unit": "seconds per step", **results, "ratio": over, "run_seconds": seconds, "stolen_share": stolen.share},
     )
-
-
-def known() -> list[dict]:
-    return [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
 
 
 def main() -> None:
@@ -177,14 +160,11 @@ def main() -> None:
 
     def run(rate: float, seed: int) -> float:
         wanted = {"rate": rate, "seed": seed, "steps": STEPS, "text": text_of(data.summary)}
-        for found in known():
-            if wanted.items() <= found.items():
-                return min(found["bits_per_byte"].values())
+        for found in RUNS.of(**wanted):
+            return min(found["bits_per_byte"].values())
         model, _ = train_peer(data, recipe, rate, seed, STEPS)
         found = held_out(model, data, recipe)
-        with RUNS.open("a") as file:
-            file.write(json.dumps(wanted | {"bits_per_byte": found}) + "\n")
-        print(f"rate {rate:g}, seed {seed}: {found}", flush=True)
+        RUNS.add(wanted | {"bits_per_byte": found})
         return min(found.values())
 
     by_rate = {rate: run(rate, 0) for rate in RATES}
@@ -192,13 +172,10 @@ def main() -> None:
     for seed in range(args.seeds):
         run(best, seed)
     gaps, losses = [], []
-    for found in known():  # of every text: a gap is between two runs on the same one
-        if found["rate"] == best and found["steps"] == STEPS:
-            losses.append(min(found["bits_per_byte"].values()))
-            ours = {"rung": "default", "seed": found["seed"], "steps": recipe.train.steps}
-            gaps += [
-                losses[-1] - mine["bits_per_byte"] for mine in known_runs(found["text"]) if ours.items() <= mine.items()
-            ]
+    for found in RUNS.of(rate=best, steps=STEPS):  # of every text: a gap is between two runs on the same one
+        losses.append(min(found["bits_per_byte"].values()))
+        ours = OUR_RUNS.of(rung="default", seed=found["seed"], steps=recipe.train.steps, text=found["text"])
+        gaps += [losses[-1] - mine["bits_per_byte"] for mine in ours]
     seconds = json.loads(steps_path().read_text())["results"]["run_seconds"] if steps_path().exists() else None
     results = {
         "unit": "bits per byte, held out", "rate": best, "steps": STEPS, "run_seconds": seconds, "by_rate": by_rate,

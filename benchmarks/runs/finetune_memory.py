@@ -33,6 +33,9 @@ import numpy as np
 import psutil
 
 from benchmarks.common import Stolen, machine_kind, spread, write_result
+from benchmarks.loops import hf_trainer, step_clock
+from benchmarks.run_command import step_rows, train_command
+from benchmarks.worker import RETURNS_FREED, command_of
 
 CLAIM = (
     "a full-parameter fine-tune of a model of Qwen3-0.6B's shape takes at most 4 GiB for the whole process, adapters "
@@ -61,8 +64,6 @@ OURS = {
 }  # fmt: skip
 PEERS = ("trainer", "in_backward")
 START = "start"
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""For the peers too; ours sets it by itself."""
 
 
 def make_folder(folder: Path, tiny: bool) -> None:
@@ -106,8 +107,7 @@ def settings_of(name: str, folder: Path) -> dict[str, str]:
 def ours(name: str, folder: Path) -> dict[str, Any]:
     """One run through the command line."""
     settings = settings_of(name, folder)
-    command = [sys.executable, "-m", "tilewright", "train", *(f"--{key}={value}" for key, value in settings.items())]
-    return outcome(command, Path(settings["run.dir"]) / settings["run.name"])
+    return outcome(train_command("default", settings), Path(settings["run.dir"]) / settings["run.name"])
 
 
 def start(folder: Path) -> dict[str, Any]:
@@ -134,8 +134,7 @@ def outcome(command: list[str], run: Path) -> dict[str, Any]:
                 seen.setdefault(phase, (round(seconds, 1), round(cpu_s, 1)))
 
     peak = watched(command, os.environ, look)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = step_rows(run)
     plan = json.loads((run / "plan.json").read_text())
     return {
         "peak_bytes": peak,
@@ -149,8 +148,8 @@ def outcome(command: list[str], run: Path) -> dict[str, Any]:
 
 def peer(name: str, folder: Path, tiny: bool) -> dict[str, Any]:
     """One run of a peer, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.runs.finetune_memory", "--worker", name, "--folder", str(folder)]
-    peak = watched(command + ["--tiny"] * tiny, os.environ | ALLOCATOR)
+    command = command_of("runs.finetune_memory", "--worker", name, "--folder", str(folder), *["--tiny"] * tiny)
+    peak = watched(command, os.environ | RETURNS_FREED)
     return {"peak_bytes": peak} | json.loads((folder / f"{name}.json").read_text())
 
 
@@ -206,26 +205,14 @@ def worker(name: str, folder: Path) -> None:
 def train_trainer(model: Any, rows: np.ndarray, folder: Path) -> tuple[list[float], list[float]]:
     """Hugging Face's Trainer."""
     import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times, self.losses = [time.perf_counter()], []
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.times.append(time.perf_counter())
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            self.losses += [float(logs["loss"])] if "loss" in logs else []
-
-    clock = Clock()
+    clock = step_clock()
     data = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
-    args = TrainingArguments(
-        str(folder / "trainer"), per_device_train_batch_size=BATCH, max_steps=STEPS, bf16=True,
-        gradient_checkpointing=True, optim="adamw_torch_8bit", learning_rate=1e-5, logging_steps=1, use_cpu=True,
-        save_strategy="no", report_to="none", disable_tqdm=True, max_grad_norm=1.0,
-    )  # fmt: skip
-    Trainer(model, args, train_dataset=data, callbacks=[clock]).train()
+    hf_trainer(
+        model, data, str(folder / "trainer"), clock, per_device_train_batch_size=BATCH, max_steps=STEPS,
+        gradient_checkpointing=True, optim="adamw_torch_8bit", learning_rate=1e-5, adam_beta2=0.999, weight_decay=0.0,
+        logging_steps=1, use_cpu=True,
+    ).train()  # fmt: skip
     return clock.losses, np.diff(clock.times).tolist()
 
 

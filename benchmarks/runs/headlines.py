@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -27,6 +26,7 @@ import psutil
 from benchmarks.common import machine_kind, spread, write_result
 from benchmarks.rows.headline_rows import MICRO, PEERS, ROWS, ROWS_OF, SEQ, load_libraries, make_step, why_not
 from benchmarks.rows.headline_table import table
+from benchmarks.worker import RETURNS_FREED, Turns, TurnTaker, command_of, contest, take_turns
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.units import format_bytes, parse_bytes
 
@@ -37,8 +37,6 @@ CLAIM = (
 WARMUP, CAPPED_STEPS = 1, 2
 TIMES = ("step_s", "processor_s")
 """Wall time, and processor time over all threads: the second one does not count waiting for other programs."""
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""For all rows: what is freed goes back to the system, so that the peak is what was needed."""
 PAIRS = (
     *(("bits8", other) for other in ("autocast", *PEERS, "standard")),
     *(("bits8_disk", other) for other in ("autocast", *PEERS, "standard")),
@@ -61,9 +59,9 @@ def worker(name: str, args: argparse.Namespace) -> None:
     load_libraries(name)
     base = psutil.Process().memory_info().rss
     step, highest = make_step(name, args.modes == ["compiled"], args.tiny), 0
-    for count in range(10**9):
-        if count >= WARMUP and not sys.stdin.readline():
-            return
+
+    def turn(count: int) -> dict[str, float]:
+        nonlocal highest
         if count == WARMUP and mark is not None:
             highest = mark.peak()
             mark.reset_peak()
@@ -72,48 +70,35 @@ def worker(name: str, args: argparse.Namespace) -> None:
         took = {"step_s": time.perf_counter() - began, "processor_s": time.process_time() - began_processor}
         steps = mark.peak() if mark is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peaks = {"peak_bytes": max(highest, steps), "steps_peak_bytes": steps, "base_bytes": base}
-        print(json.dumps({"loss": loss} | took | peaks), flush=True)
+        return {"loss": loss} | took | peaks
+
+    take_turns(turn, WARMUP)
 
 
-def start(name: str, mode: str, args: argparse.Namespace, cap: int = 0) -> subprocess.Popen:
-    """A row's process."""
-    command = [sys.executable, "-m", "benchmarks.runs.headlines", "--worker", name, "--modes", mode]
-    command += ["--cap-bytes", str(cap), *(["--tiny"] * args.tiny)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE if cap else None}
-    return subprocess.Popen(command, text=True, env=os.environ | ALLOCATOR, **pipes)
-
-
-def answer(name: str, process: subprocess.Popen) -> dict[str, float]:
-    """What the process prints of its next step; other lines, of libraries, are passed over."""
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise SystemExit(f"row {name} ended with code {process.wait()}")
+def arguments_of(name: str, mode: str, args: argparse.Namespace, cap: int = 0) -> list[str]:
+    """Of a row's process."""
+    return ["--worker", name, "--modes", mode, "--cap-bytes", str(cap), *(["--tiny"] * args.tiny)]
 
 
 # ---- all rows ----
 
 
-def contest(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+def compared(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Steps in turns: seconds, peaks and losses by row, and pairs of rows."""
     names = [name for name in ROWS_OF[mode] if name in args.only]
     results: dict[str, Any] = {name: {"not_measured": reason} for name in names if (reason := why_not(name))}
-    processes: dict[str, subprocess.Popen] = {}
-    found: dict[str, list[dict[str, float]]] = {}
-    for name in names:
-        if name not in results:
-            process = processes[name] = start(name, mode, args)
-            found[name] = [answer(name, process) for _ in range(WARMUP)]
-            print(f"{mode} {name}: {json.dumps(found[name])}", flush=True)
-    for _ in range(args.rounds):
-        for name, process in processes.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            found[name].append(answer(name, process))
-        print({name: [round(rows[-1][key], 1) for key in TIMES] for name, rows in found.items()}, flush=True)
-    for process in processes.values():
-        process.stdin.close()
-        process.wait()
+    takers: dict[str, TurnTaker] = {}
+    warm: Turns = {}
+    for name in (name for name in names if name not in results):
+        environ = os.environ | RETURNS_FREED
+        taker = takers[name] = TurnTaker(name, "runs.headlines", *arguments_of(name, mode, args), environ=environ)
+        warm[name] = [taker.answer() for _ in range(WARMUP)]
+        print(f"{mode} {name}: {json.dumps(warm[name])}", flush=True)
+
+    def after(turns: Turns) -> None:
+        print({name: [round(rows[-1][key], 1) for key in TIMES] for name, rows in turns.items()}, flush=True)
+
+    found = {name: warm[name] + rows for name, rows in contest(takers, args.rounds, after).items()}
     for name, rows in found.items():
         results[name] = {
             **{key: spread([row[key] for row in rows[WARMUP:]]) for key in TIMES},
@@ -142,7 +127,9 @@ def capped(args: argparse.Namespace) -> dict[str, Any]:
     for name in ROWS_OF["eager"]:
         if name not in args.only or why_not(name):
             continue
-        process = start(name, "eager", args, results["limit_bytes"])
+        command = command_of("runs.headlines", *arguments_of(name, "eager", args, results["limit_bytes"]))
+        pipe, environ = subprocess.PIPE, os.environ | RETURNS_FREED
+        process = subprocess.Popen(command, text=True, env=environ, stdin=pipe, stdout=pipe, stderr=pipe)
         out, err = process.communicate("go\n" * (CAPPED_STEPS - WARMUP))
         rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         results[name] = {"finished": process.returncode == 0 and len(rows) == CAPPED_STEPS, "steps": len(rows)}
@@ -174,7 +161,7 @@ def main() -> None:
     if "contest" in args.parts:
         results: dict[str, Any] = {"tokens_per_step": MICRO * ROWS * SEQ}
         for mode in args.modes:
-            results[mode] = contest(mode, args)
+            results[mode] = compared(mode, args)
             path = write_result(f"headlines_{kind}", CLAIM, results)
             path.with_suffix(".md").write_text("\n".join(table(json.loads(path.read_text()), None)) + "\n")
     if "cap" in args.parts:

@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import spread, write_result
-from benchmarks.runs.run_costs import rows
+from benchmarks.run_command import rows, step_rows, train_command
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 
 CLAIM = (
@@ -42,8 +41,7 @@ SETTINGS = {
 def start(folder: Path) -> subprocess.Popen:
     """The job in `folder`, begun or continued."""
     settings = SETTINGS | {"run.dir": str(folder), "data.cache_dir": str(folder.parent / "cache")}
-    command = [sys.executable, "-m", "tilewright", "train", *(f"--{key}={value}" for key, value in settings.items())]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(train_command("default", settings), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen) -> None:
@@ -75,7 +73,7 @@ def is_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> b
 
 def lost_seconds(folder: Path) -> float:
     """Seconds of training after the newest checkpoint, which a kill has cost; 0 before the first step."""
-    steps = {row["step"]: row["time_s"] for row in rows(folder / "job" / "metrics.jsonl") if "loss" in row}
+    steps = {row["step"]: row["time_s"] for row in step_rows(folder / "job")}
     if not steps:
         return 0.0
     store = CheckpointStore(folder / "job" / "checkpoints")
@@ -115,7 +113,7 @@ def main() -> None:
             events = rows(job / "job" / "events.jsonl")
             resumed += sum(row["kind"] == "resume" for row in events)
             writes = [row["write_s"] for row in events if row["kind"] == "save"]
-            steps = [row["step_s"] for row in rows(job / "job" / "metrics.jsonl") if "loss" in row]
+            steps = [row["step_s"] for row in step_rows(job / "job")]
             shutil.rmtree(job)
             print(f"{len(lost)} kills, {len(same)} runs, {sum(same)} with equal bits", flush=True)
         results = {

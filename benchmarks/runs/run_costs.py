@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import parser_of, spread, write_result
+from benchmarks.run_command import TRAIN_ALONE, rows, step_rows, train_command
 
 CLAIM = (
     "data wait under 1 % of step time; checkpoint stall under 2 % of an interval; recovery from kill -9 to the next "
@@ -24,25 +25,13 @@ CLAIM = (
 SAVE_EVERY, STEPS, KILL_AT = 20, 80, 50
 
 
-def rows(path: Path) -> list[dict]:
-    """The rows of a .jsonl file; a line corrupt by the kill is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
 def start(folder: Path) -> subprocess.Popen:
     """Recipe cpu_10m, shortened, with every step logged."""
-    settings = {
-        "run.dir": str(folder), "run.name": "costs", "train.steps": str(STEPS), "train.log_interval": "1",
-        "train.eval_interval": "0", "train.sample_tokens": "0", "checkpoint.interval": str(SAVE_EVERY),
-        "checkpoint.interval_minutes": "0",
+    settings = TRAIN_ALONE | {
+        "run.dir": folder, "run.name": "costs", "train.steps": STEPS, "train.log_interval": 1,
+        "checkpoint.interval": SAVE_EVERY, "log.report": "true",
     }  # fmt: skip
-    options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tilewright", "train", "cpu_10m", *options], stdout=subprocess.DEVNULL
-    )
+    return subprocess.Popen(train_command("cpu_10m", settings), stdout=subprocess.DEVNULL)
 
 
 def last_step(metrics: Path) -> int:
@@ -88,7 +77,7 @@ def main() -> None:
         recovery = time.time() - killed
         if process.wait() != os.EX_OK:
             raise SystemExit(f"the resumed run ended with code {process.returncode}")
-        steps = [row for row in rows(run / "metrics.jsonl") if "loss" in row]
+        steps = step_rows(run)
         saves = [row for row in rows(run / "events.jsonl") if row["kind"] == "save"]
     steady = [row for row in steps if row["step"] > saved + 3]
     step_s = statistics.median(row["step_s"] for row in steady)

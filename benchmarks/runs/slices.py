@@ -16,10 +16,7 @@ python -m benchmarks.runs.slices [--rounds 3] [--short 256] [--long 4096] [--com
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.loops import Batch, executor_of, token_batch
+from benchmarks.worker import RETURNS_FREED, TurnTaker, contest, take_turns
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.units import format_bytes
 
@@ -53,8 +52,6 @@ MICRO, TOKENS, DOCUMENTS, WARMUP = 2, 4096, 4, 1
 SHAPE = {"dim": "256", "num_layers": "4", "num_heads": "4", "ffn_dim": "1024"}
 VOCAB = "4096"
 TINY = {"dim": "64", "num_layers": "2", "num_heads": "2", "ffn_dim": "128"}
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""For all contenders: what is freed goes back to the system, so that the peak is what was needed."""
 
 
 def recipe_of(name: str, args: argparse.Namespace) -> Any:
@@ -67,118 +64,49 @@ def recipe_of(name: str, args: argparse.Namespace) -> Any:
     return load_recipe("slice_cpu", settings, environ={}).recipe
 
 
-def microbatches(step: int, vocab: int, length: int, tokens: int) -> list[dict[str, torch.Tensor]]:
+def microbatches(step: int, vocab: int, length: int, tokens: int) -> list[Batch]:
     """Rows of random tokens, each of several documents of one length."""
     made, rows = [], max(tokens // length, 1)
     inside = length // DOCUMENTS
     place = torch.arange(length).expand(rows, -1)
     for micro in range(MICRO):
-        generator = torch.Generator().manual_seed(100 * step + micro)
-        ids = torch.randint(0, vocab, (rows, length + 1), generator=generator)
-        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
+        batch = token_batch(vocab, rows, length, 100 * step + micro)
         made.append(batch | {"positions": place % inside, "segments": (place // inside).int()})
     return made
 
 
-def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
-    """Model, optimizer and executor, as a run builds them."""
-    from tilewright.core.hardware import detect_machine
-    from tilewright.memory.chunked_mlp import chunk_mlps
-    from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-    from tilewright.memory.tracking.tracker import MemoryTracker
-    from tilewright.models.build import build_model
-    from tilewright.ops.kernels import Kernels
-    from tilewright.optim.adam import DeepSeekAdam
-    from tilewright.optim.clip import GradClip
-    from tilewright.optim.param_groups import decay_groups
-    from tilewright.parallel.world import World
-    from tilewright.precision.convert import convert
-    from tilewright.precision.policy.policy import Policy
-    from tilewright.training.components.model import first_values
-    from tilewright.training.executor.base import ExecutorInputs
-    from tilewright.training.executor.kinds import layer_major_executor
-
-    memory, optim = recipe.memory, recipe.optim
-    sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
-    kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
-    model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
-    values = first_values(recipe, model)
-    convert(model, Policy.from_section(recipe.precision, "cpu", parameters="bf16"), kernels=kernels)
-    to_placeholders(model, "cpu")
-    fill_buffers(model, values)
-    model.train()
-    model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    if compiled:
-        model.compile_blocks()
-    if memory.mlp_chunks > 1:
-        chunk_mlps(model, memory.mlp_chunks, print, compile=compiled)
-    optimizer = DeepSeekAdam(
-        decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
-        master=optim.master_weights, kernels=kernels,
-    )  # fmt: skip
-    return layer_major_executor(
-        ExecutorInputs(
-            recipe, model, optimizer, None, GradClip(optim.clip_norm), None, None, MemoryTracker("cpu"), kernels,
-            World.alone(), folder, values,
-        )
-    )  # fmt: skip
-
-
 def worker(name: str, length: int, args: argparse.Namespace) -> None:
-    """Warm up, then take a step for each line on stdin; tell seconds, peak bytes and loss of each."""
+    """Warm up, then take a step when it is its turn; tell seconds, peak bytes and loss of each."""
     from tilewright.memory.tracking.process_memory import make_probe
 
     recipe = recipe_of(name, args)
     with tempfile.TemporaryDirectory() as folder:
-        executor = make_executor(recipe, args.compile, Path(folder))
+        executor = executor_of(recipe, args.compile, Path(folder))
         probe = make_probe(torch.device("cpu"))
-        for step in range(10**9):
-            if step >= WARMUP and not sys.stdin.readline():
-                return
+
+        def turn(step: int) -> dict[str, float]:
             batches = microbatches(step, recipe.data.vocab_size, length, args.tokens)
             held, start = probe.current(), time.perf_counter()
-            with executor.memory_tracker.phase(
-                "step"
-            ):  # the memory tracker's boundaries inside reset the mark, so it keeps the peaks
+            with executor.memory_tracker.phase("step"):  # its boundaries inside reset the mark, so it keeps the peaks
                 loss = executor.step(batches, recipe.optim.lr).loss
             seconds = time.perf_counter() - start
             peak = max(executor.memory_tracker.snapshot(None, None)["phases"].values())
-            told = {"step_s": seconds, "peak_bytes": peak, "above_bytes": peak - held, "loss": loss}
-            print(json.dumps(told), flush=True)
+            return {"step_s": seconds, "peak_bytes": peak, "above_bytes": peak - held, "loss": loss}
+
+        take_turns(turn, WARMUP)
 
 
-def start(name: str, length: int, args: argparse.Namespace) -> subprocess.Popen:
-    """A contender's process."""
-    command = [sys.executable, "-m", "benchmarks.runs.slices", "--worker", name, "--length", str(length)]
-    command += ["--tokens", str(args.tokens)] + ["--tiny"] * args.tiny + ["--compile"] * args.compile
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=os.environ | ALLOCATOR, **pipes)
-
-
-def answer(name: str, process: subprocess.Popen) -> dict[str, float]:
-    """What the process tells of its next step."""
-    for line in process.stdout or ():
-        if line.startswith("{"):
-            return json.loads(line)
-    raise SystemExit(f"{name} ended with {process.wait()}")
-
-
-def contest(length: int, args: argparse.Namespace) -> dict[str, Any]:
+def compared(length: int, args: argparse.Namespace) -> dict[str, Any]:
     """All contenders at one length of rows, in turns."""
-    names = [name for name in CONTENDERS if not args.only or name in args.only]
-    processes = {name: start(name, length, args) for name in names}
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for name, process in processes.items():  # warm-up, not counted
+    takers = {}
+    for name in (name for name in CONTENDERS if not args.only or name in args.only):
+        flags = ["--tokens", str(args.tokens), *["--tiny"] * args.tiny, *["--compile"] * args.compile]
+        arguments = ["--worker", name, "--length", str(length), *flags]
+        takers[name] = TurnTaker(name, "runs.slices", *arguments, environ=os.environ | RETURNS_FREED)
+    for taker in takers.values():
         for _ in range(WARMUP):
-            answer(name, process)
-    for _ in range(args.rounds):
-        for name, process in processes.items():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            rows[name].append(answer(name, process))
-    for process in processes.values():
-        process.stdin.close()
-        process.wait()
+            taker.answer()
+    rows = contest(takers, args.rounds)
     return {name: summary(found, rows.get("whole")) for name, found in rows.items()}
 
 
@@ -228,7 +156,7 @@ def main() -> None:
         "documents_a_row": DOCUMENTS, "compiled": args.compile, "rounds": args.rounds,
     }  # fmt: skip
     for title, length in (("short", args.short), ("long", args.long)):
-        results[title] = {"row_tokens": length, "contenders": contest(length, args)}
+        results[title] = {"row_tokens": length, "contenders": compared(length, args)}
         show(f"{title}: rows of {length} tokens", results[title]["contenders"])
     if not args.tiny:
         write_result(f"slices_{machine_kind()}", CLAIM, results)

@@ -18,19 +18,21 @@ python -m benchmarks.runs.throughput [--rounds 5] [--only CONTENDER ...] [--wide
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import resource
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.common import Deadline, machine_kind, spread, write_result
+from benchmarks.loops import hf_llama, hf_trainer, random_decoder, standard_executor
+from benchmarks.turns import ratio
+from benchmarks.worker import Turns, TurnTaker, contest, take_turns, tell
 from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
@@ -67,15 +69,11 @@ HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 def hf_model(shape: Shape):
     """Hugging Face's Llama of the contest's shape."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.dim, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(DEVICE)
+    sizes = {"dim": shape.dim, "ffn": shape.ffn, "layers": shape.layers, "heads": shape.heads, "kv_heads": shape.heads}
+    return LlamaForCausalLM(hf_llama(shape.vocab, shape.seq, **sizes)).to(DEVICE)
 
 
 def peak_bytes() -> int:
@@ -91,26 +89,27 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def turns(step) -> None:
-    """Answer each line on stdin with the seconds of STEPS steps, after a warm-up at the start."""
-    count = 0
-    for _ in range(WARMUP):
-        step(count)
-        count += 1
-    synchronize()
-    print("ready", flush=True)
-    for _ in sys.stdin:
+def turns(step: Callable[[int], object]) -> None:
+    """Answer each line on stdin with the seconds of a step, of STEPS steps, after a warm-up at the start."""
+    counts = itertools.count()
+
+    def turn(_: int) -> dict[str, float]:
         start = time.perf_counter()
         for _ in range(STEPS):
-            step(count)
-            count += 1
-        tell(start)
+            step(next(counts))
+        return measured(start)
 
-
-def tell(start: float) -> None:
-    """Seconds a step of the turn that began at `start`, and peak bytes, to the parent."""
+    for _ in range(WARMUP):
+        step(next(counts))
     synchronize()
-    print(json.dumps([(time.perf_counter() - start) / STEPS, peak_bytes()]), flush=True)
+    tell({})
+    take_turns(turn)
+
+
+def measured(start: float) -> dict[str, float]:
+    """Seconds a step of the turn that began at `start`, and peak bytes."""
+    synchronize()
+    return {"step_s": (time.perf_counter() - start) / STEPS, "peak_bytes": peak_bytes()}
 
 
 def run_plain(shape: Shape, dtype: torch.dtype | None) -> None:
@@ -135,7 +134,7 @@ def run_trainer(shape: Shape) -> None:
     """Hugging Face's Trainer, told by a callback when it is its turn."""
     import tempfile
 
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -155,21 +154,18 @@ def run_trainer(shape: Shape) -> None:
                 return
             if self.done == WARMUP:
                 synchronize()
-                print("ready", flush=True)
+                tell({})
             else:
-                tell(self.start)
+                tell(measured(self.start))
             if not sys.stdin.readline():
                 control.should_training_stop = True
             self.start = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            folder, per_device_train_batch_size=shape.rows, max_steps=10**5, bf16=True, torch_compile=True,
-            optim="adamw_torch_fused", learning_rate=HYPER["lr"], adam_beta2=0.95, weight_decay=0.1,
-            max_grad_norm=1.0, logging_steps=10**9, save_strategy="no", report_to="none", disable_tqdm=True,
-            use_cpu=DEVICE == "cpu", dataloader_drop_last=True, include_num_input_tokens_seen="no",
-        )  # fmt: skip
-        Trainer(hf_model(shape), args, train_dataset=Rows(), callbacks=[Turns()]).train()
+        hf_trainer(
+            hf_model(shape), Rows(), folder, Turns(), per_device_train_batch_size=shape.rows, max_steps=10**5,
+            torch_compile=True, optim="adamw_torch_fused", learning_rate=HYPER["lr"], logging_steps=10**9,
+        ).train()  # fmt: skip
 
 
 def run_tilewright(
@@ -177,35 +173,20 @@ def run_tilewright(
     foreign: bool = False,
 ) -> None:  # fmt: skip
     """Our decoder (`foreign`: the Llama of the others), policy, optimizer and executor."""
-    from tilewright.core.config.sections.model import ModelSection
     from tilewright.core.hardware import detect_machine
-    from tilewright.models.build import build_model, init_weights
     from tilewright.models.hf.model import HFModel
     from tilewright.ops.kernels import Kernels
-    from tilewright.optim.adam import DeepSeekAdam
-    from tilewright.optim.clip import GradClip
-    from tilewright.optim.param_groups import decay_groups
-    from tilewright.precision.convert import convert
-    from tilewright.precision.float8.weight_cache import QuantizedWeights
-    from tilewright.training.executor.standard import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
-    section = ModelSection(dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, ffn_dim=shape.ffn)
     if foreign:
         model = HFModel(hf_model(shape), "causal_lm", kernels)
     else:
-        model = build_model(section, shape.vocab, kernels, DEVICE)
-        init_weights(model, 0)
-    convert(model, mode, kernels=kernels)
+        sizes = {"dim": shape.dim, "num_layers": shape.layers, "num_heads": shape.heads, "ffn_dim": shape.ffn}
+        model = random_decoder(shape.vocab, kernels, DEVICE, **sizes)
     model.activation_checkpoint = recompute
-    if compiled:
-        model.compile_blocks()
-    optimizer = DeepSeekAdam(
-        decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], moments=moments,
-        kernels=kernels,
+    executor = standard_executor(
+        model, kernels, DEVICE, mode=mode, compiled=compiled, lr=HYPER["lr"], moments=moments
     )  # fmt: skip
-    QuantizedWeights(model, optimizer)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
 
     def step(count: int) -> None:
         batch = shape.batch(count)
@@ -232,51 +213,17 @@ PLAIN = ("fp32", "autocast", "trainer")
 """Contenders in the environment as it is."""
 
 
-Times, Peaks = dict[str, list[float]], dict[str, int]
-
-
-def contest(
-    names: tuple[str, ...], rounds: int, size: str, deadline: Deadline, say: Callable[[Times, Peaks], None]
-) -> None:
-    """After each round `say` is given the seconds of a step by contender, one per round, and peak bytes by contender.
-    No round is begun where the one before took more than the time that is left."""
+def start_all(names: Sequence[str], flags: Sequence[str]) -> dict[str, TurnTaker]:
+    """The contenders' processes, warmed up."""
     plain = dict(os.environ)
     tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
-    workers = {}
+    takers = {}
     for name in names:
-        command = [sys.executable, "-m", "benchmarks.runs.throughput", "--worker", name, *([size] if size else [])]
-        workers[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain if name in PLAIN else None
-        )
-        answer(workers[name], name)
+        environ = plain if name in PLAIN else None
+        takers[name] = TurnTaker(name, "runs.throughput", "--worker", name, *flags, environ=environ)
+        takers[name].answer()
         print(f"{name}: ready", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    peaks: dict[str, int] = {}
-    taken_s = 0.0
-    for done in range(rounds):
-        if done and deadline.left() < taken_s:
-            break
-        began = time.monotonic()
-        for name, worker in workers.items():
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-            taken, peaks[name] = json.loads(answer(worker, name))
-            seconds[name].append(taken)
-        latest = {name: round(times[-1], 3) for name, times in seconds.items()}
-        print(f"round {done + 1}: {json.dumps(latest)}", flush=True)
-        say(seconds, peaks)
-        taken_s = time.monotonic() - began
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait(timeout=120)
-
-
-def answer(worker: subprocess.Popen, name: str) -> str:
-    """The worker's next "ready" or [seconds, bytes]; other lines that libraries print are passed over."""
-    for line in worker.stdout:
-        if line.strip() == "ready" or line.startswith("["):
-            return line.strip()
-    raise SystemExit(f"contender {name} ended with code {worker.wait()}")
+    return takers
 
 
 def main() -> None:
@@ -296,23 +243,25 @@ def main() -> None:
     kind = machine_kind()
     size = "tiny" if args.tiny else f"wide_{kind}" if args.wide else kind
 
-    def say(samples: Times, peaks: Peaks) -> None:
-        write_result(f"throughput_{size}", CLAIM, compared(shape, samples, peaks))
+    def after(turns: Turns) -> None:
+        print(json.dumps({name: round(rows[-1]["step_s"], 3) for name, rows in turns.items()}), flush=True)
+        write_result(f"throughput_{size}", CLAIM, compared(shape, turns))
 
-    flags = "--tiny" if args.tiny else "--wide" if args.wide else ""
-    contest(tuple(args.only), args.rounds, flags, Deadline(args.seconds), say)
+    flags = ["--tiny"] if args.tiny else ["--wide"] if args.wide else []
+    contest(start_all(args.only, flags), args.rounds, after, Deadline(args.seconds))
 
 
-def compared(shape: Shape, samples: Times, peaks: Peaks) -> dict[str, object]:
+def compared(shape: Shape, turns: Turns) -> dict[str, object]:
     """Tokens per second of each contender, and ours over the others, round by round."""
     results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": shape.tokens}
+    samples = {name: [row["step_s"] for row in rows] for name, rows in turns.items()}
     for name, times in samples.items():
-        results[name] = spread([shape.tokens / taken for taken in times]) | {"peak_bytes": peaks[name]}
+        rates = spread([shape.tokens / taken for taken in times])
+        results[name] = rates | {"peak_bytes": turns[name][-1]["peak_bytes"]}
     for name, times in samples.items():
         for ours in {"tilewright", "tilewright_hf"} & samples.keys() - {name}:
-            ratios = [theirs / mine for theirs, mine in zip(times, samples[ours], strict=True)]
-            results[f"{ours} over {name}"] = spread(ratios)
-            print(f"{ours} over {name}: {statistics.median(ratios):.2f}x")
+            results[f"{ours} over {name}"] = over = ratio(times, samples[ours])
+            print(f"{ours} over {name}: {over['median']:.2f}x")
     return results
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Deadline, Stolen, machine_kind, spread, write_result
+from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights
@@ -111,13 +112,13 @@ def main() -> None:
         "different_tokens_in_the_row": len(row.unique()),
         "cached_s": spread(cached),
         "uncached_s": spread(whole),
-        "speedup": spread([slow / fast for slow, fast in zip(whole, cached, strict=True)]),
+        "speedup": ratio(whole, cached),
         "speedup_processor_time": spread(processor),
         "stolen_share": stolen.share,
     }
     if theirs:
         results["transformers_s"] = spread(theirs)
-        results["over_transformers"] = spread([slow / fast for slow, fast in zip(theirs, cached, strict=True)])
+        results["over_transformers"] = ratio(theirs, cached)
         results["first_tokens_as_transformers"] = as_theirs
         print(f"over transformers {results['over_transformers']['median']:.2f}x, the first {as_theirs} tokens the same")
     write_result(f"generate_{machine_kind()}", CLAIM, results)

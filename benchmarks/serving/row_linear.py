@@ -10,7 +10,7 @@ python -m benchmarks.serving.row_linear [--turns 7] [--tokens 16] [--tiny]
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.common import Stolen, machine_kind, parser_of, spread, write_result
+from benchmarks.turns import in_turns, ratio
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
@@ -32,18 +33,6 @@ SHAPES = ((704, 256, 24), (4096, 4096, 6))
 """Out features, in features and number of weights: the default recipe's FFN, and a wide model's."""
 DTYPES = (torch.float32, torch.bfloat16)
 PROMPT = 8
-
-
-def in_turns(ways: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of the processor of each way, turn by turn; the first turn is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns + 1):
-        for name, run in ways.items():
-            began = time.process_time()
-            run()
-            if turn:
-                taken[name].append(time.process_time() - began)
-    return taken
 
 
 def total(weights: list[Tensor]) -> list[Tensor]:
@@ -62,11 +51,11 @@ def layers(shape: tuple[int, int, int], dtype: torch.dtype, turns: int) -> dict[
         x = torch.randn(number, width).to(dtype)
         ways[f"torch_{number}"] = lambda x=x: [F.linear(x, weight) for weight in weights]
         ways[f"rows_{number}"] = lambda x=x: [run(x, weight, None) for weight in weights]
-    taken = in_turns(ways, turns)
+    taken = in_turns(ways, turns, warm_ups=1, clock=time.process_time)
     return {"bytes": size} | {
         f"{name}_gb_per_s": spread([size / seconds / 1e9 for seconds in each]) for name, each in taken.items()
     } | {
-        f"{name}_share_of_sum": spread([whole / each for whole, each in zip(taken["sum"], taken[name], strict=True)])
+        f"{name}_share_of_sum": ratio(taken["sum"], taken[name])
         for name in ways
         if name != "sum"
     }  # fmt: skip
@@ -97,7 +86,10 @@ def tokens(dtype: torch.dtype, turns: int, count: int, tiny: bool) -> dict[str, 
 
     seconds: dict[str, list[float]] = {"torch": [], "rows": []}
     sums = in_turns(
-        {"sum": lambda: total(read), "torch": lambda: draw("torch", plain), "rows": lambda: draw("rows", fast)}, turns
+        {"sum": lambda: total(read), "torch": lambda: draw("torch", plain), "rows": lambda: draw("rows", fast)},
+        turns,
+        warm_ups=1,
+        clock=time.process_time,
     )["sum"]
     taken = {name: each[1:] for name, each in seconds.items()} | {"sum": sums}
     whole = generate(fast, ids, count, temperature=0)
@@ -107,7 +99,7 @@ def tokens(dtype: torch.dtype, turns: int, count: int, tiny: bool) -> dict[str, 
     for name, each in taken.items():
         found[f"{name}_s"] = spread(each)
     for name in ("torch", "rows"):
-        found[f"{name}_share_of_sum"] = spread([whole / each for whole, each in zip(sums, taken[name], strict=True)])
+        found[f"{name}_share_of_sum"] = ratio(sums, taken[name])
     return found
 
 
