@@ -115,8 +115,8 @@ class Kernels:
     @classmethod
     def from_sections(cls, machine: Machine, ops: OpsSection, memory: MemorySection) -> "Kernels":
         """As a recipe says it, in its sections [ops] and [memory]."""
-        sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
-        return cls(machine, ops.model_dump(), **sizes)
+        loss_chunk_bytes, attention_block = memory.loss_chunk_bytes, memory.attention_block
+        return cls(machine, ops.model_dump(), loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
         """A copied model shares them: nothing here changes, and built libraries cannot be copied."""
@@ -308,9 +308,9 @@ class Kernels:
             }
             for choice in self.choices.values()
         ]
-        for (op, *case), error in self.impossible.items():
+        for (op, device, dtype, kind), error in self.impossible.items():
             reasons = [["all", error.problems[0].got]]
-            rows.append({"op": op, "case": str(Case(*case)), "chosen": None, "rejected": reasons})
+            rows.append({"op": op, "case": str(Case(device, dtype, kind)), "chosen": None, "rejected": reasons})
         return rows
 
 

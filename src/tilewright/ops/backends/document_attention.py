@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.backends.attention_parts import expand, padded_values, query_blocks
+from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.documents import Documents
 
 
@@ -32,7 +33,7 @@ def attention(
         scale: of the scores.
         window: see `ops.attention`.
     """
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     out = _Attention.apply(q_BHSD, k_BKSD, v, documents.segments_BS, documents.starts_N1, scale, window)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]

@@ -61,7 +61,7 @@ class _Attention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segments: Tensor | None) -> Tensor:
     out = _heads_inside(q)
     for rows, heads in _pieces(q):
-        piece = (x[rows, heads] for x in (q, k, v, decay, rate))
+        piece = q[rows, heads], k[rows, heads], v[rows, heads], decay[rows, heads], rate[rows, heads]
         out[rows, heads] = with_state(*piece, None, None if segments is None else segments[rows])[0]
     return out
 
@@ -75,10 +75,9 @@ def _(q, k, v, decay, rate, segments):
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segments: Tensor | None, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = q, k, v, decay, rate
-    gradients = *(_heads_inside(x) for x in inputs[:3]), *(torch.empty_like(x) for x in inputs[3:])
+    gradients = _heads_inside(q), _heads_inside(k), _heads_inside(v), torch.empty_like(decay), torch.empty_like(rate)
     for rows, heads in _pieces(q):
-        piece = (x[rows, heads] for x in inputs)
+        piece = q[rows, heads], k[rows, heads], v[rows, heads], decay[rows, heads], rate[rows, heads]
         found = _gradients(*piece, None if segments is None else segments[rows], dout[rows, heads])
         for gradient, part in zip(gradients, found, strict=True):
             gradient[rows, heads] = part

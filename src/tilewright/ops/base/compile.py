@@ -24,7 +24,7 @@ MARCH, NARROW_MARCH = "skylake-avx512", "haswell"
 _PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 
 
-def compile_options() -> dict[str, str]:
+def compile_options() -> dict[str, Any]:
     """Options for `torch.compile` on this machine; empty where it needs none."""
     march = _march()
     return {"cpp.march": march} if march and _takes_march() else {}

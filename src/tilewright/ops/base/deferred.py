@@ -211,4 +211,5 @@ def breaks_graph(layer: nn.Module) -> WeightGradientQueue | None:
 
 def queues_of(module: nn.Module) -> set[WeightGradientQueue]:
     """The queues of a module's layers."""
-    return {part.weight_queue for part in module.modules() if getattr(part, "weight_queue", None) is not None}
+    queues = (getattr(part, "weight_queue", None) for part in module.modules())
+    return {queue for queue in queues if queue is not None}

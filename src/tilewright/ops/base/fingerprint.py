@@ -21,7 +21,7 @@ def fingerprint(x: Tensor) -> int:
         >>> fingerprint(x) == fingerprint(torch.ones(2, 8)), fingerprint(x) == fingerprint(x.view(4, 4))
         (True, False)
     """
-    data = x.detach().view(-1).view(torch.uint8).numpy()
+    data = x.detach().view(-1).view(torch.uint8).numpy().data
     digest = xxhash.xxh3_64_intdigest(data, seed=x.shape[0] if x.ndim else 0)
     return digest - 2**64 if digest >= 2**63 else digest
 

@@ -4,15 +4,20 @@ The decorators import torch's compiler, which takes seconds. So callers import t
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@torch.compiler.disable
+def _uncompiled(function: F) -> F:
+    return cast(Any, torch.compiler.disable)(function)  # whose annotation has other arguments
+
+
+@_uncompiled
 def eager(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)`, run uncompiled each time: for shapes that depend on the data."""
     return function(*args, **kwargs)

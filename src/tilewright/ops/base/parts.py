@@ -13,12 +13,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tilewright.core.errors import ConfigError
@@ -139,7 +140,7 @@ def computed_part(param: DTensor) -> Tensor:
 
 
 def _wide_leaf(param: DTensor) -> Tensor:
-    leaf = param.detach().to_local().requires_grad_()
+    leaf = cast(DTensor, param.detach()).to_local().requires_grad_()
     leaf.grad_dtype = param.grad_dtype
     leaf.register_post_accumulate_grad_hook(functools.partial(_add_gradient, param))
     return leaf
@@ -249,7 +250,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, list[i
     found: dict[int, list[int]] = {}
     for size, placement in zip(mesh.shape, placements, strict=True):
         if type(placement) is not Replicate and not placement.is_partial():
-            found.setdefault(placement.dim, []).append(size)  # Shard, and what FSDP2 makes of it
+            cut = cast(Shard, placement)  # or what FSDP2 makes of it
+            found.setdefault(cut.dim, []).append(size)
     return found
 
 

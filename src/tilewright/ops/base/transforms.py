@@ -7,6 +7,7 @@ it takes any transform, holds what it computes whole, and rounds as the referenc
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 
 
 def in_func_transform() -> bool:
@@ -20,7 +21,7 @@ def in_func_transform() -> bool:
         >>> found, in_func_transform()
         ([True], False)
     """
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and peek_interpreter_stack() is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -32,6 +33,6 @@ def unwrapped(tensor: Tensor) -> Tensor:
         >>> shapes
         [torch.Size([3, 2])]
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor

@@ -14,6 +14,7 @@ from tilewright.ops.backends.attention_parts import padded_values
 from tilewright.ops.backends.cpu import amx
 from tilewright.ops.backends.cpu.build import ATTENTION
 from tilewright.ops.backends.native.varlen_availability import NO_WINDOW, WINDOW
+from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.dispatch import Case
 
 
@@ -35,7 +36,7 @@ def attention(
 ) -> Tensor:
     """See `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
     NO_WINDOW.check(WINDOW if window else "")
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     segments = None if segments_BS is None else segments_BS.to(torch.int32)
     out = _Attention.apply(q_BHSD, k_BKSD, v, segments, scale)

@@ -6,6 +6,8 @@ A matrix whose columns are contiguous is encoded as its transpose, and the resul
 registered with torch when this module is imported, which a candidate does at its first use.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,8 @@ def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
     """See `ops.quantize`."""
     if _is_turned(x_MK):
         return quantize(x_MK.T, spec, tile.transposed()).transposed()
-    return TiledTensor(*_encode(x_MK, tile.rows, tile.cols, spec.name), tile, spec)
+    qdata, scale_inv = _encode(x_MK, tile.rows, tile.cols, spec.name)
+    return TiledTensor(qdata, scale_inv, tile, spec)
 
 
 def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTensor]:
@@ -85,7 +88,7 @@ def _row_major(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _run_encoder(kind: int, x: Tensor, spec: str, outputs: list[Tensor | None]) -> None:
+def _run_encoder(kind: int, x: Tensor, spec: str, outputs: Sequence[Tensor | None]) -> None:
     x = _row_major(x if x.dtype == torch.bfloat16 else x.to(torch.float32))
     FP8.functions.tw_encode(
         kind, x.dtype == torch.float32, FP8_SPECS[spec] == E5M2, x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
@@ -116,9 +119,9 @@ def _(x, tile_rows, tile_cols, spec):
 
 @torch.library.custom_op("tilewright::cpu_encode_both", mutates_args=())
 def _encode_both(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = [*_outputs(x, ROW_TILE), *_outputs(x, COLUMN_TILE)]
-    _run_encoder(_BOTH, x, spec, list(outputs))
-    return tuple(outputs)
+    outputs = *_outputs(x, ROW_TILE), *_outputs(x, COLUMN_TILE)
+    _run_encoder(_BOTH, x, spec, outputs)
+    return outputs
 
 
 @_encode_both.register_fake

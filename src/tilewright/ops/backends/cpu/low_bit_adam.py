@@ -54,15 +54,17 @@ def adam(
     firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, weights or [None] * len(params), strict=True)
     for number, first, skip, row in zip(numbers, firsts, skips, rows, strict=True):
-        flat = [None if tensor is None else tensor.contiguous() for tensor in row]
+        *_, weight = row
+        tensors = row[:4] if weight is None else (*row[:4], weight)
+        flat = [tensor.contiguous() for tensor in tensors]
         rounds = torch.bfloat16 in (flat[0].dtype, flat[2].dtype)  # the stream is for nothing else
         by_row = len(flat[0]) if rounds and skip else 1
         for at in range(by_row):  # the library numbers what it is given without gaps
-            here = flat if by_row == 1 else [None if tensor is None else tensor[at] for tensor in flat]
+            here = flat if by_row == 1 else [tensor[at] for tensor in flat]
             before = first + at * (here[0].numel() + skip)
             streams = [hyper.stream(number, target, before) if rounds else 0 for target in range(3)]
-            _update(*here, floats, streams)
-        for tensor, copy in zip(row, flat, strict=True):
+            _update(*here, floats=floats, streams=streams)
+        for tensor, copy in zip(tensors, flat, strict=True):
             if copy is not tensor and tensor is not row[1]:
                 tensor.copy_(copy)
 
@@ -80,7 +82,8 @@ def _update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
+    *,
     floats: Sequence[float],
     streams: Sequence[int],
 ) -> None:

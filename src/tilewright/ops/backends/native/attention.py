@@ -28,7 +28,7 @@ from tilewright.ops.backends.attention_parts import (
     first_key,
     padded_values,
 )
-from tilewright.ops.backends.ref.math import allowed_pairs
+from tilewright.ops.backends.ref.math import allowed_pairs, score_scale
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     window: int = 0,
 ) -> Tensor:
     """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     on_cpu, low = q_BHSD.device.type == "cpu", q_BHSD.dtype in (torch.bfloat16, torch.float16)
     compiled = torch.compiler.is_compiling() and on_cpu and q_BHSD.requires_grad
@@ -67,10 +67,10 @@ def attention_to_past(
     if unseen := first_key(k_BKTD.shape[2] - q_BHSD.shape[2], window):
         k_BKTD, v_BKTD = k_BKTD[:, :, unseen:], v_BKTD[:, :, unseen:]
     if wide:
-        operands = (x.float() for x in (q_BHSD, k_BKTD, v_BKTD))
+        operands = q_BHSD.float(), k_BKTD.float(), v_BKTD.float()
         with torch.autocast(q_BHSD.device.type, enabled=False):
             return attention_to_past(*operands, scale, window=window).to(q_BHSD.dtype)
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKTD)
     num_new, num_all, num_keys = q_BHSD.shape[2], k_BKTD.shape[2], k_BKTD.shape[1]
     if num_new == 1:  # the queries of a key head see the same positions: one row each of one matmul

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 
 from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.compiled_rows import in_blocks
@@ -108,7 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
             dweight_VD = _late_weight_gradient(ctx, dloss) if ctx.late else None
             if learned:
                 # In its own memory where no other pass will ask for it.
-                again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+                again = torch.compiler.is_compiling() or _keeps_graph()
                 dweight_VD = learned[0] * dloss if again else learned[0].mul_(dloss)
                 dweight_VD = _rounded(dweight_VD, ctx.weight_dtype, keeps_wide=ctx.keeps_wide)
         return *without_second(dx_ND, dweight_VD, of=(total, dloss), error=_no_second), *[None] * 4

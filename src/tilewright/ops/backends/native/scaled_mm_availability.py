@@ -6,6 +6,8 @@ from torch.nn import functional as F
 from tilewright.core.hardware import Machine
 from tilewright.ops.base.dispatch import Case
 
+_NONE: tuple[int, int] = (0, 0)
+
 
 def needs_scaled_mm(machine: Machine, case: Case) -> str | None:
     """The `why_not` of `scaled_mm`."""
@@ -17,7 +19,7 @@ def needs_scaled_mm(machine: Machine, case: Case) -> str | None:
         return "this torch has no torch.nn.functional.scaled_mm (2.10 and later have)"
     if "cuda" not in machine.versions:
         return "a torch build without CUDA"
-    capability = machine.capability or (0, 0)
+    capability = machine.capability or _NONE
     if case.kind == "tensorwise":
         if capability < (8, 9):
             return f"no 8-bit matrix unit: compute capability {_dotted(capability)}, 8.9 needed"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tilewright.ops.backends.attention_parts import padded_values
 from tilewright.ops.backends.native.varlen_availability import NO_WINDOW, WINDOW
+from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.documents import Documents, Segments, documents_of, rows_as_documents
 
 _ALIGNED = 8
@@ -59,7 +60,7 @@ def by_efficient(
 def _attention(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments: Segments, scale: float | None, window: int, *, flash: bool
 ) -> Tensor:
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     rows, _, length, _ = q_BHSD.shape
     if segments is None:
         starts_N1, longest = rows_as_documents(rows, length, q_BHSD.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.backends.attention_parts import expand, padded_values, query_blocks
+from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.deferred_linear import LinearGemms
 
 
@@ -116,7 +117,7 @@ def attention(
     window: int = 0,
 ) -> Tensor:
     """See `ops.attention`."""
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block, window)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]

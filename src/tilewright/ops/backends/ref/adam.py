@@ -152,7 +152,8 @@ def update_all(
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
         element = elements(flat[0].numel(), tensors[0].shape[-1], skip, device) if skip else None
         streams, weight = hyper.streams(number, first).to(device), flat[4] if weights else None
-        update_one(*flat[:4], coefficients.to(device), streams, weight, element)
+        param, grad, exp_avg, exp_avg_sq = flat[:4]
+        update_one(param, grad, exp_avg, exp_avg_sq, coefficients.to(device), streams, weight, element)
         for tensor, copy in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))

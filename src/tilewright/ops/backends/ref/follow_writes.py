@@ -67,7 +67,7 @@ def _take_over(master: Tensor, weight: Tensor) -> None:
 
 def _differ(rounded: Tensor, weight: Tensor) -> bool:
     """True if a bit differs. Four numbers are compared as one where they lie side by side."""
-    together = weight.is_contiguous() and not any((x.numel() | x.storage_offset()) % 4 for x in (rounded, weight))
+    together = weight.is_contiguous() and not any(x.numel() % 4 or x.storage_offset() % 4 for x in (rounded, weight))
     if not together:
         bits = _BITS[weight.itemsize]
         return not torch.equal(rounded.view(bits), weight.view(bits))

@@ -46,8 +46,9 @@ def _quantize_op(
     x: Tensor, noise: Tensor | None, name: str, sizes: list[int], flags: list[bool], dtype: torch.dtype,
     scale_dtype: torch.dtype, rule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    element = FloatSpec(name, *sizes[:3], dtype, *flags[:2])
-    scale: Any = (Tile(*sizes[3:]), scale_dtype, rule, flags[2])
+    bits, exponent_bits, mantissa_bits, rows, cols = sizes
+    element = FloatSpec(name, bits, exponent_bits, mantissa_bits, dtype, *flags[:2])
+    scale: Any = (Tile(rows, cols), scale_dtype, rule, flags[2])
     tiled = formats.quantize(x, OperandFormat(element, ScaleSpec(*scale)), noise)
     second = x.new_empty((0, 0), dtype=torch.float32) if tiled.second is None else tiled.second
     return tiled.qdata.contiguous(), tiled.scale_inv.contiguous(), second

@@ -49,6 +49,11 @@ def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.
     return (same_BSS & causal_SS)[:, None]
 
 
+def score_scale(q_BHSD: Tensor, scale: float | None) -> float:
+    """The factor of the scores: as given, or one over the square root of the width."""
+    return q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+
+
 def attention(
     q_BHSD: Tensor,
     k_BHSD: Tensor,
@@ -63,7 +68,7 @@ def attention(
     group = q_BHSD.shape[1] // k_BHSD.shape[1]
     k = k_BHSD.repeat_interleave(group, dim=1).to(high)
     v = v_BHSD.repeat_interleave(group, dim=1).to(high)
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scale = score_scale(q_BHSD, scale)
     scores = (q_BHSD.to(high) @ k.mT) * scale
     allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device, window)
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)

@@ -86,7 +86,8 @@ def encode_bits(
         # As in `formats.encode`: a subnormal is looked at in 20 binary places of the format's smallest value.
         steps = significand >> (tl.minimum(below, 24) + (dropped - 20))
         subnormal = (steps + (noise & 0xFFFFF)) >> 20
-        normal = (significand + (noise & ((1 << dropped) - 1))) >> dropped
+        cut_off: tl.constexpr = (1 << dropped) - 1  # pyright: ignore[reportOperatorIssue]  # Triton compiles it
+        normal = (significand + (noise & cut_off)) >> dropped
         rounded = tl.where(below > 0, subnormal, normal)
     else:
         cut = tl.minimum(dropped + below, 25)  # at 25 places nothing is left, not even a half
@@ -140,7 +141,8 @@ def mark_not_finite(
     """
     tl.debug_barrier()  # after the codes, which other threads may have written
     cols = first_col + tl.arange(0, 128)[None, :]
-    for start in tl.range(0, BLOCK_M, 8, num_stages=1):
+    # `tl.range` raises if Python iterates it, so to pyright nothing returns from here on.
+    for start in tl.range(0, BLOCK_M, 8, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         rows = first_row + start + tl.arange(0, 8)[:, None]
         inside = (rows < num_rows) & (cols < num_cols)
         x = to_fp32(tl.load(x_ptr + rows.to(tl.int64) * num_cols + cols, mask=inside, other=0))

@@ -1,5 +1,7 @@
 """Masters that follow writes to their weights on GPUs: 6 bytes read per element, and written what differs."""
 
+from typing import Any, cast
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ def follow_writes(master: Tensor, weight: Tensor) -> None:
     if master.dtype != torch.float32 or not (master.is_contiguous() and weight.is_contiguous()):
         ref.follow_writes(master, weight)
         return
-    _kernel[(triton.cdiv(count, _BLOCK),)](
+    cast(Any, _kernel)[(triton.cdiv(count, _BLOCK),)](
         master, weight.view(torch.int16), count, BF16=weight.dtype == torch.bfloat16, BLOCK=_BLOCK, num_warps=8
     )
 

@@ -16,7 +16,7 @@ from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE, round_like, to_fp32
-from tilewright.ops.backends.triton.launch import TILE, constants, has_fp8, raw, triton_op, wrap_triton
+from tilewright.ops.backends.triton.launch import TILE, constants, has_fp8, num_tiles, raw, triton_op, wrap_triton
 from tilewright.ops.backends.triton.quantize import scale_buffer, store_columns, store_rows
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -52,9 +52,9 @@ def _outputs(x: Tensor) -> Copies:
     return (
         torch.empty((tokens, width), dtype=x.dtype, device=x.device),
         torch.empty((tokens, width), dtype=torch.uint8, device=x.device),
-        scale_buffer(tokens, triton.cdiv(width, TILE), x),
+        scale_buffer(tokens, num_tiles(width), x),
         torch.empty((width, tokens), dtype=torch.uint8, device=x.device),
-        scale_buffer(width, triton.cdiv(tokens, TILE), x),
+        scale_buffer(width, num_tiles(tokens), x),
     )
 
 

@@ -6,6 +6,8 @@ codes are decoded to BF16 while they are loaded, which is exact, so the operands
 Legend: M, N rows  K columns.
 """
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
@@ -83,7 +85,8 @@ def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # A subnormal is read as the smallest normal plus itself.
     tiny = tl.full(qdata.shape, (128 - BIAS) << 23, tl.int32)
     subnormal = ((magnitude << dropped) + tiny).to(tl.float32, bitcast=True) - tiny.to(tl.float32, bitcast=True)
-    bits = tl.where(magnitude < (1 << MANTISSA), subnormal.to(tl.int32, bitcast=True), normal)
+    least: tl.constexpr = 1 << MANTISSA  # pyright: ignore[reportOperatorIssue]  # Triton compiles it
+    bits = tl.where(magnitude < least, subnormal.to(tl.int32, bitcast=True), normal)
     if MANTISSA == 2:
         bits = tl.where(magnitude == 0x7C, 0x7F800000, bits)
         bits = tl.where(magnitude > 0x7C, 0x7FC00000, bits)
@@ -111,7 +114,7 @@ def rows_bucket(num_rows: int) -> int:
         >>> [rows_bucket(rows) for rows in (1, 256, 257, 2048, 100_000)]
         [1, 1, 2, 8, 8]
     """
-    return torch.sym_min((num_rows + 255) // 256, 8)
+    return cast(int, torch.sym_min((num_rows + 255) // 256, 8))  # its annotation has float too
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_bucket"])

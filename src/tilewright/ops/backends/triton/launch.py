@@ -5,16 +5,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 
 from tilewright.formats.scaling import exponent_range
 from tilewright.formats.spec import FloatSpec
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU (TRITON_INTERPRET=1 when this module was imported)."""
 TILE = 128
 """Elements that share a scale along the summed dimension."""
+
+
+def num_tiles(length: int) -> int:
+    """Tiles along a dimension of so many elements."""
+    return (length + TILE - 1) // TILE
 
 
 def wrap_triton(kernel: Any) -> Any:

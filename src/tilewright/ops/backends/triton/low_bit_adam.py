@@ -6,6 +6,8 @@ quotients are the correctly rounded ones: anything else is another bit.
 Legend: R blocks of a program  K elements of a block.
 """
 
+from typing import Any, cast
+
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +42,7 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
         return
     # Launched as it is, for no graph has it: torch's `wrap_triton`, outside of an operation, makes an autotuner of
     # `num_warps` and an entry in a table that is never emptied, at each call, and does not know `enable_fp_fusion`.
-    _kernel[(triton.cdiv(num_blocks, _ROWS),)](
+    cast(Any, _kernel)[(triton.cdiv(num_blocks, _ROWS),)](
         target, target if beside is None else beside, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
         num_blocks, per_row, length, tensors.skip, *factors(hyper), tensors.stream(hyper),

@@ -25,7 +25,7 @@ from tilewright.ops.backends.triton.encode import (
     to_fp32,
     to_qdata,
 )
-from tilewright.ops.backends.triton.launch import TILE, constants, has_fp8, raw, triton_op, wrap_triton
+from tilewright.ops.backends.triton.launch import TILE, constants, has_fp8, num_tiles, raw, triton_op, wrap_triton
 
 ROWS, COLUMNS, BLOCKS = 1, 0, 2
 """Which way a tile runs: values of `encode_tile`'s AXES."""
@@ -96,7 +96,7 @@ def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: T
     """Codes [M, K] and scales of tiles that run along `axes`."""
     num_rows, num_cols = x.shape
     qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
-    grid_rows, grid_cols = triton.cdiv(num_rows, TILE), triton.cdiv(num_cols, TILE)
+    grid_rows, grid_cols = num_tiles(num_rows), num_tiles(num_cols)
     if axes == ROWS:
         scale_inv = scale_buffer(num_rows, grid_cols, x)
     else:
@@ -120,7 +120,7 @@ def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: T
 def quantize_rows_and_columns(x: Tensor, spec: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes [M, K], scales [M, GK], codes of the transpose [K, M], scales [K, GM])."""
     num_rows, num_cols = x.shape
-    grid_rows, grid_cols = triton.cdiv(num_rows, TILE), triton.cdiv(num_cols, TILE)
+    grid_rows, grid_cols = num_tiles(num_rows), num_tiles(num_cols)
     row = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     column = torch.empty((num_cols, num_rows), dtype=torch.uint8, device=x.device)
     row_scale = scale_buffer(num_rows, grid_cols, x)
@@ -250,7 +250,9 @@ def store_rows(
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Quantise some rows, 128 columns wide, in 1x128 tiles. `store_columns` mends what is not finite."""
-    qdata, scale_inv, _ = encode_tile(x, 0, 1, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, False, FAST)
+    qdata, scale_inv, _ = encode_tile(  # pyright: ignore[reportGeneralTypeIssues]  # to Python its body never returns
+        x, 0, 1, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, False, FAST
+    )  # fmt: skip
     tl.store(row_ptr + rows.to(tl.int64) * num_cols + cols, qdata, mask=inside)
     tl.store(row_scale_ptr + block_col.to(tl.int64) * num_rows + rows, scale_inv, mask=rows < num_rows)
 
@@ -273,7 +275,8 @@ def store_columns(
             leave registers to callers that need more.
     """
     cols = block_col * 128 + tl.arange(0, 128)[None, :]
-    scale_inv, scale = scales_of(tl.max(finite, axis=0, keep_dims=True), MAX_BITS, LEAST, MOST, POW2)
+    amax = tl.max(finite, axis=0, keep_dims=True)
+    scale_inv, scale = scales_of(amax, MAX_BITS, LEAST, MOST, POW2)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(column_scale_ptr + block_row.to(tl.int64) * num_cols + cols, scale_inv, mask=cols < num_cols)
     out_rows = block_col * 128 + tl.arange(0, 128)[:, None]
     for start in tl.range(0, 128, STEP):
