@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -157,7 +157,7 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
     if section.task == "image_classification":
         return
     if vocab_size is not None:
-        check_vocab(net.get_input_embeddings().weight.shape[0], vocab_size, section.path)
+        check_vocab(cast(nn.Embedding, net.get_input_embeddings()).weight.shape[0], vocab_size, section.path)
     limit = position_limit(net, seq_len)
     if limit is not None:
         raise ConfigError(

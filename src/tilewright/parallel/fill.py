@@ -7,6 +7,7 @@ and draws beyond its rows, and where a whole parameter passes by, is `InitialVal
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-from tilewright.models.base.protocols import InitialValues
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.ops.base.parts import TensorPart, part_of, rows_of, sharded_like
 from tilewright.parallel.inside.experts.hold import expert_meshes
 from tilewright.parallel.pipeline.staged import ModelStage
@@ -70,7 +71,7 @@ def shard_from_meta(
             own.copy_(on_host)
     _renew(model, lambda name, param: _without_memory(param, cut.get(name)))
     shard_all(model, layers, mesh, sharding, stages)
-    _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, param))
+    _renew(model, lambda name, param: sharded_like(held.pop(name), param.shape, cast(DTensor, param)))
     if stages:
         share_parts(model)
     if before_gather is not None:
@@ -90,7 +91,7 @@ def shard_all(
     for stage in stages:
         shard(stage, list(stage.layers), mesh, sharding)
     if stages:
-        model.tie_weights()
+        cast(Model, model).tie_weights()  # what has stages is one
         share_parts(model)
     else:
         shard(model, layers, mesh, sharding)

@@ -145,6 +145,7 @@ class GradientSums:
             one.work.wait()
         for param, is_used, has_more in zip(params, used, more, strict=True):
             if has_more:
+                assert param.grad is not None, "`send_rest` has set it"
                 rest = late[param] if param in late else torch.zeros_like(param.grad)
                 dist.all_reduce(rest, group=self._group)
                 param.grad.add_(rest)
@@ -243,7 +244,7 @@ class GradientReduction(GradientSums):
                 try_="tilewright.parallel.shard.shard(model, model.layers, mesh, Sharding())",
             )
         # Backward makes the last gradients first. An optimizer's groups have the parameters in another order.
-        places = {param: place for place, param in enumerate(model.parameters())}
+        places: dict[Tensor, int] = {param: place for place, param in enumerate(model.parameters())}
         whole.sort(key=lambda param: -places.get(param, -1))
         super().__init__(communicator or AsyncCommunicator(data), whole, bucket_bytes)
         if data is not None and not self._fsdp:

@@ -63,8 +63,9 @@ def launched(
         return
     limit = timedelta(seconds=timeout_s)
     if there:
-        store = dist.group.WORLD.get_group_store()
-        meeting = Meeting(store, dist.get_rank(), dist.get_world_size(), timeout_s)
+        everyone = dist.group.WORLD
+        assert everyone is not None, "it is initialised"
+        meeting = Meeting(everyone.get_group_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
     else:
         meeting = meet(ranks, timeout_s)
     _compare(meeting, facts, details)

@@ -10,6 +10,7 @@ others have left on a rank.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,8 +62,8 @@ def parallelize(
     if world.sizes.tp > 1:
         check_tensors(model, world.sizes)
     if world.sizes.pp > 1:
-        model = in_stages(model, Pipeline.of(section), world.row, device, values)
-        stages = model.stages
+        staged = in_stages(model, Pipeline.of(section), world.row, device, values)
+        model, stages = cast(Model, staged), staged.stages
     if apart:
         hold_experts(model, world, section.dispatch, section.expert_order)
     if world.sizes.tp > 1:

@@ -14,7 +14,7 @@ between the micro-batches of a step too, without it they are whole there and red
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if takes_unused():  # Zeros would be 16-bit beside gradients in FP32.
-            module.set_reduce_scatter_unused_params(not _has_low(module))
+            module.set_reduce_scatter_unused_params(not _has_low(cast(nn.Module, module)))
     for name in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, name)
     if not any(param.is_meta for param in model.parameters()):
@@ -132,7 +132,7 @@ def ready(model: nn.Module) -> None:
 def _give_fp32_gradients_to_all(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         module.unshard()
-        _give_fp32_gradients(module)
+        _give_fp32_gradients(cast(nn.Module, module))
         module.reshard()
     _give_fp32_gradients(model)
     keep_fp32_sums(model)

@@ -233,7 +233,7 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         for group in (dist.group.WORLD, *(group for each in meshes for group in each.get_all_groups())):
             assert group is not None, "it is initialised"
             group.set_timeout(timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = _of_all(timeout)
     traffic = TrafficCounter()
 
     def along(mesh: DeviceMesh | None, axis: str) -> Group:
@@ -247,13 +247,20 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
         sizes,
         mesh,
         expert_mesh,
-        dist.new_group(backend="gloo", timeout=PATIENCE),
+        _of_all(PATIENCE),
         0.0 if timeout is None else timeout.total_seconds(),
         row=_group(sizes, ("pp",), timeout),
         tensor=_along(mesh, "tp") if sizes.tp > 1 else Group(),
         experts=along(expert_mesh if sizes.ep > 1 else None, "ep"),
         traffic=traffic,
     )
+
+
+def _of_all(timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of all ranks for what is on the host."""
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(made, dist.ProcessGroup), "this rank is in it"
+    return made
 
 
 def _along(mesh: DeviceMesh, axis: str) -> Group:
@@ -275,5 +282,6 @@ def _group(sizes: MeshSizes, axes: Sequence[str], timeout: timedelta | None) -> 
         whole, alone = len(members) == sizes.world, len(members) == 1
         handle = None if alone else dist.group.WORLD if whole else dist.new_group(members, timeout=timeout)
         if dist.get_rank() in members:
+            assert not isinstance(handle, int), "torch's number is for groups of others"
             found = Group(members.index(dist.get_rank()), len(members), handle)
     return found

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
         refuse_wrappers(model)
     plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, *filter(None, notes))))
     _apply(model, plan, kernels)
-    model.precision_report = plan.report
+    cast(Any, model).precision_report = plan.report
     for text in plan.report.unmatched:
         _log.warning("precision: no effect: %s", text)
     for text in plan.report.notes:
@@ -114,7 +114,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
             try_="convert the model before the optimizer is made",
         )
     _apply(model, plan)
-    model.precision_report = plan.report
+    cast(Any, model).precision_report = plan.report
     return plan.report
 
 
@@ -208,14 +208,14 @@ def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = Non
         elif site.handling is Handling.WEIGHT:
             _set_weight(site, decision, policy, kernels)
         elif site.handling is Handling.SETTING:
-            site.module.compute_dtype = SPECS[decision.compute].dtype
+            cast(Any, site.module).compute_dtype = SPECS[decision.compute].dtype
         elif site.handling in (Handling.WRAP, Handling.REGION):
             _wrap(site, decision, policy)
     share_inputs(model)
     group_experts(model)
     for module in model.modules():
         if "residual_dtype" in vars(module):
-            module.residual_dtype = SPECS[policy.stream].dtype
+            cast(Any, module).residual_dtype = SPECS[policy.stream].dtype
     if not plan.own:
         _surround(model, policy, plan.sites, kernels or _kernels_of(model))
         _narrow_beside_routers(model, policy, plan.sites)
@@ -226,7 +226,7 @@ def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = Non
     settle(model, plan.sites)
 
 
-def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, kernels: Kernels | None) -> None:
+def _swap(module: Any, decision: FormatDecision, plan: ConversionPlan, kernels: Kernels | None) -> None:
     if not isinstance(module, Cast):
         become(module, CASTS[plain_layer(module)])
     if isinstance(module, CastLinear | Float8Linear):
@@ -237,7 +237,7 @@ def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, ker
     elif isinstance(module, CastEmbedding):
         become(module, IntegerTrainedEmbedding if decision.to_integers else CastEmbedding)
     if decision.to_integers:
-        module.integers = COMPUTE_FORMATS[decision.compute]
+        cast(Any, module).integers = COMPUTE_FORMATS[decision.compute]
     if decision.gemms is not None:
         _set_gemms(module, decision.gemms, plan.report.policy)
         module.output_dtype = SPECS[decision.output].dtype
@@ -258,7 +258,7 @@ def _set_weight(site: ModuleSite, decision: FormatDecision, policy: Policy, kern
         weight.set_gemms(decision.gemms, decision.output, power_of_two=policy.power_of_two)
 
 
-def _set_gemms(module: nn.Module, gemms: Gemms, policy: Policy) -> None:
+def _set_gemms(module: Any, gemms: Gemms, policy: Policy) -> None:
     if isinstance(module, Float8Linear):
         module.configure(gemms, power_of_two=policy.power_of_two, keep=policy.keep, strict=policy.strict)
     else:

@@ -9,7 +9,7 @@ torch's as uint8 tensors by device ("cpu", "cuda.0"), Python's and numpy's in JS
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ def set_torch_states(states: Mapping[str, Tensor]) -> None:
 def host_states() -> dict[str, list[Any]]:
     """States of Python's and numpy's generators."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(cached)],

@@ -80,7 +80,7 @@ def sensitivities(
     for kind in kinds:
         if kind not in units:
             say(f"{kind} stay whole: {reasons.get(kind, 'the model has none')}")
-    there = [kind for kind in kinds if kind in units]
+    there: list[Kind] = [kind for kind in kinds if kind in units]
     if not there:
         raise ConfigError(
             "Nothing of this model can be cut",

@@ -8,7 +8,7 @@ them unchanged. Q4_0 takes negative scales too, which lose less; XNNPACK takes n
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for site, decision in decide_all(model, policy).sites:
         if decision.to_integers and (form := COMPUTE_FORMATS[decision.compute]).spec.bits == bits:
-            weight = site.module.weight
+            weight = cast(Tensor, site.module.weight)
             codes[names[id(weight)]] = form.quantize(weight)
     how = f"{len(codes)} matrices with the codes that they were trained with" if codes else ""
     return Coded(model, codes, how, trained=bool(codes))

@@ -25,9 +25,9 @@ def _why_not(source: ExportSource) -> str | None:
 
 
 def _write(source: ExportSource, path: Path) -> Written:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-    from executorch.exir.error import ExportError, InternalError
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # pyright: ignore[reportMissingImports]
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower  # pyright: ignore[reportMissingImports]
+    from executorch.exir.error import ExportError, InternalError  # pyright: ignore[reportMissingImports]
 
     coded = source.four_bits
     graph = graph_of(coded.model)

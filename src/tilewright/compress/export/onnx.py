@@ -158,6 +158,7 @@ def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]):
             need="operations that torch's ONNX exporter knows",
             try_="--to gguf-q8_0, or --to aoti",
         ) from error
+    assert found is not None, "with `dynamo` it returns what it made"
     model = found.model_proto
     for node in model.graph.node:  # stack traces, of half a megabyte
         node.ClearField("metadata_props")

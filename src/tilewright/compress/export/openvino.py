@@ -20,7 +20,7 @@ from tilewright.compress.stored import in_int8
 
 def _write(source: ExportSource, path: Path) -> Written:
     import onnx
-    import openvino
+    import openvino  # pyright: ignore[reportMissingImports]
 
     model, notes = traced_onnx(source)
     with converting("Weights of the ONNX graph cannot be quantised", need="one table for the ids"):

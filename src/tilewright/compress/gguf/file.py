@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,6 +10,9 @@ from tilewright.compress.gguf.architecture import GGUFShape
 from tilewright.compress.gguf.tensors import named_tensors, stored_format
 from tilewright.compress.gguf.vocabulary import Vocabulary
 from tilewright.formats.integer import IntegerTensor
+
+if TYPE_CHECKING:  # a package of an extra
+    import gguf
 
 
 def write_file(
@@ -90,13 +94,13 @@ def _others(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> list[in
     return others[:1] + sorted(others[1:], key=lambda i: tokens[i] in _ENDS_BY_NAME)
 
 
-def _add_stops(writer: "gguf.GGUFWriter", eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> None:  # noqa: F821
+def _add_stops(writer: "gguf.GGUFWriter", eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> None:
     others = _others(eos_id, stops, tokens)
     for add, i in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(i)
 
 
-def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None:  # noqa: F821 - imported by the caller
+def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None:
     writer.add_name(name)
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(shape.context)
@@ -113,7 +117,7 @@ def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None: 
 
 
 def _add_words(
-    writer: "gguf.GGUFWriter",  # noqa: F821
+    writer: "gguf.GGUFWriter",
     words: Vocabulary,
     bos_id: int,
     eos_id: int,

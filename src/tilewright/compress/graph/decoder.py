@@ -8,6 +8,7 @@ Legend: S new positions  T all positions so far  D model width  V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from tilewright.compress.graph.layers import GraphNorm, Rotary, causal_bias, joi
 from tilewright.compress.graph.mlp import GraphExperts, GraphMLP
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.layers import MLP
+from tilewright.models.decoder.moe import MoE
 
 
 class GraphBlock(nn.Module):
@@ -32,7 +35,7 @@ class GraphBlock(nn.Module):
             self.kept = self.attention.kept
         if block.has_mlp:
             self.mlp_norm = GraphNorm(block.post_attention_layernorm.weight, block.post_attention_layernorm.eps)
-            self.mlp = GraphExperts(block.mlp) if block.is_moe else GraphMLP(block.mlp)
+            self.mlp = GraphExperts(cast(MoE, block.mlp)) if block.is_moe else GraphMLP(cast(MLP, block.mlp))
 
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
@@ -64,23 +67,24 @@ class DecoderGraph(nn.Module):
         (torch.Size([1, 6, 50]), torch.Size([1, 4, 6, 8]))
     """
 
-    def __init__(self, decoder: Decoder, block: Callable[..., nn.Module] = GraphBlock):
+    def __init__(self, decoder: Decoder, block: Callable[..., Any] = GraphBlock):
         super().__init__()
         config = decoder.config
         latent = config.attention == "mla"
         self.embed = nn.Embedding.from_pretrained(decoder.model.embed_tokens.weight.detach().float())
         self.rotary = Rotary(config.rope_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(block(layer, latent) for layer in decoder.blocks)
+        blocks = [block(layer, latent) for layer in decoder.blocks]
+        self.blocks = nn.ModuleList(blocks)
         self.windows = tuple(shape.sliding_window for shape in config.shapes)
         """Positions that each layer's attention sees at most, see `DecoderConfig.sliding_window`."""
         self.norm = GraphNorm(decoder.model.norm.weight, decoder.model.norm.eps)
         self.head = join([decoder.lm_head])
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
-        self.kept = tuple(
-            (f"{name}.{layer}", shape) for layer, block in enumerate(self.blocks) for name, shape in block.kept
-        )
+        self.kept = tuple((f"{name}.{layer}", shape) for layer, part in enumerate(blocks) for name, shape in part.kept)
         """Name and shape (heads, positions as -1, width) of each tensor that is kept, in order."""
+        self.num_kept = tuple(len(part.kept) for part in blocks)
+        """Of each layer."""
 
     def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """Ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V] and the kept tensors
@@ -91,8 +95,8 @@ class DecoderGraph(nn.Module):
         cos, sin = self.rotary(query_S)
         x_1SD = self.embed(ids_1S)
         kept: list[Tensor] = []
-        for block, window in zip(self.blocks, self.windows, strict=True):
-            before = past[len(kept) : len(kept) + len(block.kept)]
+        for block, window, number in zip(self.blocks, self.windows, self.num_kept, strict=True):
+            before = past[len(kept) : len(kept) + number]
             x_1SD, more = block(x_1SD, cos, sin, biases[window], before)
             kept += more
         return (self.head(self.norm(x_1SD)), *kept)

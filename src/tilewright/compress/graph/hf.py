@@ -7,12 +7,16 @@ Legend: S new positions  T all positions so far  V vocabulary.
 """
 
 import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.models.hf.cache import cache_name, why_no_cache
 from tilewright.models.hf.model import HFModel
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 _DENSE_EXPERTS = "batched_mm"
 """transformers' way to compute experts without branches on data: each token's matrices are looked up."""
@@ -44,11 +48,12 @@ class HFGraph(nn.Module):
         position_1S = torch.arange(start, start + ids_1S.shape[1])[None]
         past_of = {self._cache: cache}
         logits = self.net(input_ids=ids_1S, position_ids=position_1S, use_cache=True, **past_of).logits
-        return (logits, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)))
+        layers: Any = cache.layers  # each has both, once it has seen a token
+        return (logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
 
 
 @torch.no_grad()
-def _kept(net: nn.Module, model: HFModel) -> tuple[tuple[str, tuple[int, int, int]], ...]:
+def _kept(net: "PreTrainedModel", model: HFModel) -> tuple[tuple[str, tuple[int, int, int]], ...]:
     if model.task != "causal_lm" or why_no_cache(net, model.vocab_size) is not None:
         return ()
     out = net(input_ids=torch.arange(4)[None] % model.vocab_size, use_cache=True)

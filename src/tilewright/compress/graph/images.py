@@ -24,7 +24,7 @@ class ImageGraph(nn.Module):
     def __init__(self, model: HFModel, size: int):
         super().__init__()
         self.net = copy.deepcopy(model.net).float().eval().requires_grad_(False)
-        self.shape = (int(self.net.config.num_channels), size, size)
+        self.shape = (int(model.config.num_channels), size, size)
 
     def forward(self, pixels_B3HW: Tensor) -> tuple[Tensor]:
         """Pixels [B, 3, H, W] FP32, as a batch has them -> logits [B, C]."""

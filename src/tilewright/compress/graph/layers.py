@@ -32,6 +32,8 @@ class Rotary(nn.Module):
         theta: base of the frequencies.
     """
 
+    frequencies: Tensor
+
     def __init__(self, rope_dim: int, theta: float):
         super().__init__()
         exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim

@@ -6,6 +6,8 @@ router's weights, zero for experts that were not chosen, sum the outputs: the sa
 Legend: N tokens  D model width  E experts  K experts per token.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +33,8 @@ class GraphMLP(nn.Module):
 
 class GraphRouter(nn.Module):
     """`models.decoder.moe.Router`: the weight of each expert for each token."""
+
+    bias: Tensor
 
     def __init__(self, router: Router):
         super().__init__()
@@ -63,14 +67,14 @@ class GraphExperts(nn.Module):
     def __init__(self, moe: MoE):
         super().__init__()
         self.gate = GraphRouter(moe.gate)
-        self.experts = nn.ModuleList(GraphMLP(expert) for expert in moe.experts)
+        self.experts = nn.ModuleList(GraphMLP(cast(MLP, expert)) for expert in moe.experts)
         self.shared_experts = GraphMLP(moe.shared_experts) if moe.shared_experts is not None else None
 
     def forward(self, x_1SD: Tensor) -> Tensor:
         """x [1, S, D] -> [1, S, D]."""
         x_ND = x_1SD[0]
         weights_NE = self.gate(x_ND)
-        out_ND = sum(weights_NE[:, e : e + 1] * expert(x_ND) for e, expert in enumerate(self.experts))
+        out_ND: Any = sum(weights_NE[:, e : e + 1] * expert(x_ND) for e, expert in enumerate(self.experts))
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
         return out_ND[None]

@@ -5,6 +5,7 @@ Legend: V vocabulary  D model width  S positions.
 
 import copy
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ GROUP = 32
 
 class Int8Embedding(nn.Module):
     """A table in INT8, symmetric with a scale per row; rows are dequantised as they are looked up."""
+
+    scale: Tensor
+    codes: Tensor
 
     def __init__(self, weight_VD: Tensor):
         super().__init__()
@@ -47,8 +51,8 @@ def quantize_8da4w(
     Returns:
         The copy, and its layers by format.
     """
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_  # pyright: ignore[reportMissingImports]
+    from torchao.quantization.granularity import PerGroup  # pyright: ignore[reportMissingImports]
 
     quantized = copy.deepcopy(graph)
     linears = [module for module in quantized.modules() if isinstance(module, nn.Linear)]
@@ -63,10 +67,11 @@ def quantize_8da4w(
     ]
     for parent, name, table in tables:
         setattr(parent, name, Int8Embedding(table.weight.detach()))
-    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))
+    int4 = torch.int4  # pyright: ignore[reportAttributeAccessIssue]  # torch declares only some of its dtypes
+    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP))
     quantize_(quantized, config, filter_fn=lambda module, _: _fits(module))
     for name, found in (codes or {}).items():
-        weight = quantized.get_submodule(name).weight.data
+        weight = cast(Any, quantized.get_submodule(name).weight).data
         weight.qdata.copy_(found.codes)
         weight.scale.copy_(found.scale)
         weight.zero_point.zero_()

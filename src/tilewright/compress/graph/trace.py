@@ -7,7 +7,7 @@ memory. Of images the number is free.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def trace(graph: nn.Module, *, longest: int | None = None) -> ExportedProgram:
     new, past = Dim.DYNAMIC, Dim.DYNAMIC
     if longest is not None:
         new, past = Dim.DYNAMIC(min=1, max=longest), Dim.DYNAMIC(min=0, max=longest)
-    inputs = example(graph)
+    inputs = example(cast(Graph, graph))
     kept = tuple({2: past} for _ in inputs[1:])
     free = 0 if isinstance(graph, ImageGraph) else 1
     shapes = ({free: new}, kept) if kept else ({free: new},)

@@ -30,7 +30,8 @@ class LlamaCpp(ConsumerSession):
         super().__init__(request)
         import xllamacpp
 
-        params = xllamacpp.CommonParams()
+        library: Any = xllamacpp  # compiled, without annotations
+        params = library.CommonParams()
         params.model.path = request.artefact
         params.n_ctx = CACHED_AT + 256
         params.n_parallel = 1
@@ -39,7 +40,7 @@ class LlamaCpp(ConsumerSession):
         params.fit_params = False
         params.verbosity = 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request.threads
-        self._server = xllamacpp.Server(params)
+        self._server = library.Server(params)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.max_length = self._get("/props")["default_generation_settings"]["n_ctx"] - 1
         plain = self._post("/tokenize", {"content": "a", "add_special": False})["tokens"][0]

@@ -172,7 +172,8 @@ def _channels(config: Any, values: dict[str, Any]) -> Count | Whole:
 
 def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:
     values = config.to_dict()
-    lists = {name: [value[i] for i in kept] for name, value in values.items() if _by_layer(value, layers)}
+    by_layer = {name: value for name, value in values.items() if _by_layer(value, layers)}
+    lists: dict[str, Any] = {name: [value[i] for i in kept] for name, value in by_layer.items()}
     dense = values.get("first_k_dense_replace")
     if isinstance(dense, int):
         lists["first_k_dense_replace"] = sum(layer < dense for layer in kept)

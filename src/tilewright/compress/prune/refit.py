@@ -13,7 +13,7 @@ Legend: M tokens or pixels  K what one output reads  S kept of K  O outputs.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence
     targets = stored(made)
     for readers in _runs(find_readers(model, units)):
         for reader, gram_KK in zip(readers, _grams(model, readers, batches), strict=True):
-            weight, target = reader.module.weight, targets[reader.share.tensor]
+            weight, target = cast(Tensor, reader.module.weight), targets[reader.share.tensor]
             index_S = _inputs(reader).index(kept[reader.place], units.size(reader.place))
             rows = [
                 (share.dim, share.index(kept[place], units.size(place)))

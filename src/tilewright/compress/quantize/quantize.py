@@ -190,7 +190,7 @@ def _is_read_by(norm: nn.Module, layers: Sequence[nn.Linear], model: Any, batch:
     return abs(after - before) <= FOLD_TOLERANCE * abs(before)
 
 
-def _keep(result: QuantizedModel, name: str, weight: nn.Parameter, found: IntegerTensor, method: str) -> None:
+def _keep(result: QuantizedModel, name: str, weight: Tensor, found: IntegerTensor, method: str) -> None:
     rounded = found.dequantize(weight.dtype).view(weight.shape)
     quality = sqnr_db(weight.detach(), rounded)
     form = f"{found.spec.name} {found.tile}" + ("" if found.zero_point is None else " affine")

@@ -108,8 +108,8 @@ class LayerSearch:
         recipe = self.source.recipe
         tokens = sum(batch["input_ids"].numel() for rows in self.batches.values() for batch in rows)
         length = recipe.data.seq_len
-        sizes = (size * length for size in (recipe.train.micro_batch_size, recipe.train.global_batch_size))
-        work = SearchWork(self._evaluation_s / tokens, tokens, *sizes, length)
+        micro_batch, batch = recipe.train.micro_batch_size * length, recipe.train.global_batch_size * length
+        work = SearchWork(self._evaluation_s / tokens, tokens, micro_batch, batch, length)
         return stage_seconds(self.config, self.choices, self.settings, self.steps, work)
 
     def run(self) -> Record:
@@ -160,8 +160,9 @@ class LayerSearch:
         def scored(key: str, losses: RowLosses | None) -> None:
             rise, error = (None, None) if losses is None else losses.rise_over(self.whole)
             scores[key] = {"rise": rise, "error": error}
-            is_finite = rise is not None and error is not None
-            shown = f"{100 * rise:+.2f} % +- {100 * error:.2f}" if is_finite else "is not finite; it is left out"
+            shown = "is not finite; it is left out"
+            if rise is not None and error is not None:
+                shown = f"{100 * rise:+.2f} % +- {100 * error:.2f}"
             self.say(f"{key}: loss {shown}")
             self._write()
 

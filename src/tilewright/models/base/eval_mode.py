@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ class _Blocks:
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: "weakref.WeakKeyDictionary[nn.Module, _Held]" = field(default_factory=weakref.WeakKeyDictionary)
     eager: int = 0
-    stance: "torch.compiler.set_stance | None" = None
+    stance: Any = None
+    """A `torch.compiler.set_stance`, which is a function to type checkers and a class to Python."""
 
 
 _OPEN = _Blocks()

@@ -4,7 +4,7 @@ Not to be confused with `head`, the arithmetic of our own heads with their losse
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
@@ -28,8 +28,8 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
         >>> find_heads(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10)))  # layers by themselves: no model's output
         []
     """
-    told = [part.output_layers for part in model.modules() if hasattr(part, "output_layers")]
-    if told:
+    asked = (getattr(part, "output_layers", None) for part in model.modules())
+    if told := [heads for heads in asked if heads is not None]:
         return [head for heads in told for head in heads]
     modules = _layers(model)
     linears = [module for module in modules if isinstance(module, nn.Linear)]
@@ -77,7 +77,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _has_matrix(module: nn.Module) -> bool:
     """Of its own, or computed from others."""
     own = list(module.parameters(recurse=False))
-    computed = module.parametrizations.parameters() if is_parametrized(module) else ()
+    computed = cast(nn.Module, module.parametrizations).parameters() if is_parametrized(module) else ()
     return any(param.ndim >= 2 for param in (*own, *computed))
 
 

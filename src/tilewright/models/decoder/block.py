@@ -7,6 +7,7 @@ Legend: B rows  S positions  D model width  E experts.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Block(nn.Module):
         if self.has_attention:
             yield self.input_layernorm, "norm", self.self_attn.readers()
         if self.has_mlp and not self.is_moe:
-            yield self.post_attention_layernorm, "norm", self.mlp.readers()
+            yield self.post_attention_layernorm, "norm", cast(MLP, self.mlp).readers()
 
     def forward(
         self,
@@ -94,8 +95,8 @@ class Block(nn.Module):
         if cache is not None:
             return self._run(x_BSD, cos, sin, segments, cache)
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
-        if self.is_moe and self.mlp.exchange is not None:  # ranks exchange the same rows again
-            run = SameChoices(self.mlp.gate, run)
+        if self.is_moe and cast(MoE, self.mlp).exchange is not None:  # ranks exchange the same rows again
+            run = SameChoices(cast(MoE, self.mlp).gate, run)
         draws = self.draws and self.training
         if self.keeps_qdata:
             inputs = x_BSD, cos, sin, segments, None, give

@@ -19,6 +19,8 @@ from torch import Tensor
 
 Angles = tuple[Tensor, Tensor]
 Attention = Callable[..., Tensor]
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+"""The state before some positions, or None, and what they bring -> their results, and the state behind them."""
 
 
 class LayerCache:
@@ -84,7 +86,7 @@ class LayerCache:
         tensors whose new part is given: [B, S, ...]."""
         return attention(q_BSHD, *self.extend(*new, window=window))
 
-    def recur(self, attention: Attention, *new: Tensor) -> Tensor:
+    def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
         """The result of `attention` for the state before the new positions (None: there was none) and these; it gives
         the state behind them too. That before them stays until the pass is counted: one that fails may be run again."""
         start, end = self.owner.length, self.owner.length + new[0].shape[1]
@@ -243,7 +245,7 @@ class JoinedLayer:
         ]
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
 
-    def recur(self, attention: Attention, *new: Tensor) -> Tensor:
+    def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
         """See `LayerCache.recur`; row by row."""
         rows = [layer.recur(attention, *(tensor[i : i + 1] for tensor in new)) for i, layer in enumerate(self._layers)]
         return torch.cat([*rows, *rows[:1] * (len(new[0]) - len(rows))])

@@ -123,7 +123,8 @@ class DecoderConfig:
         values["ffn_dim"] = section.hidden_width
         if section.num_experts:
             values["expert_dim"] = section.expert_width
-        config = cls(vocab_size=vocab_size, **values | {"layers": ()})
+        values["layers"] = ()
+        config = cls(vocab_size=vocab_size, **values)
         return config.with_layers([config._own(index, entry) for index, entry in enumerate(section.layer_entries())])
 
     @classmethod

@@ -13,7 +13,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L laye
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_config import to_hf_config
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import RMSNorm, StreamSlices, rope_angles
+from tilewright.models.decoder.moe import MoE
 from tilewright.models.distill.hidden import HiddenLoss, of_batch
 from tilewright.models.distill.loss import batch_loss
 from tilewright.ops.base.compile import graph_limit, layer_options
@@ -148,8 +149,11 @@ class Decoder(Model):
             block.checkpoint_inputs = kind
         self._note_exact_inputs()
 
-    net = property(lambda self: self)
-    """See `protocols.Model`, and so the next three."""
+    @property
+    def net(self) -> "Decoder":
+        """See `protocols.Model`, and so the next three."""
+        return self
+
     head = property(lambda self: self.lm_head)
     max_positions, task = None, "causal_lm"
 
@@ -187,9 +191,9 @@ class Decoder(Model):
     # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> Sequence[Block]:
         """The layers, in order."""
-        return self.model.layers
+        return cast(Sequence[Block], self.model.layers)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -259,7 +263,7 @@ class Decoder(Model):
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Balance the experts by the load since the last call, summed over a group. Nothing to do when dense."""
-        if not (routers := [block.mlp.gate for block in self.blocks if block.is_moe]):
+        if not (routers := [cast(MoE, block.mlp).gate for block in self.blocks if block.is_moe]):
             return
         load_LE = self._load_LE
         if load_LE is None:  # this rank had no rows, others may have had some
@@ -303,10 +307,10 @@ class Decoder(Model):
                 compile_part(block.self_attn)
             if block.has_mlp:
                 block.post_attention_layernorm.compile(options=options, **limit)
-                dense = block.mlp.shared_experts if block.is_moe else block.mlp
+                dense = cast(MoE, block.mlp).shared_experts if block.is_moe else block.mlp
                 if dense is not None:
                     compile_part(dense)
-            for expert in block.mlp.experts if block.is_moe else ():
+            for expert in cast(MoE, block.mlp).experts if block.is_moe else ():
                 expert.compile(dynamic=True, options=options, **limit)
         self._in_parts = between_exchanges is not None or self.config.num_experts > 0
         self._compiled = True

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
-from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
+from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, Model
 from tilewright.models.decoder.hf_config import read_config, to_hf_config, to_own_config
 from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.models.folder.fp8_weights import (
@@ -61,7 +61,7 @@ _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Stored by old writers, computed from the shape by everybody."""
 
 
-def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> None:
+def load_weights(model: Model, folder: Path | str, *, absent: Collection[str] = ()) -> None:
     """Copy a folder's weights into the model's parameters and buffers, cast to their dtypes.
 
     FP8 weights are decoded, exactly in FP32 (and in BF16 where their scales are powers of two). A weight that the model
@@ -80,7 +80,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str
     values({name: tensor for name, tensor in _stored_state(model).items() if name not in absent})
 
 
-def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> InitialValues:
+def decoder_weights(model: Model, folder: Path | str, *, absent: Collection[str] = ()) -> InitialValues:
     """A function that copies a folder's weights into tensors under the model's names; see `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
@@ -162,7 +162,7 @@ def _copy_files(
 
 
 def save_decoder(
-    model: nn.Module,
+    model: Model,
     folder: Path | str,
     *,
     dtype: torch.dtype | None = None,
@@ -289,7 +289,7 @@ def _stored_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in own.items() if seen.setdefault(id(tensor), name) == name}
 
 
-def _may_ignore(name: str, model: nn.Module, folder: Path | str) -> bool:
+def _may_ignore(name: str, model: Model, folder: Path | str) -> bool:
     """True if a stored tensor that the model has no place for cannot change its logits."""
     if name == "lm_head.weight" and model.config.tie_embeddings:
         return True

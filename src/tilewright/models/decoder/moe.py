@@ -49,6 +49,9 @@ class Router(nn.Module):
     See: DeepSeek-V3 report, section 2.1.2, equations 12-16, and "Auxiliary-Loss-Free Load Balancing".
     """
 
+    e_score_correction_bias: Tensor
+    """[E] FP32."""
+
     def __init__(self, config: DecoderConfig, kernels: Kernels):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
@@ -160,7 +163,9 @@ class MoE(nn.Module):
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
-        run = self.run_experts if self.divided is None else functools.partial(self.divided, self.run_experts)
+        run: Callable[..., Tensor] = self.run_experts
+        if self.divided is not None:
+            run = functools.partial(self.divided, self.run_experts)
         if self.draws and self.slices is not None:
             run = functools.partial(run, token_N=self.slices.token_numbers(len(x_BSD), x_BSD.device))
         if torch.compiler.is_compiling():
@@ -262,9 +267,11 @@ def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int, key_N: Tensor | 
 @contextmanager
 def _keyed(expert: nn.Module, key_N: Tensor | None) -> Iterator[None]:
     """Inside, each layer of an expert has keys of its own of the rows that it runs on (`row_keys`)."""
-    layers: list[Any] = [] if key_N is None else list(expert.children())
-    for number, layer in enumerate(layers):
-        layer.row_keys = hash_of(key_N, number)
+    layers: list[Any] = []
+    if key_N is not None:
+        layers += expert.children()
+        for number, layer in enumerate(layers):
+            layer.row_keys = hash_of(key_N, number)
     try:
         yield
     finally:

@@ -88,8 +88,8 @@ class HiddenLoss(nn.Module):
         self._width, theirs = widths
         self.alike = self._width == theirs
         self._places = {(pair.target, pair.ours): place for place, pair in enumerate(pairs)}
-        counts = {name: sum(pair.target == name for pair in pairs) for name in TARGET_NAMES}
-        self._shares = {name: weights[name] / count for name, count in counts.items() if count}
+        counts: dict[Target, int] = {name: sum(pair.target == name for pair in pairs) for name in TARGET_NAMES}
+        self._shares: dict[Target, float] = {name: weights[name] / count for name, count in counts.items() if count}
         first = counts["hidden"]
         self._rows: dict[Target, slice] = {"hidden": slice(0, first), "attention": slice(first, len(pairs))}
         """Of a target, in the order of the pairs."""
@@ -120,6 +120,7 @@ class HiddenLoss(nn.Module):
             if place is None:
                 continue
             check_stream(values, context[TARGETS], self._width, target, f"layer {layer} of the student")
+            assert values is not None, "`check_stream` has looked"
             each_BS = self._each(place, values, context[VALUES][:, :, place], context[TARGETS])
             context[LOSSES][place].copy_(each_BS.detach())
             x_BSD = _Joined.apply(x_BSD, self._shares[target] * each_BS.sum(), context[SCALE])  # type: ignore[assignment]

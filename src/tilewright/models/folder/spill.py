@@ -38,7 +38,7 @@ def spilled(folder: Path) -> Iterator[Callable[[Tensor], Tensor]]:
             if tensor.numel() == 0:
                 return tensor.clone()
             path = Path(waiting) / str(number)
-            path.write_bytes(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            path.write_bytes(tensor.reshape(-1).view(torch.uint8).numpy().data)
             mapped = torch.from_file(str(path), shared=False, size=tensor.numel(), dtype=tensor.dtype)
             return mapped.view(tensor.shape)
 

@@ -9,13 +9,16 @@ Legend: B rows  S positions  V vocabulary.
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.hf.joined import JoinedHFCache, row_attention, why_no_rows
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError)
 """How models of many authors say that they cannot."""
@@ -75,7 +78,7 @@ def _held_bytes(layer: Any) -> int:
     return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor))
 
 
-def cache_name(net: nn.Module) -> str | None:
+def cache_name(net: "PreTrainedModel") -> str | None:
     """The name of the model's cache, as an argument and in its output; None where it takes none.
 
     `cache` from transformers 5.24 on, `past_key_values` before.
@@ -84,7 +87,7 @@ def cache_name(net: nn.Module) -> str | None:
     return next((name for name in ("past_key_values", "cache") if name in takes and "use_cache" in takes), None)
 
 
-def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | JoinedHFCache | None) -> Tensor:
+def next_logits(net: "PreTrainedModel", input_ids_BS: Tensor, cache: HFCache | JoinedHFCache | None) -> Tensor:
     """FP32 logits [B, V] of the token after each row; see `protocols.Model.next_token_logits`."""
     takes = inspect.signature(net.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes
@@ -106,7 +109,7 @@ def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | JoinedHFC
 
 
 @torch.no_grad()
-def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
+def why_no_cache(net: "PreTrainedModel", vocab_size: int) -> str | None:
     """Why the model's key/value cache cannot be used, or None where it gives what whole rows give."""
     name = type(net).__name__
     if cache_name(net) is None:
@@ -132,7 +135,7 @@ def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
 
 
 @torch.no_grad()
-def why_no_pieces(net: nn.Module, vocab_size: int) -> str | None:
+def why_no_pieces(net: "PreTrainedModel", vocab_size: int) -> str | None:
     """Why a row cannot be run in pieces of several tokens, or None where these give what the whole row gives: many
     layers that keep a state begin with an empty one in each pass of more than one token."""
     name = type(net).__name__
@@ -150,7 +153,7 @@ def why_no_pieces(net: nn.Module, vocab_size: int) -> str | None:
     return None
 
 
-def _continued(net: nn.Module, ids_BS: Tensor, sizes: Sequence[int]) -> Tensor:
+def _continued(net: "PreTrainedModel", ids_BS: Tensor, sizes: Sequence[int]) -> Tensor:
     """Logits [V] after a row that is handed over in pieces."""
     cache, end = HFCache(), 0
     for size in sizes:
@@ -160,7 +163,7 @@ def _continued(net: nn.Module, ids_BS: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def why_not_joined(net: nn.Module, vocab_size: int) -> str | None:
+def why_not_joined(net: "PreTrainedModel", vocab_size: int) -> str | None:
     """Why rows of different lengths cannot run one token together, or None where each gives what it gives alone."""
     reason = why_no_rows(net)
     if reason is not None:

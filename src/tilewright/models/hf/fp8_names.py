@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -234,7 +234,8 @@ def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
     for name, tensor in net.state_dict().items():
         state[name] = _Traced.of(name, tensor)
     pieces: dict[str, dict[str, _Traced]] = defaultdict(dict)
-    for name, piece in revert_weight_conversion(net, state).items():
+    for name, tensor in revert_weight_conversion(net, state).items():
+        piece = cast(_Traced, tensor)
         for source in piece.sources:
             pieces[source][name] = piece
     return pieces

@@ -12,10 +12,13 @@ Legend: B rows  H heads  S new positions (1)  T positions so far  D width of a h
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 ROWS = "tilewright_rows"
 """The name of the attention that goes row by row, in transformers' table."""
@@ -78,7 +81,7 @@ class _Pasts:
         return getattr(self._pasts[0], name)
 
 
-def why_no_rows(net: nn.Module) -> str | None:
+def why_no_rows(net: "PreTrainedModel") -> str | None:
     """Why the model's attention cannot be asked to go row by row; None where it may."""
     name = type(net).__name__
     if "position_ids" not in inspect.signature(net.forward).parameters:
@@ -92,7 +95,7 @@ def why_no_rows(net: nn.Module) -> str | None:
 
 
 @contextmanager
-def row_attention(net: nn.Module) -> Iterator[None]:
+def row_attention(net: "PreTrainedModel") -> Iterator[None]:
     """Inside, the model's layers call the attention that goes row by row."""
     from transformers import AttentionInterface
 
@@ -126,7 +129,7 @@ def _attention(
 def _usual(module: nn.Module) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kind = module.config._tilewright_attention
+    kind = cast(Any, module.config)._tilewright_attention
     if kind in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[kind]
     own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)

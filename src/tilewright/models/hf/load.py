@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +26,9 @@ from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, mi
 from tilewright.models.hf.model import HFModel, Task
 from tilewright.models.hf.rows import real_integers
 from tilewright.ops.kernels import Kernels
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5", "*.gguf")
 _NO_CODE = {"trust_remote_code": False}
@@ -68,7 +71,7 @@ def load_hf(
     if weights == "load":
         with _of_config(path, config.model_type):
             net = _load_weights(auto, path, config, dtype)
-        return HFModel(net.to(device), task, kernels)
+        return HFModel(cast(Any, net).to(device), task, kernels)
     shapes = torch.device(device).type == "meta"
     more = _OF_SHAPES if shapes else ()
     with torch.device("meta" if shapes else "cpu"), _of_config(path, config.model_type, *more):
@@ -76,7 +79,7 @@ def load_hf(
     return HFModel(net.to(device), task, kernels)
 
 
-def hf_shapes(path: Path | str, task: Task) -> nn.Module:
+def hf_shapes(path: Path | str, task: Task) -> "PreTrainedModel":
     """The transformers model of a folder without weights, for `rows` and `parts`.
 
     Raises:
@@ -131,7 +134,7 @@ def init_hf(model: HFModel, seed: int) -> None:
         # Children first: some architectures correct a child's weight in the parent's turn.
         for name, module in reversed(list(net.named_modules())):
             draw_module(owners[name], name, module, seed)
-    net.to(device)
+    cast(nn.Module, net).to(device)
 
 
 def weight_owners(net: nn.Module) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def _of_config(path: Path | str | Any, model_type: Any, *more: type[Exception]) 
         ) from error
 
 
-def _load_weights(auto: Any, path: Path | str | Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _load_weights(auto: Any, path: Path | str | Any, config: Any, dtype: torch.dtype) -> "PreTrainedModel":
     if not isinstance(path, (str, Path)):
         raise TypeError('weights = "load" needs a folder, not a config object')
     options = {"dtype": dtype, "output_loading_info": True}
@@ -249,7 +252,7 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any, dtype: torch.d
             str(key[0]): f"{list(key[1])} in the folder, {list(key[2])} in the model" for key in info["mismatched_keys"]
         }
         raise mismatch_error(path, info["missing_keys"], [], wrong)
-    return net
+    return cast("PreTrainedModel", net)
 
 
 def _check_safetensors(path: Path) -> None:

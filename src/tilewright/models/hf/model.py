@@ -12,7 +12,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from tilewright.models.hf.save import save_folder
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
+
 Task = Literal["causal_lm", "masked_lm", "image_classification"]
 _log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class HFModel(Model):
         kernels: implementations of the operations.
     """
 
+    net: "PreTrainedModel"
     forward_methods = ("next_token_logits", "logits_at")
     """See `protocols.Model`. `loss` is a call of `forward`."""
     uses_every_parameter = False
@@ -66,7 +70,7 @@ class HFModel(Model):
     architecture = "hf"
     """See `protocols.Model`."""
 
-    def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
+    def __init__(self, net: "PreTrainedModel", task: Task, kernels: Kernels | None = None):
         super().__init__()
         self.net = net
         self.task = task
@@ -91,6 +95,11 @@ class HFModel(Model):
     def head(self) -> nn.Module | None:
         """The layer that transformers says makes logits; see `protocols.Model`."""
         return self.net.get_output_embeddings()
+
+    @property
+    def table(self) -> nn.Embedding:
+        """The embedding of tokens."""
+        return cast(nn.Embedding, self.net.get_input_embeddings())
 
     @property
     def max_positions(self) -> int | None:
@@ -121,7 +130,7 @@ class HFModel(Model):
     @property
     def vocab_size(self) -> int:
         """Tokens that the model has an embedding for."""
-        return self.net.get_input_embeddings().weight.shape[0]
+        return self.table.weight.shape[0]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """The same as calling the model: hooks on it, such as the precision region of a third-party model, take
@@ -155,7 +164,7 @@ class HFModel(Model):
         input_ids_BS, labels_BS = batch["input_ids"], batch["labels"]
         if style.plain_head:
             hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
-            head = self.head
+            head = cast(nn.Linear, self.head)
             if pairs is not None:
                 return preference_loss(row_losses(self.kernels, head, hidden_BSD, labels_BS), pairs)
             return in_packed_rows(batch_loss(self.kernels, head, hidden_BSD.flatten(0, 1), batch), batch)
@@ -226,7 +235,7 @@ class HFModel(Model):
         if not self._input_style(packed=False).plain_head:
             return self.net(input_ids=input_ids_BS, **arguments).logits[wanted_BS].float()
         hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
-        return self.net.get_output_embeddings()(hidden_BSD[wanted_BS]).float()
+        return cast(nn.Linear, self.head)(hidden_BSD[wanted_BS]).float()
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Nothing to do: transformers' models keep no state of their own between steps."""
@@ -249,7 +258,7 @@ class HFModel(Model):
     def checkpointing(self, modes: Sequence[ActivationCheckpoint]) -> None:
         layers = self.layers
         check_modes(modes, len(layers) or 1)
-        asked = [mode for mode in modes if mode != "none"]
+        asked: list[ActivationCheckpoint] = [mode for mode in modes if mode != "none"]
         if asked and not self.net.supports_gradient_checkpointing:
             raise ConfigError(
                 "Activation checkpointing is not supported by this model",
@@ -266,7 +275,7 @@ class HFModel(Model):
         else:
             getattr(self.net, f"{family}_enable")(checkpoint_options(asked[0]))
         if layers and asked:
-            for layer, mode in zip(layers, modes, strict=True):
+            for layer, mode in zip(cast(Sequence[Any], layers), modes, strict=True):
                 layer.gradient_checkpointing = mode != "none"
                 layer._gradient_checkpointing_func = checkpoint_function(mode)
         self._checkpointing = tuple(modes)
@@ -291,7 +300,7 @@ class HFModel(Model):
         uniform = len(set(self._checkpointing)) == 1
         layers = self._layers() if uniform else self.layers
         modes = self._checkpointing[:1] * len(layers) if uniform else self._checkpointing
-        for layer in (layer for layer, mode in zip(layers, modes, strict=True) if mode == "full"):
+        for layer in (cast(Any, layer) for layer, mode in zip(layers, modes, strict=True) if mode == "full"):
             if next(find_routers(layer), None) is None:
                 layer._gradient_checkpointing_func = self._from_qdata
             else:

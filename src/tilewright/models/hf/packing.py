@@ -8,19 +8,22 @@ Legend: B rows  S positions  P documents  L tokens of the longest document.
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import LossOutput
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 PACKED, PACKED_SHAPE = "packed", "packed_shape"
 
 
 def forward_arguments(
-    net: nn.Module,
+    net: "PreTrainedModel",
     documents: Literal["positions", "blocks", "rows"] = "rows",
     causal: bool = True,
     positions_BS: Tensor | None = None,
@@ -43,7 +46,7 @@ def forward_arguments(
     return arguments
 
 
-def _takes(net: nn.Module, name: str) -> bool:
+def _takes(net: "PreTrainedModel", name: str) -> bool:
     """True if forward has an argument of that name, or hands any on to a model whose config has it (GraniteMoE)."""
     parameters = inspect.signature(net.forward).parameters
     if name in parameters:

@@ -9,7 +9,7 @@ Legend: B rows  S positions  V vocabulary.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.hf.packing import forward_arguments
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 _LENGTH, _FIRST = 8, 4
 """Probe rows: eight tokens, of which the first four are a document of their own where rows are packed."""
@@ -26,6 +29,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
 """How models refuse arguments that they do not take, each in its own way."""
 
 Documents = Literal["positions", "blocks", "rows"]
+_PACKED: tuple[Documents, ...] = ("positions", "blocks")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class InputStyle:
     exact: bool = True
 
 
-def check_taught(net: nn.Module, style: InputStyle, *, packed: bool) -> None:
+def check_taught(net: "PreTrainedModel", style: InputStyle, *, packed: bool) -> None:
     """Raise ConfigError where a model cannot learn from another one, or teach: the two are compared position by
     position, on logits that are made by chunks."""
     if style.plain_head and not (packed and style.documents == "rows"):
@@ -78,21 +82,23 @@ def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def probe_language_model(net: nn.Module, vocab_size: int) -> InputStyle:
+def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
     """Run the model a few times on two rows of eight tokens. Leaves weights, mode and random state alone."""
     probe = _Probe(net, vocab_size)
     with evaluation(net), eager():
         causal = probe.is_causal()
         documents: Documents = "rows"
         if probe.takes_positions():
-            candidates: tuple[Documents, ...] = ("positions", "blocks") if not has_window(net) else ("positions",)
-            documents = next((c for c in candidates if probe.separates(c, causal)), "rows")
+            for packed in _PACKED[:1] if has_window(net) else _PACKED:
+                if probe.separates(packed, causal):
+                    documents = packed
+                    break
         plain_head = causal and probe.has_plain_head(documents)
         exact = causal or documents != "rows" or probe.ignores_padding()
     return InputStyle(documents, causal, plain_head, exact)
 
 
-def has_window(net: nn.Module) -> bool:
+def has_window(net: "PreTrainedModel") -> bool:
     """True if some layer attends within a window, which a mask of ours would take the place of."""
     config = net.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
@@ -102,7 +108,7 @@ def has_window(net: nn.Module) -> bool:
 class _Probe:
     """Two rows that differ in one place, and what that changes elsewhere."""
 
-    def __init__(self, net: nn.Module, vocab_size: int):
+    def __init__(self, net: "PreTrainedModel", vocab_size: int):
         self.net = net
         device = next(net.parameters()).device
         self.counting_S = torch.arange(_LENGTH, device=device)

@@ -140,7 +140,7 @@ def computed_part(param: DTensor) -> Tensor:
 
 
 def _wide_leaf(param: DTensor) -> Tensor:
-    leaf = cast(DTensor, param.detach()).to_local().requires_grad_()
+    leaf = param.detach().to_local().requires_grad_()  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor
     leaf.grad_dtype = param.grad_dtype
     leaf.register_post_accumulate_grad_hook(functools.partial(_add_gradient, param))
     return leaf

@@ -119,7 +119,8 @@ class AsyncCommunicator:
         transport: Transport | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.group, self.axis, self.wire, self.feedback, self.errors = group, axis, wire, feedback, errors
+        self.group, self.axis, self.feedback, self.errors = group, axis, feedback, errors
+        self.wire: WireName = wire
         self._packs = wire != "fp32"
         self.alignment = TILE if wire == "fp8" else 1
         """Values after which another tensor may begin in what is sent together, such that it shares no scale."""

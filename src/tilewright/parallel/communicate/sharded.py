@@ -240,8 +240,9 @@ def exchange_shards(
     for module in fsdp_modules(model):
         groups = param_groups(module)
         for place, group in enumerate(groups):
-            of_experts = experts is not None and any(held.sharded_param in spread for held in group.fsdp_params)
-            one, name = experts if of_experts else shards, f"{names.get(module, '')}.{place}"
+            of_experts = any(held.sharded_param in spread for held in group.fsdp_params)
+            one = experts if experts is not None and of_experts else shards
+            name = f"{names.get(module, '')}.{place}"
             gather = CodedAllGather(one, name, group) if coded else CountedAllGather(one, name)
             reduce = WireReduceScatter(one, name)
             hook = None if copies is None else partial(_sum_copies, copies, f"{name}.copies", reduce)

@@ -49,10 +49,12 @@ class Exchanged:
         return max(0.0, self.seconds - self.exposed_s)
 
     def __add__(self, other: "Exchanged") -> "Exchanged":
-        return Exchanged(*(mine + theirs for mine, theirs in zip(_fields(self), _fields(other), strict=True)))
+        sent_bytes, exchanges = self.sent_bytes + other.sent_bytes, self.exchanges + other.exchanges
+        return Exchanged(sent_bytes, exchanges, self.seconds + other.seconds, self.exposed_s + other.exposed_s)
 
     def __sub__(self, other: "Exchanged") -> "Exchanged":
-        return Exchanged(*(mine - theirs for mine, theirs in zip(_fields(self), _fields(other), strict=True)))
+        sent_bytes, exchanges = self.sent_bytes - other.sent_bytes, self.exchanges - other.exchanges
+        return Exchanged(sent_bytes, exchanges, self.seconds - other.seconds, self.exposed_s - other.exposed_s)
 
 
 class TrafficCounter:
@@ -157,10 +159,6 @@ def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
         (300.0, 600.0)
     """
     return tensor_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
-
-
-def _fields(one: Exchanged) -> tuple[int, int, float, float]:
-    return one.sent_bytes, one.exchanges, one.seconds, one.exposed_s
 
 
 def wire_name(dtype: torch.dtype) -> str:

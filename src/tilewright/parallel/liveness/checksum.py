@@ -43,7 +43,7 @@ def checksum(tensor: Tensor) -> int:
         (True, 9407778237848358495)
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(memoryview(flat.numpy()))
+    return xxhash.xxh3_64_intdigest(flat.numpy().data)
 
 
 def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int]) -> list[ReplicaDifference]:

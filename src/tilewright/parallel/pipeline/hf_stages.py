@@ -11,7 +11,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N tokens that are aske
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from tilewright.ops.base.labels import IGNORED
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, StageWatch, Tie, unwatched
 from tilewright.parallel.world import Group
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 from tilewright.precision.mixed.derived import Derived, derive
 
 
@@ -32,7 +35,7 @@ class StagedHF(Staged, Derived):
     """A rank's part of a Hugging Face model. Made by `hold_hf`, which gives a model a class that has this one too."""
 
     view: HFLayers
-    net: nn.Module
+    net: "PreTrainedModel"
     elsewhere: frozenset[nn.Module]
     """Ends of which this rank has no parameter, but a stand-in."""
 

@@ -41,7 +41,7 @@ class StepPlan:
             for name in sorted(batch.keys() - MADE):
                 tensor = batch[name].detach().cpu().contiguous()
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return StepPlan(len(microbatches), digest.intdigest() >> 1)  # of 63 bits, for a tensor of int64
 
     def check(self, world: World) -> None:

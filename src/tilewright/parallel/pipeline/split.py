@@ -120,8 +120,8 @@ class Pipeline:
                 where="parallel.pp",
             )
         self._check_split(num_layers)
-        ends = (0, *itertools.accumulate(self.layers or self._dealt_out(num_layers, costs, ends)))
-        return [range(*pair) for pair in itertools.pairwise(ends)]
+        bounds = (0, *itertools.accumulate(self.layers or self._dealt_out(num_layers, costs, ends)))
+        return [range(*pair) for pair in itertools.pairwise(bounds)]
 
     def _dealt_out(self, num_layers: int, costs: Sequence[int], ends: tuple[int, int]) -> tuple[int, ...]:
         """Layers per stage where nothing is said of them."""

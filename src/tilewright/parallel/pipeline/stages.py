@@ -8,7 +8,7 @@ Legend: B rows  S positions  D model width  V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,9 @@ class StagedDecoder(Staged, Decoder):
         places = {number: place for place, number in enumerate(number for of in own.values() for number in of)}
         tied = self.config.tie_embeddings and (self.has_first or self.has_last)  # one of them may only hold it
         if not self.has_first and not tied:
-            self.model.embed_tokens = Elsewhere()
+            self.model.embed_tokens = cast(Any, Elsewhere())
         if not self.has_last:
-            self.model.norm = Elsewhere()
+            self.model.norm = cast(Any, Elsewhere())
         if not self.has_last and not tied:
             self.lm_head = Elsewhere()
         made = []

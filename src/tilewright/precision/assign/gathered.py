@@ -87,7 +87,7 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
 
 
-def _settled_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+def _settled_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for module in model.modules():
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
             if isinstance(group.mp_policy, AsRead):

@@ -91,7 +91,8 @@ def read_history(run: Path | str) -> History:
             evidence = QuantStats.from_json(row["layers"])
             samples.append(Sample(row["step"], row["above_8bit"], row["noise"], evidence, row.get("after")))
         else:
-            moves[kind].append(Move(**row | {name: _number(row[name]) for name in ("value", "threshold")}))
+            row |= {name: _number(row[name]) for name in ("value", "threshold")}
+            moves[kind].append(Move(**row))
     return History(samples, moves["move"], moves["refused"], _start(Path(run) / "precision.json") if samples else {})
 
 

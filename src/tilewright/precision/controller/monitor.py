@@ -13,6 +13,7 @@ Legend: N tokens  K input features  M output features.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,9 @@ class Monitor:
         layers = float8_layers(self._model)
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
-        runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
+        runners: list[tuple[Any, Any]] = [
+            (part, part.expert_runner) for part in self._model.modules() if vars(part).get("expert_runner") is not None
+        ]
         handles = [  # before what joins parts of outputs, and before what an adapter adds
             layer.register_forward_hook(self._hook(name, seen), prepend=True) for name, layer in layers.items()
         ]
@@ -89,7 +92,7 @@ class Monitor:
                 module.expert_runner = runner
 
     def _hook(self, name: str, seen: list[QuantStats]) -> Callable[..., None]:
-        def forward(layer: Float8Linear, args: tuple[object, ...], out: Tensor) -> None:
+        def forward(layer: Float8Linear, args: tuple[Any, ...], out: Tensor) -> None:
             if not torch.is_grad_enabled():
                 return
             if not out.requires_grad:

@@ -6,7 +6,7 @@ what the conversion set, and that. The counts are in the checkpoint, so a resume
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from tilewright.precision.policy.gemm_formats import (
     of_text,
     why_emulated,
 )
-from tilewright.precision.policy.report import ModuleRow
+from tilewright.precision.policy.report import ConversionReport, ModuleRow
 
 Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> matmul -> format -> calls."""
@@ -65,9 +65,13 @@ class Audit:
         self._model, self._others = model, others
         self._before: Counts = {}
 
+    @property
+    def _report(self) -> ConversionReport:
+        return cast(ConversionReport, self._model.precision_report)
+
     def rows(self) -> list[AuditRow]:
         """One row per layer, matmul and format that ran; the present format also where it has not run yet."""
-        names = {row.fqn: None for row in self._model.precision_report.rows}
+        names = {row.fqn: None for row in self._report.rows}
         found = self._own_rows()
         for of_rank in [] if self._others is None else self._others(found):
             names |= dict.fromkeys(of_rank)
@@ -82,7 +86,7 @@ class Audit:
         weights = tile_weights(self._model)
         counts = self._own_counts()
         found: dict[str, list[AuditRow]] = {}
-        for row in self._model.precision_report.rows:
+        for row in self._report.rows:
             module, ran = modules.get(row.fqn), counts.get(row.fqn, {})
             if row.fqn in weights:
                 found[row.fqn] = list(_given_over(row, weights[row.fqn], ran))
@@ -109,8 +113,8 @@ class Audit:
     def _own_counts(self) -> Counts:
         found: Counts = {}
         for fqn, module in self._model.named_modules():
-            if isinstance(module, nn.Linear) and "counts" in vars(module):
-                found[fqn] = Float8Linear.executed(module)  # also of a layer that is in another mode now
+            if isinstance(module, nn.Linear) and "counts" in vars(module):  # also of a layer in another mode now
+                found[fqn] = Float8Linear.executed(cast(Float8Linear, module))
         found |= {name: given.matmuls.executed() for name, given in tile_weights(self._model).items()}
         return {
             fqn: {gemm: _added(self._before.get(fqn, {}).get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
@@ -132,7 +136,7 @@ class Audit:
 
     def to_json(self, step: int) -> dict[str, Any]:
         """The audit as plain data, for audit.json."""
-        report = self._model.precision_report
+        report = self._report
         rows = [row.to_json() for row in self.rows()]
         return {"step": step, "mode": report.policy.mode, "strict": report.policy.strict, "rows": rows}
 
@@ -145,7 +149,7 @@ class Audit:
         self._before = state
         for module in self._model.modules():
             if "counts" in vars(module):
-                Float8Linear.reset_executed(module)
+                Float8Linear.reset_executed(cast(Float8Linear, module))
         for count in counters(self._model):
             count.zero_()
 
@@ -166,15 +170,17 @@ def _added(before: dict[str, int], ran: dict[str, int]) -> dict[str, int]:
 
 
 def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
-    if not isinstance(module, nn.Linear) or getattr(module, "kernels", None) is None:
+    kernels: Kernels | None = getattr(module, "kernels", None)
+    if not isinstance(module, nn.Linear) or kernels is None:
         return
+    output_dtype = cast(torch.dtype, module.output_dtype)
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
         if not ran and isinstance(module, Float8Linear):
             ran = {module.gemms[gemm].name: 0}
         for name, calls in ran.items():
             form = _known(vars(module).get("known"), name)
-            kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, form)
+            kernel, fallback = _kernel(kernels, module.weight, output_dtype, gemm, form)
             yield AuditRow(fqn, gemm, name, kernel, calls, fallback)
 
 
@@ -182,11 +188,13 @@ def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]])
     matmuls, kernels = given.matmuls, given.matmuls.kernels
     if matmuls.gemms is None:
         yield AuditRow(row.fqn, "all", row.compute, "-", None, row.reason if row.fallback else "")
+    if kernels is None:
+        return
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
         if not ran and matmuls.gemms is not None:
             ran = {matmuls.gemms[gemm].name: 0}
-        for name, calls in ran.items() if kernels is not None else ():
+        for name, calls in ran.items():
             form = _known(matmuls.switch.known, name)
             kernel, fallback = _kernel(kernels, given.parameter, matmuls.output_dtype, gemm, form)
             yield AuditRow(row.fqn, gemm, name, kernel, calls, fallback)
@@ -233,6 +241,7 @@ def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
 
 def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
     """A frozen weight has no gradient, and its two matmuls are not counted."""
+    assert module.kernels is not None, "`freeze_in_fp8` gives them"
     for gemm in ("fprop", "dgrad"):
         form = getattr(module, gemm)
         kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, form)

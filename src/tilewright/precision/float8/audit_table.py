@@ -117,11 +117,13 @@ def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[D
         Difference(layer='up', gemm='fprop', what='kernels', first='bf16 native', second='bf16 ref', count=1)
     """
     ours, theirs = _by_matmul(first), _by_matmul(second)
-    found: dict[tuple[str, ...], list[str]] = {}
+    found: dict[tuple[str, str, str, str, str], list[str]] = {}
     for layer, gemm in dict.fromkeys([*ours, *theirs]):
         for what, a, b in _compare(ours.get((layer, gemm), []), theirs.get((layer, gemm), [])):
             found.setdefault((pattern_of(layer), gemm, what, a, b), []).append(layer)
-    return [Difference(_collapsed(layers), *rest, len(layers)) for (_, *rest), layers in found.items()]
+    return [
+        Difference(_collapsed(layers), gemm, what, a, b, len(layers)) for (_, gemm, what, a, b), layers in found.items()
+    ]
 
 
 def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[tuple[str, str, str]]:

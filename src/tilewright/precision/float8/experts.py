@@ -8,11 +8,13 @@ Legend: P rows of all experts, each expert's padded to whole tiles  K input feat
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilewright.formats.tiled import WithCopies
 from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.float8.fused import QuantizingSwiGLU
@@ -55,17 +57,25 @@ class ExpertRunner:
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
         """Rows of each expert [n, K] -> its result [n, K]."""
         counts = [len(x) for x in rows]
-        first = experts[0].gate_proj
+        gates, ups, downs = (_projections(experts, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        first = gates[0]
         width = first.operand_formats.input.tile.cols
         x_PK = torch.cat([F.pad(x, (0, 0, 0, -len(x) % width)) for x in rows])
         copies = _copies(x_PK, first)
-        gate_PM = grouped_tile_linear(x_PK, counts, [expert.gate_proj for expert in experts], copies)
-        up_PM = grouped_tile_linear(x_PK, counts, [expert.up_proj for expert in experts], copies)
+        gate_PM = grouped_tile_linear(x_PK, counts, gates, copies)
+        up_PM = grouped_tile_linear(x_PK, counts, ups, copies)
+        assert first.kernels is not None, "convert gives each Float8Linear its kernels"
         hidden = QuantizingSwiGLU(first.kernels, first.operand_formats.input)(gate_PM, up_PM)
+        assert isinstance(hidden, WithCopies), "`fits` says no inside of a torch.func transform"
         copies = InputCopies(hidden.row, hidden.column)
-        out_PK = grouped_tile_linear(hidden.value, counts, [expert.down_proj for expert in experts], copies)
+        out_PK = grouped_tile_linear(hidden.value, counts, downs, copies)
         parts = out_PK.split([end - start for start, end in _spans(counts, width)])
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _projections(experts: Sequence[nn.Module], name: str) -> list[Float8Linear]:
+    """One layer of each expert: they are as `groupable` says."""
+    return [cast(Float8Linear, getattr(expert, name)) for expert in experts]
 
 
 def grouped_tile_linear(
@@ -114,6 +124,7 @@ class _GroupedMatmuls(torch.autograd.Function):
         *column, counts, layers, queue = rest[:6]
         weights_MK, first = rest[6:], layers[0]
         row = of_parts(first.operand_formats.input, (row_qdata, row_scale, row_second))
+        assert row is not None, "`grouped_tile_linear` has seen to it"
         spans = _spans(counts, first.operand_formats.input.tile.cols)
         outs = []
         for layer, weight_MK, (start, end) in zip(layers, weights_MK, spans, strict=True):
@@ -138,6 +149,7 @@ class _GroupedMatmuls(torch.autograd.Function):
         row, column = quantize_copies(dy_PM, for_row, kernels, row=True, column=True)
         if for_row != for_column:
             _, column = quantize_copies(dy_PM, for_column, kernels, row=False, column=True)
+        assert row is not None, "it was asked for"
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(ctx.spans):
             weight = ctx.layers[index].quantized_weight(weights_MK[index], transposed=True)
@@ -147,11 +159,14 @@ class _GroupedMatmuls(torch.autograd.Function):
                 dweights.append(None)
                 continue
             ctx.layers[index].note_executed("wgrad")
+            assert column is not None, "it was asked for"
+            assert x is not None, "kept where a weight wants its gradient"
             dy, inputs = column.columns(start, end), x.columns(start, end)
             waiting = tile_wgrad(kernels, dy, inputs, ctx.layers[index].weight.dtype)
-            waits = ctx.queue is not None and ctx.queue.takes(ctx.weights[index])
-            if waits:
+            if ctx.queue is not None and ctx.queue.takes(ctx.weights[index]):
                 ctx.queue.add(ctx.weights[index], waiting)
-            dweights.append(None if waits else waiting.compute())
+                dweights.append(None)
+            else:
+                dweights.append(waiting.compute())
         dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights, of=(dy_PM, *weights_MK))
         return dx, *[None] * 9, *dweights

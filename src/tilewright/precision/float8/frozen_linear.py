@@ -10,6 +10,7 @@ Legend: N tokens  K input features  M output features.
 
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +147,10 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels, coded: tuple[Tensor, Tens
     del module.weight
     if module.bias is not None:
         module.bias.requires_grad_(False)
-    plain, module.__class__ = type(module), FrozenFloat8Linear
-    module.plain_class, module.kernels = plain, kernels
-    module.weight, module.weight_scale_inv = qdata, scale_inv
+    plain, frozen = type(module), cast(Any, module)
+    frozen.__class__ = FrozenFloat8Linear
+    frozen.plain_class, frozen.kernels = plain, kernels
+    frozen.weight, frozen.weight_scale_inv = qdata, scale_inv
 
 
 @torch.no_grad()
@@ -160,7 +162,7 @@ def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
         plain = Float8Linear if module.fprop.scaled else CastLinear
         if not module.fprop.scaled:
             module.compute_dtype = module.fprop.dtype
-    module.__class__ = plain
+    cast(Any, module).__class__ = plain
     if isinstance(module, Float8Linear) and "fprop" in vars(module):
         module.configure(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
     for name in ("plain_class", "fprop", "dgrad"):

@@ -7,6 +7,7 @@ Legend: N tokens  D width.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,9 @@ class QuantizingSwiGLU:
         return _with_copies(self.form, *_SwigluQuantize.apply(gate, up, self.kernels, self.form))
 
 
-def _with_copies(form: OperandFormat, y: Tensor, *copies: Tensor | None) -> WithCopies:
+def _with_copies(form: OperandFormat, y: Tensor, *copies: Any) -> WithCopies:
     """The value, and both copies of the parts that `_parts` has taken them into."""
-    row, column = (TiledTensor(*copies[at : at + 2], form.tile, form.element, copies[at + 2]) for at in (0, 3))
+    row, column = (TiledTensor(copies[at], copies[at + 1], form.tile, form.element, copies[at + 2]) for at in (0, 3))
     return WithCopies(y, row, column)
 
 

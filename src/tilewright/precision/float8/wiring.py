@@ -1,6 +1,7 @@
 """Who shares the 8-bit copies of an input, and who makes them along with the input."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def share_inputs(model: nn.Module) -> None:
         known = hasattr(parent, "readers")
         layers = [
             child
-            for child in (parent.readers() if known else parent.children())
+            for child in (cast(Any, parent).readers() if known else parent.children())
             if isinstance(child, Float8Linear | FrozenFloat8Linear)
         ]
         # Elsewhere not all of the layers side by side read one input.
@@ -32,7 +33,8 @@ def share_inputs(model: nn.Module) -> None:
         if share is not None and not known and _end_sharing not in parent._forward_hooks.values():
             parent.register_forward_hook(_end_sharing, always_call=True)
     for module in model.modules():
-        for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
+        own = cast(Any, module)
+        for maker, fused, readers in own.quantized_readers() if hasattr(module, "quantized_readers") else ():
             maker.quantizing = None
             if all(isinstance(reader, Float8Linear) and _reads_both(reader, readers[0]) for reader in readers):
                 kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
@@ -59,6 +61,6 @@ def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
 
 def group_experts(model: nn.Module) -> None:
     """Experts whose layers agree run as one operation."""
-    for module in model.modules():
+    for module in cast(Iterable[Any], model.modules()):
         if "expert_runner" in vars(module):
             module.expert_runner = ExpertRunner() if groupable(list(module.experts)) else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.formats.tiled import WithCopies
 from tilewright.ops.backends.ref.adam import hash_of
@@ -17,6 +18,21 @@ from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import owned
 from tilewright.precision.mixed.cast import CastLinear
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter: `attach` gives a layer these attributes; its class stays."""
+
+    weight: Tensor
+    """A parameter, or the codes of a frozen layer."""
+    lora_A: nn.Parameter
+    """[R, K] FP32."""
+    lora_B: nn.Parameter
+    """[M, R] FP32."""
+    lora_scaling: float
+    lora_rslora: bool
+    lora_dropout: float
+    lora_hook: RemovableHandle
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -43,6 +59,7 @@ def attach(module: Any, rank: int, scaling: float, rslora: bool, dropout: float)
 def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
     """The layer's output plus the adapter's, computed in BF16, or in what the layer itself computes in."""
     x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
+    down_RK, up_MR, scaling = module.lora_A, module.lora_B, module.lora_scaling
     if isinstance(module, CastLinear):
         dtype = module.compute_dtype
     elif isinstance(module, Float8Linear | FrozenFloat8Linear):
@@ -53,8 +70,8 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
     with torch.autocast(x.device.type, enabled=False):
         x = x.to(dtype)
         x = _zero_some(module, x) if module.lora_dropout and module.training else x
-        low = machines_linear(x, module.lora_A.to(dtype))
-        return out + (machines_linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
+        low = machines_linear(x, down_RK.to(dtype))
+        return out + (machines_linear(low, up_MR.to(dtype)) * scaling).to(out.dtype)
 
 
 def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
@@ -74,7 +91,7 @@ def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
     return (hash_of(columns_K, key_N[:, None]) & 0xFFFFFF) >= dropout * 2**24
 
 
-def _zero_some(module: nn.Module, x: Tensor) -> Tensor:
+def _zero_some(module: Any, x: Tensor) -> Tensor:
     """x [..., K] without some of its elements. A rank with some of the columns of all draws for all of them, as the
     ranks with the others do from the same state: each drops what one process would. Rows that have keys, as those of
     routed experts, lose what these say, on whatever rank."""

@@ -9,12 +9,14 @@ bytes per weight for a while, and one afterwards.
 """
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.safetensors import INDEX, SINGLE
+from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.lazy_init import direct_values
 from tilewright.ops.base.codes import codes_of
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
@@ -33,7 +35,7 @@ def can_fill(model: Model, folder: Path | str) -> bool:
         CheckpointError: the folder is not whole.
     """
     there = any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
-    return there and direct_values(model, folder) is not None
+    return there and direct_values(cast(HFModel, model), folder) is not None
 
 
 @torch.no_grad()
@@ -54,7 +56,7 @@ def fill_adapted(model: Model, folder: Path | str, device: torch.device | str, s
     """
     scales = [f"{name}.weight_scale_inv" for name, part in model.net.named_modules() if _frozen(part)]
     adapters = [name for name, _ in model.net.named_parameters() if name.endswith(_ADAPTER)]
-    values = direct_values(model, folder, {*scales, *adapters})
+    values = direct_values(cast(HFModel, model), folder, {*scales, *adapters})
     if values is None:
         raise AssertionError("can_fill has said that the folder's names are the model's")
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -70,7 +72,7 @@ def fill_adapted(model: Model, folder: Path | str, device: torch.device | str, s
                 if name not in _ADAPTER:
                     values({f"{prefix}.{name}": value})
                 made[param] = nn.Parameter(value, param.requires_grad)
-                made[param].__dict__.update(param.__dict__)
+                vars(made[param]).update(vars(param))
             module._parameters[name] = made[param]
     # Last: what no folder holds is computed by the modules' own initialisation, which wants parameters that are there.
     left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}

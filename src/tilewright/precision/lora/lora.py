@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
 from tilewright.precision.float8.wiring import share_inputs
-from tilewright.precision.lora.adapter import attach, is_transposed
+from tilewright.precision.lora.adapter import Adapted, attach, is_transposed
 from tilewright.precision.lora.reach import never_called
 from tilewright.precision.lora.saved import (
     find_saved,
@@ -51,6 +51,7 @@ from tilewright.precision.lora.saved import (
     train_saved,
     unfreeze,
 )
+from tilewright.precision.policy.report import ConversionReport
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def add_lora(
     freeze(model)
     train_saved(model, saved)
     if base == "fp8":
-        _freeze_in_fp8(model, {name: linears[name] for name in names}, kernels)
+        _freeze_in_fp8(model, {name: cast(nn.Linear, linears[name]) for name in names}, kernels)
     for name in names:
         attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
     _mark_draws(model)
@@ -135,13 +136,14 @@ def add_lora(
 
 def _freeze_in_fp8(model: nn.Module, layers: Mapping[str, nn.Linear], kernels: Kernels) -> None:
     shared = shared_weights(model)
-    coded: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+    coded: dict[Tensor, tuple[Tensor, Tensor]] = {}
     for name, module in layers.items():
         if isinstance(module, FrozenFloat8Linear):
             continue
         weight = module.weight
         freeze_in_fp8(module, kernels, coded.get(weight))
-        coded[weight] = (module.weight, module.weight_scale_inv)
+        frozen = cast(FrozenFloat8Linear, module)
+        coded[weight] = (frozen.weight, frozen.weight_scale_inv)
         others = [other for other in shared.get(weight, ()) if other not in layers]
         if others:
             _log.warning("lora: %s has FP8 codes of the weight that %s still uses as it is", name, listed(others))
@@ -158,9 +160,9 @@ def init_lora(model: nn.Module, seed: int) -> None:
             module.lora_B.zero_()
 
 
-def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers with adapters, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {name: cast(Adapted, module) for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
@@ -246,7 +248,7 @@ def _convert_again(model: nn.Module) -> None:
     """Carry the policies of converted parts out once more: what fuses layers with their neighbours must know them."""
     for module in model.modules():
         if "precision_report" in vars(module):
-            set_mode(module, module.precision_report.policy)
+            set_mode(module, cast(ConversionReport, module.precision_report).policy)
 
 
 def load_lora_decoder(

@@ -8,7 +8,7 @@ is an error. peft itself is not needed.
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -77,7 +77,7 @@ def save_adapter(
     first = next(iter(layers.values()))
     repo, revision = split_name(base_model) if is_hub_name(base_model) else (base_model, "")
     rank = first.lora_A.shape[0]
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     own = _stored(_root(model))
     saved = saved_modules(_root(model))
     whole = {key: param if live is None else live(names[param], param) for key, param in own.items()}
@@ -166,12 +166,12 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
 def _stored(root: nn.Module) -> dict[str, Tensor]:
     """Tensors of an adapter file, by peft's names: adapters, and modules that trained as a whole."""
     layers = adapted_layers(root).items()
-    adapters = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers for part in "AB"}
-    return adapters | {
-        f"{_PREFIX}{name}.{inner}": param
-        for name, module in saved_modules(root).items()
-        for inner, param in module.named_parameters()
-    }
+    found: dict[str, Tensor] = {}
+    for name, layer in layers:
+        found |= {f"{_PREFIX}{name}.lora_A.weight": layer.lora_A, f"{_PREFIX}{name}.lora_B.weight": layer.lora_B}
+    for name, module in saved_modules(root).items():
+        found |= {f"{_PREFIX}{name}.{inner}": param for inner, param in module.named_parameters()}
+    return found
 
 
 def _check_shared(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Path) -> None:
@@ -241,4 +241,4 @@ def _is_positive(value: Any) -> bool:
 
 def _root(model: nn.Module) -> nn.Module:
     """The module that names in files are relative to: of a module that is no `protocols.Model`, itself."""
-    return model.net if hasattr(model, "architecture") else model
+    return cast(nn.Module, model.net) if hasattr(model, "architecture") else model

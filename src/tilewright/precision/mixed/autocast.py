@@ -8,7 +8,7 @@ none of it: its operations follow their input's dtype.
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ class Region:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """forward(*args, **kwargs) in these formats."""
         outputs = self.outputs
-        if outputs == "input":
+        if isinstance(outputs, str):  # "input"
             outputs = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
         if self.inputs is not None:
             args = tuple(_cast(arg, self.inputs) if isinstance(arg, Tensor) else arg for arg in args)
@@ -174,10 +174,10 @@ def region_of(module: nn.Module, device_type: str) -> Region:
         )
     if not isinstance(module, _Surrounded):
         derive(module, _surrounded)
-    region = module.precision_region
-    if region is None:
-        region = module.precision_region = Region(device_type)
-    return region
+    surrounded = cast(Any, module)
+    if surrounded.precision_region is None:
+        surrounded.precision_region = Region(device_type)
+    return surrounded.precision_region
 
 
 class _Surrounded(Derived):

@@ -16,7 +16,7 @@ round its operands otherwise than to nearest even, and adds in its own order.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,15 @@ from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.mixed.derived import is_injected, rebased
 
+if TYPE_CHECKING:  # the kind of layer that each mixin stands in front of
+    _Layer, _Conv, _ConvTranspose, _InstanceNorm, _BatchNorm = (
+        nn.Module, nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d, nn.BatchNorm2d,
+    )  # fmt: skip
+else:
+    _Layer = _Conv = _ConvTranspose = _InstanceNorm = _BatchNorm = object
 
-class Cast:
+
+class Cast(_Layer):
     """Settings of a converted layer. Plain attributes: compiled code is rebuilt when one changes."""
 
     compute_dtype: torch.dtype = torch.float32
@@ -55,7 +62,7 @@ class Cast:
 
     def _no_autocast(self, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
         """run(x, *args) outside of any autocast region: the format is this layer's own affair."""
-        if queue := breaks_graph(self):  # type: ignore[arg-type]
+        if queue := breaks_graph(self):
             return queue.eagerly(self._no_autocast, run, x, *args)  # type: ignore[misc]
         if not torch.is_autocast_enabled(x.device.type):
             return run(x, *args)
@@ -115,7 +122,7 @@ class CastEmbedding(Cast, nn.Embedding):
         return rows
 
 
-class _CastConv(Cast):
+class _CastConv(Cast, _Conv):
     """A convolution in `compute_dtype`; x [B, C, ...] any float dtype -> `output_dtype`."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -130,24 +137,25 @@ class _CastConv(Cast):
             out = self._matmul(convolve, x, self.weight, bias)
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            operands = x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias
+            x, weight = x.to(self.compute_dtype), self.weight.to(self.compute_dtype)
             if widens(x.device.type, self.compute_dtype):
-                operands = tuple(None if operand is None else operand.float() for operand in operands)
-            out = self._convolve(*operands, output_size).to(self.compute_dtype)
+                x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+            out = self._convolve(x, weight, bias, output_size).to(self.compute_dtype)
         return out.to(self.output_dtype)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
 
 
-class _CastConvTranspose(_CastConv):
+class _CastConvTranspose(_CastConv, _ConvTranspose):
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None) -> Tensor:
         spatial = len(self.kernel_size)
         function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-        padding = self._output_padding(
-            x, output_size, self.stride, self.padding, self.kernel_size, spatial, self.dilation
+        layer: Any = self  # torch's own forward gives tuples where its annotations say lists
+        padding = layer._output_padding(
+            x, output_size, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
         )
-        return function(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+        return function(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
 
 class CastConv1d(_CastConv, nn.Conv1d): ...
@@ -178,6 +186,10 @@ class _CastNorm(Cast):
     def _run(self, x: Tensor) -> Tensor:
         return self._normalize(x.to(torch.float32)).to(x.dtype)
 
+    def _normalize(self, x: Tensor) -> Tensor:
+        """The norm of FP32 values."""
+        raise NotImplementedError
+
     def _wide(self, param: Tensor | None) -> Tensor | None:
         return None if param is None else param.to(torch.float32)
 
@@ -197,7 +209,7 @@ class CastGroupNorm(_CastNorm, nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self._wide(self.weight), self._wide(self.bias), self.eps)
 
 
-class _CastInstanceNorm(_CastNorm):
+class _CastInstanceNorm(_CastNorm, _InstanceNorm):
     def _normalize(self, x: Tensor) -> Tensor:
         return super(_CastNorm, self).forward(x)
 
@@ -217,7 +229,7 @@ class CastInstanceNorm2d(_CastInstanceNorm, nn.InstanceNorm2d): ...
 class CastInstanceNorm3d(_CastInstanceNorm, nn.InstanceNorm3d): ...
 
 
-class _CastBatchNorm(_CastNorm):
+class _CastBatchNorm(_CastNorm, _BatchNorm):
     def _normalize(self, x: Tensor) -> Tensor:
         """As `nn.BatchNorm1d.forward`, which takes no parameters of another dtype."""
         self._check_input_dim(x)

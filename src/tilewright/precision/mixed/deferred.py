@@ -6,7 +6,7 @@ TF32 without a unit, parametrizations), adapters, routers, embeddings, norms, bi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,13 @@ def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
         >>> names, waits, model[0].weight.grad.shape
         (['0', '2'], (2, True), torch.Size([3, 2]))
     """
-    queue.eagerly = torch.compiler.disable(_call)
+    queue.eagerly = cast(Any, torch.compiler.disable)(_call)  # whose annotation has other arguments
     names = []
     for name, module in model.named_modules():
         if plain_layer(module) is nn.Linear:
             become(module, QueuedLinear)
         if hasattr(type(module), "weight_queue"):
-            module.weight_queue = queue
+            cast(Any, module).weight_queue = queue
             names.append(name)
     return names
 

@@ -5,6 +5,7 @@ Others compute as ever: layers with adapters, in 8 bits, or converted to another
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,8 @@ def attach(model: nn.Module, machine: Machine) -> list[str]:
     for name, module in model.named_modules():
         if plain_layer(module) is not nn.Linear:
             continue
-        found = choose(ROW_LINEAR, machine, Case(module.weight.device.type, module.weight.dtype)).candidate
+        weight = cast(nn.Linear, module).weight
+        found = choose(ROW_LINEAR, machine, Case(weight.device.type, weight.dtype)).candidate
         if found.name != "native":
             become(module, RowLinear)
             module.row_linear = found.run  # type: ignore[assignment]

@@ -237,7 +237,8 @@ def _operand(found: dict[str, Any]) -> OperandFormat:
     element, scale = dict(found["element"]), dict(found["scale"])
     for part in (element, scale):
         part["dtype"] = getattr(torch, part["dtype"])
-    return OperandFormat(FloatSpec(**element), ScaleSpec(**scale | {"tile": Tile(**scale["tile"])}))
+    scale["tile"] = Tile(**scale["tile"])
+    return OperandFormat(FloatSpec(**element), ScaleSpec(**scale))
 
 
 BF16_FLOPS, FP8_FLOPS, BANDWIDTH = 790e12, 1500e12, 4.3e12

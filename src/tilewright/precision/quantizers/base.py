@@ -81,8 +81,9 @@ class FakeQuantizer(nn.Module):
             self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _fixed_grid(self, values: Tensor, x_MK: Tensor) -> Tensor:
+    def _fixed_grid(self, values: Tensor | None, x_MK: Tensor) -> Tensor:
         """Fixed scales or zero points as [GM, GK]."""
+        assert values is not None, "asked for where there is one"
         grid = self.tile.grid((x_MK.shape[0], x_MK.shape[1]))
         if values.numel() not in (1, grid[0] * grid[1]):
             raise ConfigError(

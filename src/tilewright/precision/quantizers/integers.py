@@ -119,7 +119,7 @@ class IntegerQuantizer(FakeQuantizer):
         """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
         x_MK = as_matrix(x.detach(), self.granularity)
         found = self._scale_of(self._extremes(x_MK)) if self.scale is None else self._fixed(x_MK)
-        scale, zero_point = (None if each is None else each.contiguous() for each in found)
+        scale, zero_point = found[0].contiguous(), None if found[1] is None else found[1].contiguous()
         codes = encode_integer(x_MK, scale, zero_point, self.tile, self.spec)
         return IntegerTensor(codes, scale, zero_point, self.tile, self.spec)
 

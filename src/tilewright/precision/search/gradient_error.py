@@ -108,7 +108,7 @@ class GradientTally:
         rows = torch.stack(sums).tolist() if sums else []  # one wait for the device, not one a parameter
         numel = [grad.numel() for grad in self._reference.values()]
         named = zip(self._reference, rows, numel, strict=True)
-        return Compared({name: _Sums(*row, count) for name, row, count in named})
+        return Compared({name: _Sums(*row, numel=count) for name, row, count in named})
 
 
 def _summed(changes: Sequence[Compared]) -> Compared:
@@ -116,9 +116,8 @@ def _summed(changes: Sequence[Compared]) -> Compared:
     names = {name: s.numel for change in changes for name, s in change.sums.items()}
     found = {name: [change.sums[name] for change in changes if name in change.sums] for name in names}
     totals = ("cross", "reference", "changed")
-    return Compared(
-        {name: _Sums(*(sum(getattr(s, part) for s in found[name]) for part in totals), names[name]) for name in names}
-    )
+    sums = {name: [sum(getattr(s, part) for s in found[name]) for part in totals] for name in names}
+    return Compared({name: _Sums(*sums[name], numel=names[name]) for name in names})
 
 
 def _sums(changed: torch.Tensor | None, reference: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,7 @@ class _Facts:
 
 def _underflow(layer: Float8Linear, tensor: Tensor, form: OperandFormat) -> float:
     flat = tensor.reshape(-1, tensor.shape[-1])
+    assert layer.kernels is not None, "convert gives each Float8Linear its kernels"
     tiled = layer.kernels.quantize(flat, form.relaxed(power_of_two=layer.power_of_two))
     return quantization_error(flat, tiled).underflow
 

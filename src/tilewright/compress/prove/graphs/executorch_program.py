@@ -20,7 +20,7 @@ class ExecuTorch(KeptTensors):
     def __init__(self, request: Request):
         super().__init__(request)
         torch.set_num_threads(request.threads)
-        from executorch.runtime import Runtime
+        from executorch.runtime import Runtime  # pyright: ignore[reportMissingImports]
 
         self._program = Runtime.get().load_program(request.artefact)
         self._method: Any = self._program.load_method("forward")

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,12 +37,13 @@ class OnnxRuntime(KeptTensors):
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
         """See `KeptTensors.run`."""
-        logits, *kept = self._session.run(None, {self._ids.name: ids_1S, **dict(zip(self._past, past, strict=True))})
+        given = {self._ids.name: ids_1S, **dict(zip(self._past, past, strict=True))}
+        logits, *kept = cast(list[np.ndarray], self._session.run(None, given))
         return logits, kept
 
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
         """Of one pass."""
-        return self._session.run(None, {self._ids.name: pixels_B3HW})[0]
+        return cast(list[np.ndarray], self._session.run(None, {self._ids.name: pixels_B3HW}))[0]
 
     def quantized(self) -> Mapping[str, int] | None:
         """Operators of the graph that onnxruntime made of the file."""

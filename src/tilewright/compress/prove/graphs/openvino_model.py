@@ -16,7 +16,7 @@ class OpenVino(KeptTensors):
 
     def __init__(self, request: Request):
         super().__init__(request)
-        import openvino
+        import openvino  # pyright: ignore[reportMissingImports]
 
         options = {
             "INFERENCE_NUM_THREADS": request.threads,

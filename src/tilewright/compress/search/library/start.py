@@ -45,7 +45,8 @@ class PartData:
 
     def some(self, numbers: range) -> "PartData":
         """Some of the micro-batches."""
-        return PartData(*([each[i] for i in numbers] for each in (self.inputs, self.outputs, self.contexts)))
+        inputs, outputs = [self.inputs[i] for i in numbers], [self.outputs[i] for i in numbers]
+        return PartData(inputs, outputs, [self.contexts[i] for i in numbers])
 
 
 @torch.no_grad()

@@ -120,7 +120,8 @@ def _train(made: Block, choice: PartChoice, own: Block, data: PartData, steps: i
             made.load_state_dict(before)
             error = errors[-1]
         errors.append(error)
-    return TrainedPart(*errors, time.perf_counter() - started)
+    begun, fitted, error = errors
+    return TrainedPart(begun, fitted, error, time.perf_counter() - started)
 
 
 @torch.enable_grad()

@@ -107,7 +107,9 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
         if ep == 1:  # whole ones, on ranks that send other tokens of the same rows through them
             module.sharded_over = mesh  # type: ignore[assignment]
             continue
-        exchange = ExpertExchange(world.experts, module.num_experts, dispatch=dispatch)
+        number = module.num_experts
+        assert isinstance(number, int), "that is how it was found"
+        exchange = ExpertExchange(world.experts, number, dispatch=dispatch)
         spread_stack(module, exchange, world.expert_mesh["ep"], mesh)
 
 

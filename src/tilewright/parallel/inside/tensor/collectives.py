@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, overload
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,12 @@ class TensorRanks:
     def size(self) -> int:
         """How many there are."""
         return self.group.size
+
+    @overload
+    def spread(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def spread(self, x: WithCopies) -> WithCopies: ...
 
     def spread(self, x: Tensor | WithCopies) -> Tensor | WithCopies:
         """x [...], the same on all ranks, for layers of which each rank has a part. Its 8-bit copies stay as they

@@ -11,8 +11,9 @@ left over are wrong (pytorch#168134). Heads and hidden widths that do not are re
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.sections.tensor_conflicts import uneven_widths
@@ -114,7 +115,7 @@ def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
     for name, module in cut_modules(model):
         last = name.rpartition(".")[2]
         if last in OUTPUTS:
-            uneven_rows(name, module.weight.shape[0], tp, dp_shard)
+            uneven_rows(name, cast(Tensor, module.weight).shape[0], tp, dp_shard)
         if last in OUTPUTS or last in INPUTS:
             check_codes(name, module, 0 if last in OUTPUTS else 1, tp)
 

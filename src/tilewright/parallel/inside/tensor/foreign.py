@@ -181,7 +181,7 @@ def _outputs(module: nn.Module, cut: _Cut) -> None:
 
 def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
     """The same, and all ranks get all outputs."""
-    if module is not cut.model.net.get_output_embeddings():
+    if module is not cut.model.head:
         _outputs(module, cut)
         _behind(module, cut.ranks.gathered)
     elif _cuts_rows(module, cut):
@@ -224,7 +224,7 @@ def _latent(module: nn.Module, cut: _Cut) -> None:
 
     def behind(out: Tensor) -> Tensor:
         latent, key = out.split([out.shape[-1] - shared, shared], -1)
-        return torch.cat([latent, cut.ranks.spread(key)], -1)  # type: ignore[list-item]
+        return torch.cat([latent, cut.ranks.spread(key)], -1)
 
     _behind(module, behind)
 
@@ -258,7 +258,7 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
             try_="--parallel.tp 1: shards (FSDP2) take any model",
             where="parallel.tp",
         )
-    if not linear or module is model.net.get_output_embeddings():  # a head that does not come out even stays whole
+    if not linear or module is model.head:  # a head that does not come out even stays whole
         return
     assert isinstance(module, nn.Linear), "as was looked at"
     last, config = name.rpartition(".")[2], model.config.get_text_config()
@@ -282,11 +282,11 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
 def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
     """True if an embedding or head is cut: it comes out even, no row is a padding token's, whose gradient torch leaves
     out by its number, the head has no bias, and both ends are in the plan where they are tied."""
-    head, table = cut.model.net.get_output_embeddings(), cut.model.net.get_input_embeddings()
+    head, table = cut.model.head, cut.model.table
     weight: Any = module.weight
     padded = any(getattr(part, "padding_idx", None) is not None for part in (module, table))
     plain = isinstance(head, nn.Linear) and head.bias is None and not padded
-    tied = plain and head.weight is table.weight
+    tied = plain and head is not None and head.weight is table.weight
     both = not tied or {head, table} <= cut.modules
     if plain and both and cuts_vocabulary(len(weight), cut.ranks.size, cut.shards):
         return True
@@ -329,7 +329,10 @@ def _before(module: nn.Module, change: Callable[[Any], Any]) -> None:
 
 
 def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    module.register_forward_hook(lambda _, __, out: change(out))
+    def changed(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return change(out)
+
+    module.register_forward_hook(changed)
 
 
 def _each_some_tokens(module: nn.Module, ranks: TensorRanks) -> None:

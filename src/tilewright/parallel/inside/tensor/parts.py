@@ -3,7 +3,7 @@ plain tensors for the module while it runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from tilewright.memory.offload.lazy_params import is_placeholder
 from tilewright.ops.base.codes import HoldsCodes
 from tilewright.ops.base.parts import computed_part
 
+T = TypeVar("T", bound=Tensor)
 Cut = Callable[[Tensor, int], Tensor]
 """This rank's part of a tensor along a dim, a parameter where that is one."""
 ADAPTERS = {0: ("lora_B", "lora_A"), 1: ("lora_A", "lora_B")}
@@ -26,7 +27,7 @@ _WAITING = "codes_in_parts"
 
 
 @torch.no_grad()
-def part_along(mesh: DeviceMesh, whole: Tensor, dim: int) -> Tensor:
+def part_along(mesh: DeviceMesh, whole: T, dim: int) -> T:
     """This rank's part of a tensor; a parameter where it is one.
 
     Args:
@@ -56,13 +57,13 @@ def shape_along(parts: int, whole: Tensor, dim: int) -> Tensor:
     return _like(whole, torch.empty(shape, dtype=whole.dtype, device="meta"))
 
 
-def _like(whole: Tensor, part: Tensor) -> Tensor:
+def _like(whole: T, part: Tensor) -> T:
     """A part as what the whole tensor is."""
     if not isinstance(whole, nn.Parameter):
-        return part
+        return cast(T, part)
     param = nn.Parameter(part, whole.requires_grad)
-    param.__dict__.update(whole.__dict__)
-    return param
+    vars(param).update(vars(whole))
+    return cast(T, param)
 
 
 def keep_parts(module: nn.Module, dims: Mapping[str, int], cut: Cut, made: dict[Tensor, Tensor]) -> None:

@@ -63,7 +63,11 @@ class HeadPart:
         """Let a head whose rows are cut give the logits and the loss of all classes."""
         head.__dict__["part"] = HeadPart(head, ranks, on_part)  # no child of the module
         head.register_forward_pre_hook(lambda _, args: (ranks.spread(args[0]), *args[1:]))
-        head.register_forward_hook(lambda _, __, out: ranks.gathered(out))
+
+        def gathered(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+            return ranks.gathered(out)
+
+        head.register_forward_hook(gathered)
 
     def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
         """See `models.base.head.head_loss`. The same on all ranks."""

@@ -160,8 +160,9 @@ class _Float8Matmuls(torch.autograd.Function):
             if wants_dx or wants_dw:
                 if wants_dw and ctx.arrive is not None:
                     column = ctx.arrive(tuple(column))
+                qdata, scale_inv, second = column
                 given = (
-                    dy_NM, x_NK, *column, weight_MK, store, ctx.formats, ctx.counts,
+                    dy_NM, x_NK, qdata, scale_inv, second, weight_MK, store, ctx.formats, ctx.counts,
                     ctx.known, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
                 )  # fmt: skip
                 if wants_dw and ctx.queue is not None and ctx.queue.takes(ctx.weight):
@@ -262,10 +263,13 @@ def _weight_gradient(
     if inputs is None and x is None:
         raise AssertionError("backward keeps the input or its codes")
     if column is None or form.operands is None:
+        assert x is not None, "its codes are of no use here"
         dy_NM, x_NK = dy.to(form.dtype), x.to(form.dtype)
         return Waiting(lambda: run.linear(dy_NM.T, x_NK.T).to(dtype), (dy_NM, x_NK))
     if inputs is None:
+        assert x is not None, "see above"
         _, inputs = quantize_copies(x, form.operands.input, run, row=False, column=True)
+        assert inputs is not None, "it was asked for"
     return tile_wgrad(run, column, inputs, dtype)
 
 
