@@ -4,6 +4,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.planner.simulate.conftest import LARGE, SMALL
 from tilewright.parallel.pipeline.split import Pipeline
@@ -114,6 +116,18 @@ def test_goodput_is_that_of_failures_drawn_one_by_one(failures):
     found = clocked(failures, 60_000, random.Random("goodput"))
     print(failures, found, failures.goodput)
     assert failures.goodput == pytest.approx(found, rel=0.02)
+
+
+TIMES = st.floats(1e-3, 1e7)
+
+
+@given(TIMES, TIMES, TIMES, TIMES)
+def test_goodput_of_any_times_is_a_share(every, interval, stall, recover):
+    """Failures every second leave nothing."""
+    failures = Failures(every, interval, stall, recover)
+    assert 0.0 <= failures.goodput <= 1.0
+    assert 0.0 <= failures.best_interval_s < math.inf
+    assert Failures(1.0, 900.0, 0.0, 900.0).goodput == pytest.approx(900.0 * math.exp(-1800.0), abs=1e-300)
 
 
 @pytest.mark.parametrize("stall", [1.0, 30.0, 300.0])

@@ -83,10 +83,11 @@ class Failures:
         """Share of all time that goes into steps which count.
 
         Source: Daly 2006 (Future Generation Computer Systems 22), equation 13: a stretch of steps and its checkpoint
-        take M e^(R/M) (e^((T + C)/M) - 1) seconds on average.
+        take M e^(R/M) (e^((T + C)/M) - 1) seconds on average. Here over e^((R + T + C)/M), which may be any number.
         """
-        spent = self.every_s * math.exp(self.recover_s / self.every_s)
-        return self.interval_s / (spent * math.expm1((self.interval_s + self.stall_s) / self.every_s))
+        stretch = (self.interval_s + self.stall_s) / self.every_s
+        least = math.exp(-stretch - self.recover_s / self.every_s) / -math.expm1(-stretch)
+        return self.interval_s / self.every_s * least
 
     @property
     def best_interval_s(self) -> float:
