@@ -173,7 +173,7 @@ def _set_aside(account: dict[str, Any], table: pa.Table, reason: np.ndarray, los
         for what, amount in (("documents", len(rows)), ("text_bytes", size)):
             account["read"][what]["used"] -= amount
             account["read"][what]["refused"] += amount
-        examples = ", ".join(row["name"] for row in rows[:3])
+        examples = "; ".join(row["name"] for row in rows[:3])
         entry = {"files": 0, "file_bytes": 0, "documents": 0, "text_bytes": 0, "examples": examples}
         entry = account["refused"].setdefault(name, entry)
         entry["documents"] += len(rows)
