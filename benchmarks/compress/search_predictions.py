@@ -21,11 +21,11 @@ from scipy.stats import spearmanr
 
 from benchmarks.common import write_result
 from benchmarks.compress.search_uniform import CONTEXT, NO_CHANGES, Study
+from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.search.choose import ChosenShape
 from tilewright.compress.search.library.assemble import config_with
 from tilewright.compress.search.settings import KINDS
 from tilewright.compress.search.table.latency import model_latency
-from tilewright.compress.search.table.timing import machine_clock
 from tilewright.models.build import decoder_shapes, init_weights, materialize
 
 CLAIM = (

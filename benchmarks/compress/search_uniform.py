@@ -25,11 +25,11 @@ from benchmarks.common import write_result
 from benchmarks.kept_rows import KeptCases
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
 from tilewright.compress.search.settings import KINDS, LayerSearchSettings
 from tilewright.compress.search.table.costs import measured_costs
 from tilewright.compress.search.table.latency import model_latency
-from tilewright.compress.search.table.timing import machine_clock
 from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops

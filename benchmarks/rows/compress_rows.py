@@ -84,6 +84,10 @@ def smaller() -> Iterator[Row]:
     yield from of("prune_predicted", _predicted)
     yield from of("prune_images", _images)
     yield from of("compress_path_*", _paths)
+    times = "sets of cuts whose predicted time is within 15 % of the measured one"
+    yield from of("plan_latency", _predicted_times, absent=[("plan_latency", times, "at least 20 of 20")])
+    token = "one cached token of a model with FFN and heads -25 %, beside the whole one in the same runtime and format"
+    yield from of("token_speed_*", _tokens, absent=[("token_speed", token, "at least 1.2x")])
 
 
 def _over_seeds(result: Result, *keys: str) -> list[float]:
@@ -183,6 +187,24 @@ def _paths(result: Result) -> Iterator[Row]:
             metric = f"one cached token of that, beside the run itself in the same runtime and format ({cut})"
             faster = uncut["cached_token_s"] / best["cached_token_s"]
             yield row(result, f"{result.name}_{target} token", metric, "-", faster)
+
+
+def _predicted_times(result: Result) -> Iterator[Row]:
+    for name, found in result.results["shapes"].items():
+        inside, plans = found["inside"], len(found["plans"])
+        metric = f"sets of cuts of the shape {name} whose predicted time is within 15 % of the measured one"
+        said = f"{inside} of {plans}, at most {100 * found['worst']:.0f} % away"
+        yield row(result, f"plan_latency {name}", metric, "at least 20 of 20", 20 * inside / plans, said=said)
+
+
+def _tokens(result: Result) -> Iterator[Row]:
+    for name, found in result.results["shapes"].items():
+        for runtime, kept in found["runtimes"].items():
+            metric = f"one cached token of the shape {name} with FFN and heads -25 %, beside the whole one: {runtime}"
+            fixed = 100 * kept["fixed_s"] / kept["whole"]
+            said = f"{kept['ratio']:.2f}x of {found['weights_ratio']:.2f}x fewer weights, {fixed:.0f} % fixed cost"
+            key = f"{result.name} {name} {runtime}"
+            yield row(result, key, metric, "at least 1.2x", kept["ratio"], said=said)
 
 
 def _path(found: Mapping[str, Any], alone: float) -> str:

@@ -43,6 +43,23 @@ def test_each_plan_is_the_best_within_its_limit(goal, turn):
     assert [won(plan.cuts) for plan in plans] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("turn", range(10))
+def test_the_time_of_cuts_together_is_that_of_their_parts(turn):
+    """A model whose layers take a, b and c in FFN, heads and the rest: what cuts of each alone were seen to save gives
+    the time of all together, whatever is left of each."""
+    layers, ffn, heads, rest = 8, *torch.rand(3).tolist()
+    left = dict(zip(("ffn", "heads", "layers"), torch.rand(3).tolist(), strict=True))
+
+    def time(kept):
+        inside = ffn * kept.get("ffn", 1) + heads * kept.get("heads", 1) + rest
+        return layers * kept.get("layers", 1) * inside
+
+    cost = lambda kind: CutCost(kind, 0.5, 1, 0.0, 0.0, 1, time({kind: left[kind]}) / time({}))  # noqa: E731
+    for kinds in itertools.chain.from_iterable(itertools.combinations(left, size) for size in (1, 2, 3)):
+        predicted = CutPlan(tuple(cost(kind) for kind in kinds)).speed
+        assert predicted == pytest.approx(time({kind: left[kind] for kind in kinds}) / time({}), rel=1e-9)
+
+
 @pytest.mark.parametrize("tries", [1, 2, 3])
 @pytest.mark.parametrize("count", range(7))
 def test_halves_find_the_largest_cut_inside(count, tries):

@@ -112,10 +112,11 @@ def test_a_cut_whose_loss_is_no_number_is_left_out(run, tmp_path, monkeypatch):
     reason = "Held-out loss is not finite (ffn -> 64, before recovery)"
     assert f"ffn -> 64 is left out: {reason}" in said
     row = {"name": "x", "parameters": 1, "rise_before": 0.0, "rise": 0.0, "error": 0.0, "kept": {}, "units": {}}
-    shown = asked.record | {"recovered": {"x": row | {"domains": asked.record["domains"]}}}
-    assert f"Left out: ffn -&gt; 64, whose numbers are not finite: {reason.replace('>', '&gt;')}" in render_compression(
-        shown
-    )
+    row |= {"predicted_speed": 0.9, "speed": 1.0, "seconds": {"predicted": 0.0011, "measured": 0.002}}
+    page = render_compression(asked.record | {"recovered": {"x": row | {"domains": asked.record["domains"]}}})
+    assert f"Left out: ffn -&gt; 64, whose numbers are not finite: {reason.replace('>', '&gt;')}" in page
+    for cell in ("0.90x", "1.00x", "-10 %", "inside", "1.10 ms", "2.00 ms"):
+        assert f'<td class="no">{cell}</td>' in page
     with pytest.raises(NumericsError, match="No cut has finite losses") as error:
         compression(run, tmp_path / "all", settings_of(kinds="ffn")).plan()
     assert error.value.exit_code == 4
@@ -198,6 +199,9 @@ def recovered(run, out, **changes):
 def test_a_recovered_run_is_trained_for_integers_once(run, tmp_path):
     """A stage of its own: from the recovered weights, with the run as its teacher, and measured as it rounds."""
     asked, best = recovered(run, tmp_path)
+    assert best["predicted_speed"] == asked.plan()[0].speed == asked.record["plans"][0]["speed"]
+    assert best["seconds"]["measured"] > 0
+    assert best["seconds"]["predicted"] == best["predicted_speed"] * asked.record["seconds"]
     row = asked._trained(best, "int8")
     source = open_to_export(tmp_path / row["run"])
     assert [rule.compute for rule in source.recipe.precision.rules] == ["int8"]

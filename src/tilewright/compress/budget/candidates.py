@@ -38,6 +38,19 @@ class CutPlan:
         return sum(cut.saved for cut in self.cuts)
 
     @property
+    def speed(self) -> float:
+        """Predicted seconds of a forward pass, as a share of the whole model's: units of different kinds are different
+        parts of a layer, whose savings add up; of the layers that stay.
+
+        Example:
+            >>> cut = lambda kind, speed: CutCost(kind, 0.5, 1, 0.0, 0.0, 1, speed)
+            >>> round(CutPlan((cut("ffn", 0.75), cut("heads", 0.85), cut("layers", 0.5))).speed, 3)
+            0.3
+        """
+        inside = 1 - sum(1 - cut.speed for cut in self.cuts if cut.kind != "layers")
+        return inside * math.prod(cut.speed for cut in self.cuts if cut.kind == "layers")
+
+    @property
     def name(self) -> str:
         """Such as ffn-512-heads-3."""
         return "-".join(f"{cut.kind}-{cut.units}" for cut in self.cuts)
@@ -50,6 +63,7 @@ class CutPlan:
             "rise_before": self.rise,
             "error": self.error,
             "saved": self.saved,
+            "speed": self.speed,
         }
 
 

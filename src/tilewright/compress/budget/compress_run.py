@@ -89,6 +89,8 @@ class Compression:
                 self._training_batches(), self.say, self.record, refit=self.settings.refit,
             )  # fmt: skip
             self.record["sensitivity"] = [cost.to_json() for cost in found]
+        if "seconds" not in self.record:
+            self.record["seconds"] = seconds_beside(self.model, self.model)[1]
         costs = [CutCost(**row) for row in self.record["sensitivity"]]
         if not costs and "left_out" in self.record:
             raise self._not_finite()
@@ -178,6 +180,8 @@ class Compression:
             "fitted": made.fitted,
             "parameters": parameters(made.model),
             "speed": seconds / whole_s,
+            "predicted_speed": plan.speed,
+            "seconds": {"predicted": plan.speed * self.record["seconds"], "measured": seconds},
             "rise_before": before.rise_over(self.whole)[0],
             **self._rises(after),
             "domains": after.by_domain(),

@@ -5,7 +5,6 @@ rises are differences of shares: 0.01 is one percentage point.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.compress.budget.timing import machine_clock
 from tilewright.core.errors import NumericsError
 from tilewright.data.batches.microbatches import sums_by_row
 from tilewright.models.base.eval_mode import evaluation
@@ -137,15 +137,16 @@ def _wrong(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
     """Least seconds of a forward pass of each over a few tokens or images, in turn: a busy machine adds to both, and to
-    the least of several least."""
+    the least of several least. On one thread it is the thread's own processor time (`machine_clock`)."""
+    _, clock = machine_clock()
     times: tuple[list[float], list[float]] = ([], [])
     with evaluation(model), evaluation(other):
         for turn in range(_TIMES + 1):
             for kept, one in zip(times, (model, other), strict=True):
-                began = time.perf_counter()
+                began = clock()
                 _pass(one)
                 if turn:  # the first prepares kernels
-                    kept.append(time.perf_counter() - began)
+                    kept.append(clock() - began)
     return min(times[0]), min(times[1])
 
 

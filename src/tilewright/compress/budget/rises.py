@@ -57,6 +57,20 @@ def rounded(row: Mapping[str, Any], ours: float, theirs: float, *, points: bool 
     }
 
 
+NEAR = 0.15
+"""Share of the measured time by which the predicted one may be away."""
+
+
+def near_in_time(predicted: float, measured: float) -> bool:
+    """True if a predicted time is near the measured one.
+
+    Example:
+        >>> near_in_time(0.9, 1.0), near_in_time(0.8, 1.0)
+        (True, False)
+    """
+    return abs(predicted / measured - 1) <= NEAR
+
+
 def in_words(row: Mapping[str, Any]) -> str:
     """Both rises.
 

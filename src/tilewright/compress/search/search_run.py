@@ -13,6 +13,7 @@ from typing import Any
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, row_losses_of
 from tilewright.compress.budget.record import Record, asked_of, record_of, write_record
 from tilewright.compress.budget.stages import OpenRun
+from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export_run import check_finite
@@ -34,7 +35,6 @@ from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.settings import IN_WORDS, LayerSearchSettings
 from tilewright.compress.search.table.costs import Costs, costs_of, measured_costs, rest_of, shape_key
 from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
-from tilewright.compress.search.table.timing import machine_clock
 from tilewright.compress.search.trained_shape import ShapeTrainer, shape_name
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import ConfigError, FitError

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.compress.budget.rises import ruling
+from tilewright.compress.budget.rises import NEAR, near_in_time, ruling
 from tilewright.core.units import format_bytes
 from tilewright.report.template import fill
 
@@ -66,7 +66,7 @@ def render_compression(record: Mapping[str, Any]) -> str:
     Args:
         record: compress.json, with at least one cut that was recovered.
     """
-    tables = [_stages(record), _domains(record), _sensitivity(record), _layers(record)]
+    tables = [_stages(record), _domains(record), _sensitivity(record), _times(record), _layers(record)]
     if record.get("artefacts"):
         tables.insert(1, _artefacts(record))
     settings = record["settings"]
@@ -156,6 +156,24 @@ def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
     what = "two images" if record.get("points") else "32 tokens"
     lead = f"Each kind of unit alone, before recovery. Time: a forward pass of {what} here, beside the whole model's."
     return CompressTable("What each cut costs", lead, ("cut", "loss", "error", "parameters less", "time"), rows)
+
+
+def _times(record: Mapping[str, Any]) -> CompressTable:
+    """Of cuts that were made: the time that was predicted from each kind alone beside the measured one."""
+    rows = []
+    for row in record["recovered"].values():
+        predicted, measured = row["predicted_speed"], row["speed"]
+        verdict = "inside" if near_in_time(predicted, measured) else "outside"
+        shares = f"{predicted:.2f}x", f"{measured:.2f}x", f"{100 * (predicted / measured - 1):+.0f} %"
+        seconds = (f"{1000 * row['seconds'][name]:.2f} ms" for name in ("predicted", "measured"))
+        rows.append((row["name"], *shares, verdict, *seconds))
+    what = "two images" if record.get("points") else "32 tokens"
+    lead = (
+        f"A forward pass of {what} here, in FP32: predicted from what each kind saves alone, and measured in turn with "
+        f"the whole model. Inside: at most {100 * NEAR:.0f} % away."
+    )
+    columns = ("cut", "predicted", "measured", "away", f"within {100 * NEAR:.0f} %", "predicted", "measured")
+    return CompressTable("Time, predicted and measured", lead, columns, rows)
 
 
 def _layers(record: Mapping[str, Any]) -> CompressTable:
