@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tilewright
+from tests.contracts.syntax import statements
 
 ROOT = Path(tilewright.__file__).parent
 
@@ -22,7 +23,7 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in files.items():
         named: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.syntax import statements
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "tilewright").rglob("*.py"))
 MAX_LINES, MAX_TEST_LINES, MAX_ENTRIES = 400, 500, 13
@@ -116,9 +118,9 @@ def test_not_implemented_is_an_abstract_method(trees):
     """What a user meets is an error in four parts, and what a caller of ours catches another class."""
     bad = []
     for path, tree in trees.items():
-        methods = [item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body]
+        methods = [item for node in statements(tree) if isinstance(node, ast.ClassDef) for item in node.body]
         abstract = {id(item.body[-1]) for item in methods if isinstance(item, ast.FunctionDef) and len(item.body) <= 2}
-        for node in ast.walk(tree):
+        for node in statements(tree):
             if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) and id(node) not in abstract:
                 bad.append(f"{name(path)}:{node.lineno}")
     assert not bad, f"no abstract method: {bad}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from tests.contracts.syntax import statements
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import errors
 from tilewright.core.config import schema
@@ -203,7 +204,7 @@ def test_docstrings_say_what_something_is():
     bad = [
         f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}: {ast.get_docstring(node)}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in statements(ast.parse(path.read_text()))
         if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith(("What ", "Whether "))
     ]
     assert not bad, "\n".join(bad)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import tomlkit
 from pydantic import ValidationError
-from tomlkit.items import Table
 
 from tilewright.core import env
 from tilewright.core.config import schema
@@ -113,21 +112,15 @@ def shipped_recipes() -> list[str]:
 
 def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`."""
-    document = tomlkit.document()
-    document.add(tomlkit.comment(f"Resolved recipe {loaded.name!r}; the comment of a value is where it came from."))
-    values = schema.flat(loaded.recipe.model_dump(mode="json"))
-    tables: dict[str, Table] = {}
-    for section in schema.sections():
-        outer, _, name = section.rpartition(".")
-        tables[section] = tomlkit.table()
-        (tables[outer] if outer else document).add(tomlkit.nl())
-        (tables[outer] if outer else document).add(name, tables[section])
-        for setting, value in values.items():
-            if setting.rpartition(".")[0] == section:
-                item = tomlkit.item(inline(NONE if value is None else value))
-                item.comment(loaded.sources[setting])
-                tables[section].add(setting.rpartition(".")[2], item)
-    Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
+    by_section: dict[str, list[str]] = {section: [] for section in schema.sections()}
+    for setting, value in schema.flat(loaded.recipe.model_dump(mode="json")).items():
+        section, _, name = setting.rpartition(".")
+        item = tomlkit.item(inline(NONE if value is None else value))
+        by_section[section].append(f"{name} = {item.as_string()} # {loaded.sources[setting]}")
+    # A document of tomlkit's would look for the place of each line among those that it has: half of the time.
+    tables = (f"\n[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in by_section.items())
+    first = f"# Resolved recipe {loaded.name!r}; the comment of a value is where it came from.\n"
+    Path(path).write_text(first + "".join(tables), encoding="utf-8")
 
 
 def _follow_batch(merged: _Values) -> None:
