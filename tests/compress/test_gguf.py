@@ -60,7 +60,7 @@ MODELS = {
     "Qwen3": lambda: hf("Qwen3", tie_word_embeddings=True, head_dim=32),
     "Mistral": lambda: hf("Mistral", sliding_window=None),
 }
-TWINS = ("decoder", "Mistral", "Qwen2")
+TWINS = ("decoder", "decoder, untied, all heads", "Mistral", "Qwen2")
 """Of a decoder with other heads, of Llama, and of Qwen3."""
 
 

@@ -68,7 +68,7 @@ class Process:
         return found, dict(self.weights)
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, "exp3", "aioli"))
+@pytest.mark.parametrize("policy", some(POLICIES, "exp3"))
 def test_two_hundred_kills_change_no_sample_and_no_weight(policy, tmp_path):
     """A kill loses up to two steps behind the last checkpoint and their moves; another number of ranks goes on."""
     log, expected = tmp_path / "mixture.jsonl", {}

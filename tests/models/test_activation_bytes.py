@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.cover import covering
 from tests.models.shapes import KERNELS, MIXED, SHAPES
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
@@ -111,9 +112,17 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
     return TOKENS * per_token + fixed + tile_bytes(config, layer, mode, storage, TOKENS, 128 * config.num_experts)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"])
-@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
-@pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
+KEPT = ("none", "selective", "matmuls", "attention", "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "policy"),
+    covering(
+        ("gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"),
+        KEPT,
+        ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"),
+    ),
+)
 def test_eager_layer(name, mode, policy):
     check_eager(name, mode, policy)
 
@@ -126,23 +135,25 @@ def check_eager(name, mode, policy, place=None):
     assert storages.alive_bytes() - returned == predicted(name, block, layer, mode, policy, compiled=False)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed", "fp8_tile"])
-@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
-@pytest.mark.parametrize(("name", "layer"), [("own_gqa", 1), ("own_gqa", 2), ("own_moe", 1), ("own_moe", 3)])
-def test_eager_layer_of_its_own_shape(name, layer, mode, policy):
+@pytest.mark.parametrize(
+    ("of", "mode", "policy"),
+    covering(
+        (("own_gqa", 1), ("own_gqa", 2), ("own_moe", 1), ("own_moe", 3)), KEPT, ("fp32", "bf16_mixed", "fp8_tile")
+    ),
+)
+def test_eager_layer_of_its_own_shape(of, mode, policy):
+    name, layer = of
     check_eager(name, mode, policy, layer)
 
 
-@pytest.mark.parametrize("policy", SCALES)
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["gqa", "mla_q_rank"])
+@pytest.mark.parametrize(
+    ("name", "mode", "policy"), covering(("gqa", "mla_q_rank"), ("none", "selective", "full"), SCALES)
+)
 def test_eager_layer_with_scales_of_any_tile(name, mode, policy):
     check_eager(name, mode, policy)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
-@pytest.mark.parametrize("name", ["gqa_moe", "deepseek"])
+@pytest.mark.parametrize(("name", "mode", "policy"), covering(("gqa_moe", "deepseek"), KEPT, ("fp32", "bf16_mixed")))
 def test_a_layer_whose_experts_are_on_several_ranks(name, mode, policy):
     """It keeps where its tokens went, to send them there again."""
     _, block, layer, (leaf, *rest) = make_block(name, mode, policy)

@@ -56,12 +56,12 @@ def assert_same_tokens(model, num_tokens=LONG, rows=2):
     assert torch.equal(cached[:, :25], generate(model, ids, 20, temperature=0, use_cache=False))
 
 
-@pytest.mark.parametrize("name", some([*SHAPES, *MIXED], "gqa", "tied", "deepseek", "own_gqa"))
+@pytest.mark.parametrize("name", some([*SHAPES, *MIXED], "deepseek", "own_gqa"))
 def test_own_decoder_writes_the_same(name):
     assert_same_tokens(make_decoder(name))
 
 
-@pytest.mark.parametrize("name", some([name for name in CAUSAL if name != "gpt2"], "gemma2", "mixtral", "bloom"))
+@pytest.mark.parametrize("name", some([name for name in CAUSAL if name != "gpt2"], "gemma2", "bloom"))
 def test_hugging_face_model_writes_the_same(name):
     model = hf_model(name)
     assert model.new_cache(2, 8) is not None, model.notes

@@ -28,10 +28,10 @@ def planned(model) -> str:
 
 
 FEW = {
-    "gpt2", "llama", "gemma2", "granitemoe",  # positions
-    "modernbert", "bloom", "mamba2", "recurrent_gemma", "rwkv", "qwen3_next",  # rows
-    "opt", "bert",  # blocks
-    "jetmoe", "longcat_flash",  # not traced
+    "gpt2", "gemma2", "granitemoe",  # positions
+    "modernbert", "bloom", "mamba2", "rwkv", "qwen3_next",  # rows
+    "bert",  # blocks
+    "jetmoe",  # not traced
 }  # fmt: skip
 """By default: families of each answer, with attention, experts and states."""
 

@@ -117,7 +117,7 @@ def test_the_joint_planner_refuses_what_it_cannot_trace(folder):
             decide(budget)
 
 
-@pytest.mark.parametrize("plan", ["auto", ""])
+@pytest.mark.parametrize("plan", ["auto", pytest.param("", marks=pytest.mark.slow)])
 def test_training_goes_on_and_says_that_nothing_is_known(plan, folder, data, tmp_path):
     run = tmp_path / "runs" / "tiny"
     assert train(tiny(data, tmp_path / "runs", **foreign(folder, JETMOE, memory__plan=plan))).step == 2

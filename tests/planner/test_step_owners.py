@@ -73,7 +73,7 @@ def test_without_a_step_it_is_an_error():
         owners([Event("aten::mm", 1)])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_real_step_adds_up(compiled):
     model = Decoder(DecoderConfig.of(vocab_size=64, dim=64, num_heads=4, num_layers=2))
     init_weights(model, seed=0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from tests.cover import covering
 from tests.models.shapes import KERNELS
 from tilewright.models.base.output_layers import find_heads
 from tilewright.precision.convert import convert, evaluating, explain, set_mode
@@ -99,10 +100,9 @@ def assert_near(got, want, mode):
         assert error <= EPS.get(mode, 2.0**-5), f"{name} is off by {error:.2e} of the largest element"
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("way", "layer"), CASES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_computed_weight_converts_copies_and_switches(mode, way, layer, when):
+@pytest.mark.parametrize(("mode", "of", "when"), covering(MODES, CASES, ("before", "after")))
+def test_a_computed_weight_converts_copies_and_switches(mode, of, when):
+    way, layer = of
     model, plain = build(way, layer, when, mode)
     x = torch.randn(LAYERS[layer][1])
     want = gradients(plain, x)
@@ -239,9 +239,7 @@ class OwnCode(nn.Module):
         return x @ self.matrix
 
 
-@pytest.mark.parametrize("write", IN_PLACE)
-@pytest.mark.parametrize("producer", PRODUCERS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "producer", "write"), covering(MODES, tuple(PRODUCERS), tuple(IN_PLACE)))
 def test_results_may_be_written_into(mode, producer, write):
     """As if each had been copied before."""
     torch.manual_seed(0)

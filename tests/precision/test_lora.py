@@ -31,6 +31,7 @@ from tilewright.precision.lora.peft_io import load_adapter, save_adapter
 from tilewright.precision.policy.gemm_formats import Gemms
 
 REF = Kernels(detect_machine("cpu"), {"tile_gemm": "ref", "quantize": "ref"})
+WAYS = covering(("bf16_mixed", "fp8_tile"), ("convert", "adapters"), ("fp8", "keep"), pairs=False)
 BF16_DB = 45
 """Adapters compute in BF16: relative rounding errors up to 2^-9 (54 dB each), several of them in a row."""
 FP32_DB = 120
@@ -185,9 +186,8 @@ def test_fine_tuning_loses_loss(mode):
 # ---- with precision policies ----
 
 
-@pytest.mark.parametrize(("first", "base"), covering(("convert", "adapters"), ("fp8", "keep"), pairs=False))
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
-def test_adapters_act_in_every_mode(base, first, mode):
+@pytest.mark.parametrize(("mode", "first", "base"), WAYS)
+def test_adapters_act_in_every_mode(mode, first, base):
     """Converted before or after, also where experts are multiplied together."""
     model = make_decoder("deepseek")
     if first == "convert":

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tilewright
+from tests.cover import covering
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
@@ -188,8 +189,7 @@ class PolicyOfNewFormat(Policy):
 FORM = [NEW[0]]
 
 
-@each
-@pytest.mark.parametrize("num_experts", [0, 4])
+@pytest.mark.parametrize(("form", "num_experts"), covering(NEW, (0, 4), pairs=False), ids=str)
 def test_a_whole_model_trains_in_it(form, num_experts, monkeypatch):
     monkeypatch.setitem(globals(), "FORM", [form])
     section = ModelSection(

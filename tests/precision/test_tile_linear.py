@@ -284,7 +284,7 @@ def test_managed_and_unmanaged_weights_give_the_same_bits():
 
 @pytest.mark.parametrize(
     ("mode", "managed"),
-    some(itertools.product(SCALED_FORMATS, (True, False)), ("fp8_tile", True), ("nvfp4", True)),
+    some(itertools.product(SCALED_FORMATS, (True, False)), ("fp8_tile", True)),
 )
 def test_compiled_equals_eager(mode, managed):
     torch.compiler.reset()

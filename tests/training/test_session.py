@@ -124,7 +124,7 @@ def test_stopped_and_resumed_equals_never_stopped_bitwise(case, data, tmp_path, 
     assert_same_run(tmp_path / "tiny", reference)
 
 
-@pytest.mark.parametrize("case", ["bf16", "split24"])
+@pytest.mark.parametrize("case", [pytest.param("bf16", marks=pytest.mark.slow), "split24"])
 def test_stopped_before_the_first_step_and_resumed_equals_never_stopped_bitwise(
     case, data, tmp_path, straight, monkeypatch
 ):
@@ -159,7 +159,7 @@ def test_loss_scale_and_switch_are_in_the_record(straight):
     assert [(row["step"], row["message"]) for row in switches] == [(4, "tf32 -> bf16_mixed from step 4 on")]
 
 
-@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_switch_is_told_once_wherever_the_run_stops(step, data, tmp_path, straight, monkeypatch):
     with monkeypatch.context() as patch:
         _kill_at(patch, step)

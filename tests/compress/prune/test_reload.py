@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compress.prune.models import FOREIGN, batch_of, foreign, ours
+from tests.cover import some
 from tilewright.compress.prune.kinds import counts
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.units import find_units
@@ -43,7 +44,7 @@ def assert_same(got, expected):
     assert far <= 64 * torch.finfo(torch.float64).eps, f"worst logit differs by {far:.1e} of the largest"
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", some(FOREIGN, "Llama biased", "Qwen3", "Phi3", "GPT2", "Bert", "ViT", "DeepseekV3"))
 def test_foreign_folders_reload(name, tmp_path):
     model = foreign(name)
     kinds = set(find_units(model)[0])
