@@ -7,7 +7,7 @@ Legend: B rows  S positions  D model width  E experts.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,15 +93,15 @@ class Block(nn.Module):
         """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of attention [B, S, D]
         where `give` wants it, else None). With a cache x are the next positions, and nothing is kept for backward."""
         if cache is not None:
-            return self._run(x_BSD, cos, sin, segments, cache)
+            return _three(self._run(x_BSD, cos, sin, segments, cache))
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.is_moe and cast(MoE, self.mlp).exchange is not None:  # ranks exchange the same rows again
             run = SameChoices(cast(MoE, self.mlp).gate, run)
         draws = self.draws and self.training
+        inputs = (x_BSD, cos, sin, segments, *((None, give) if give else ()))
         if self.keeps_qdata:
-            inputs = x_BSD, cos, sin, segments, None, give
-            return checkpoint_fp8_input(self.kernels, run, *inputs, preserve_rng_state=draws)
-        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments, None, give, draws=draws)
+            return _three(checkpoint_fp8_input(self.kernels, run, *inputs, preserve_rng_state=draws))
+        return _three(run_checkpointed(self.activation_checkpoint, run, *inputs, draws=draws))
 
     def _run(
         self,
@@ -122,6 +122,12 @@ class Block(nn.Module):
         normed = self.post_attention_layernorm(x_BSD)
         out, load = self.mlp(normed, segments) if self.is_moe else (self.mlp(normed), None)
         return (x_BSD + out).to(x_BSD.dtype), load, given
+
+
+def _three(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of `_run`; that of an architecture of one's own may return (x, load) alone, and take no `give`."""
+    x_BSD, load_E, *given = found
+    return x_BSD, load_E, given[0] if given else None
 
 
 @functools.cache
