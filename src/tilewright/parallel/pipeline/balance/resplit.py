@@ -2,8 +2,8 @@
 
 A rank's time for a micro-batch is that of its stages. Layers are dealt out as if all cost the same, each to the rank
 that would be through first. Where they differ, stages that lie behind each other on different ranks are then cut again
-(`bottleneck.Cut`), while the others stay, for as long as that helps. So no split has a faster slowest rank where ranks
-have one stage each, or where layers cost the same; elsewhere none that differs in one such row of stages.
+(`bottleneck.Cut`), while the others stay, and single layers moved, for as long as that helps. So no split has a faster
+slowest rank where ranks have one stage each, or where layers cost the same; elsewhere none that differs by such a step.
 """
 
 import heapq
@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from tilewright.parallel.pipeline.bottleneck import Cut, PartWorker
 
@@ -89,15 +91,49 @@ def best_split(costs: SplitCosts) -> tuple[int, ...]:
         >>> best_split(SplitCosts((5.0, 5.0, 2.0, 2.0, 2.0, 2.0), rank_of=(0, 1), speeds=(1.0, 1.0), last=2.0))
         (2, 4)
     """
-    split = _dealt(costs)
-    rows = list(_rows(costs)) if len(set(costs.layers)) > 1 else []
-    since = 0  # rows of stages that were cut again, and did not help
+    split, rows = _dealt(costs), list(_rows(costs))
+    while len(set(costs.layers)) > 1:
+        split = _rows_cut_again(costs, split, rows)
+        moved = _moved(costs, split) if len(rows) > 1 else None
+        if moved is None:
+            break
+        split = moved
+    return split
+
+
+def _rows_cut_again(costs: SplitCosts, split: tuple[int, ...], rows: Sequence[range]) -> tuple[int, ...]:
+    """One row of stages after the other, until none helps."""
+    since = 0  # rows that were cut again, and did not help
     for row in itertools.cycle(rows):
         found = _cut_again(costs, split, row)
         split, since = (split, since + 1) if found is None else (found, 0)
         if since == len(rows):
             break
     return split
+
+
+def _moved(costs: SplitCosts, split: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The split with one layer fewer in a stage and one more in another, those between them shifted, that is best of
+    all such splits: by the slowest rank, then by how equal ranks are. None where none is better."""
+    stages, ranks = len(split), len(costs.speeds)
+    giver_MS, taker_MS, stage_MS = np.meshgrid(*3 * [np.arange(stages)], indexing="ij")
+    shift_MS = 1 * ((taker_MS <= stage_MS) & (stage_MS < giver_MS)) - ((giver_MS <= stage_MS) & (stage_MS < taker_MS))
+    ends_MS = (np.cumsum(split) + shift_MS).reshape(-1, stages)
+    counts_MS = np.diff(ends_MS, axis=1, prepend=0)
+    rank_SR = np.asarray(costs.rank_of)[:, None] == np.arange(ranks)
+    most = len(costs.layers) if costs.most is None else costs.most
+    counts_MS = counts_MS[(counts_MS.min(1) >= 1) & ((counts_MS @ rank_SR).max(1) <= most)]
+    sums_L = np.cumsum((0.0, *costs.layers))
+    work_MS = np.diff(sums_L[np.cumsum(counts_MS, axis=1)], axis=1, prepend=0.0)
+    seconds_MR = (work_MS @ rank_SR + costs.loads) / costs.speeds
+    slowest_M, unequal_M = seconds_MR.max(1), (seconds_MR * seconds_MR).sum(1)
+    now = np.asarray(costs.rank_seconds(split))
+    slowest, unequal = now.max(), (now * now).sum()
+    better_M = (slowest_M < _BETTER * slowest) | ((slowest_M <= slowest) & (unequal_M < _BETTER * unequal))
+    if not better_M.any():
+        return None
+    best = np.lexsort((unequal_M, slowest_M, ~better_M))[0]
+    return tuple(counts_MS[best].tolist())
 
 
 def _dealt(costs: SplitCosts) -> tuple[int, ...]:
