@@ -26,7 +26,7 @@ from tests.preparing import prepare_here
 PRELOAD = [
     "torch", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "transformers.modeling_utils", "tests.ranks",
-    "transformers.models.qwen3.modeling_qwen3", "pandas",
+    "transformers.models.qwen3.modeling_qwen3", "pandas", "tilewright.training.executor.pipeline",
     "tilewright.training.session", "tilewright.cli.app", "torch.utils.serialization",
     *(f"tilewright.ops.backends.cpu.{name}" for name in ("amx", "attention", "low_bit_adam", "wgrad")),
     "tilewright.ops.backends.native.int8", "tests.training.tiny",
