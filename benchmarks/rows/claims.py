@@ -78,6 +78,7 @@ UNUSED = {
     "published_meshes": "simulated, not measured: published runs beside the search; the how-to has the table",
     "mesh_search": "what a search takes of a core; processor seconds beside other jobs; the log has the numbers",
     "mesh_memory": "bytes of ranks of small runs beside the search; the log has the numbers",
+    "mesh_memory_8": "the same on eight ranks; experts are fuller on some ranks than even routing",
     "mesh_exchanges": "seconds of six small meshes on two cores beside what was simulated; the log has the numbers",
     "fsdp_tracked": "bytes of a rank of 256 as torch's tracker counts them, beside the search; the log has the numbers",
     "mixing_costs": "counts and processor seconds of policies and of the stream's state; the how-to has the numbers",
