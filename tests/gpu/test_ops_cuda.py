@@ -29,7 +29,7 @@ from tilewright.ops.backends.ref.adam import adam as ref_adam
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.linear import LINEAR
+from tilewright.ops.linear import LINEAR, MOST_ROWS, ROW_LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
@@ -52,6 +52,17 @@ def test_linear(name, dtype):
     run = run_poisoned(LINEAR, name, dtype)
     weight, bias = torch.randn(24, 40).to(dtype).float(), torch.randn(24).to(dtype).float()
     check(run, lambda x, w, b: x @ w.T + b, [torch.randn(3, 7, 40).to(dtype), weight, bias], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@names(ROW_LINEAR)
+def test_a_few_rows(name, dtype):
+    run = run_poisoned(ROW_LINEAR, name, dtype)
+    for rows in range(1, MOST_ROWS + 1):
+        x, weight, bias = torch.randn(rows, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
+        with torch.no_grad():
+            out = run(*(tensor.to(DEVICE) for tensor in (x, weight, bias)))
+        assert_snr(out.cpu(), x.double() @ weight.double().T + bias.double(), SNR_DB[dtype], f"{rows} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -48,7 +48,7 @@ def test_compiled_code_drops_the_columns_that_one_process_would_and_has_no_break
     others = model(torch.cat((x[:, :4], torch.zeros(3, 4)), 1))  # the part of the first rank
     for name in ("weight", "lora_A"):
         setattr(model.layer, name, part_along(mesh, getattr(model.layer, name), 1))
-    run_on_parts(model, layers=[model.layer])
+    run_on_parts(model, layers=["layer"])
     model.forward = torch.compile(model.forward, backend="eager")
     counters.clear()
     torch.manual_seed(0)
