@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.models.build import init_weights
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill import loss as distill
@@ -154,3 +155,17 @@ def test_first_values_of_parts_are_those_of_the_whole(alike):
     fill({name: parts[1]}, {name: 6})
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(whole, torch.eye(16)) if alike else 0.2 < float(whole.std()) < 0.3
+
+
+def test_a_layer_of_ones_own_that_does_not_say_its_attention_has_none():
+    """What a recipe's `distill.attention` asks before a run; such layers train without it."""
+
+    class Own(Block):
+        def _run(self, x, cos, sin, segments, cache=None):
+            return super()._run(x, cos, sin, segments, cache)[:2]
+
+    model = student([], DIM, learned=True)
+    model.layers[1].__class__ = Own
+    assert [model.attention_of(layer) is None for layer in model.layers] == [False, True, False]
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
+    assert model.loss(batch).loss_sum.isfinite()

@@ -6,6 +6,7 @@ Legend: B rows  S positions  D model width  E experts.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -53,6 +54,11 @@ class Block(nn.Module):
         self.draws = False
         """Whether something in it draws random numbers in training, the same again where it is recomputed. Set by
         `precision.lora`."""
+
+    @property
+    def can_give(self) -> bool:
+        """False if its computation is an architecture's own that does not say what attention gives out."""
+        return "give" in inspect.signature(self._run).parameters
 
     @property
     def keeps_qdata(self) -> bool:

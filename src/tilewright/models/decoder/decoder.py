@@ -202,7 +202,8 @@ class Decoder(Model):
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
         """See `protocols.Model`."""
-        return layer.self_attn if layer.has_attention else None  # type: ignore[return-value]
+        block = cast(Block, layer)
+        return block.self_attn if block.has_attention and block.can_give else None
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
         """The tensors that all layers read too: cos and sin of the positions, documents."""
