@@ -279,6 +279,7 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("9 %", Case(columns={"tokens_per_s": [1000.0] * 300 + [910.0] * 100}), GOOD),
         ("11 %", Case(columns={"tokens_per_s": [1000.0] * 300 + [890.0] * 100}), LOOK),
         ("31 %", Case(columns={"tokens_per_s": [1000.0] * 300 + [690.0] * 100}), BAD),
+        ("31 % for a while", Case(columns={"tokens_per_s": [1000.0] * 200 + [690.0] * 100 + [1000.0] * 100}), BAD),
         ("faster", Case(columns={"tokens_per_s": [1000.0] * 300 + [2000.0] * 100}), GOOD),
         ("too few", Case(falling(19)), NOT_MEASURED),
     ],

@@ -1,6 +1,8 @@
 """Rules on memory and time: are bytes and seconds as planned, does memory grow, do steps slow down, or wait?"""
 
+import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from statistics import median
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
@@ -73,12 +75,13 @@ WAIT = VerdictRule(
 SLOWDOWN = VerdictRule(
     name="slowdown",
     chart="throughput",
-    measures="share by which the median speed of the last quarter of the run is below that of the fastest quarter",
+    measures="largest share by which the median speed of a quarter of the run is below that of an earlier quarter",
     unit="share",
     look=0.1,
     bad=0.3,
     why="Steps of a run are alike, so a tenth is more than scatter: heat, other programs, memory that runs short.",
 )
+_QUARTERS = ("first", "second", "third", "last")
 
 
 def off_plan(run: RunData) -> Verdict:
@@ -170,8 +173,19 @@ def slowdown(run: RunData) -> Verdict:
     parts = [median(part) for part in quarters(speeds)]
     if max(parts) <= 0:
         return SLOWDOWN.not_measured("No speed is recorded.")
-    loss = 1 - parts[-1] / max(parts)
-    last = f"{format_number(parts[-1])} tokens/s in the last quarter of the run"
+    before, after = max(itertools.combinations(range(4), 2), key=lambda pair: _loss(parts, *pair))
+    loss = _loss(parts, before, after)
     if loss <= 0:
-        return SLOWDOWN.judge(0.0, f"No quarter was faster than the last: {last}.")
-    return SLOWDOWN.judge(loss, f"{last}, {format_percent(loss)} below the fastest quarter.")
+        return SLOWDOWN.judge(
+            0.0, f"No quarter was slower than one before: {format_number(parts[-1])} tokens/s at last."
+        )
+    return SLOWDOWN.judge(
+        loss,
+        f"{format_number(parts[after])} tokens/s in the {_QUARTERS[after]} quarter of the run, "
+        f"{format_percent(loss)} below the {_QUARTERS[before]}.",
+    )
+
+
+def _loss(parts: Sequence[float], before: int, after: int) -> float:
+    """Share by which a later part is slower."""
+    return 1 - parts[after] / parts[before] if parts[before] > 0 else 0.0
