@@ -48,7 +48,8 @@ def build_rows(
     ranges: dict[str, dict[str, list[int]]] = {}
     utilisation, shard_rows = 1.0, dict[str, list[int]]()
     for split in SPLITS:
-        here = table.filter(pc.equal(table["split"], split))
+        ours = pc.equal(table["split"], split)  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+        here = table.filter(ours)
         lengths = here["length"].to_numpy()
         domain_of = np.array(here["domain"].to_pylist())
         place = pack if rows == "packed" else alone

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from tilewright.data.batches.steps import (
     DocumentSteps,
     FarRows,
     Rows,
+    RowsOfDocuments,
     RowSteps,
     StepCut,
     StepDocuments,
@@ -88,7 +89,9 @@ class Stream:
         only fills up."""
         self._cut: StepCut
         if documents:
-            self._cut = DocumentSteps(prepared, batch_size, Room(world, micro_batch_size, takes), rank)
+            self._cut = DocumentSteps(
+                cast(RowsOfDocuments, prepared), batch_size, Room(world, micro_batch_size, takes), rank
+            )
         else:
             self._cut = RowSteps(prepared, batch_size, micro_batch_size, rank, world)
         self._prepared, self._prefetch = prepared, prefetch

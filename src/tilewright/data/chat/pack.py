@@ -52,7 +52,8 @@ def pack_chat(
     facts = summary["chat"] | {"seq_len": seq_len, "truncated": 0, "truncated_tokens": 0}
     facts["lost"] = {}
     for split in SPLITS:
-        here = table.filter(pc.equal(table["split"], split))
+        ours = pc.equal(table["split"], split)  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+        here = table.filter(ours)
         column = {name: here[name].to_numpy() for name in ("length", "first", "document")}
         starts = np.cumsum(column["length"]) - column["length"]
         reason = np.where(column["first"] <= seq_len, "", BEHIND)
@@ -146,7 +147,7 @@ def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:
     starts = np.cumsum(length_N) - length_N
     kept = np.minimum(length_N, seq_len + 1)  # the target of the last position too
     pieces = [ids[start : start + num] for start, num in zip(starts.tolist(), kept.tolist(), strict=True)]
-    return np.array([np.array_equal(*pieces[at : at + 2]) for at in range(0, len(pieces), 2)], bool)
+    return np.array([np.array_equal(pieces[at], pieces[at + 1]) for at in range(0, len(pieces), 2)], bool)
 
 
 def _set_aside(account: dict[str, Any], table: pa.Table, reason: np.ndarray, lost: dict[str, dict[str, int]]) -> None:

@@ -72,6 +72,7 @@ def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
         ChatError: as there.
     """
     row = _pair_of_openai(row)
+    found: dict[str, Any]
     if is_pair(row):
         if not pairs:
             raise ChatError(ROW_OF_PREFERENCES, try_='data.format = "preferences"')

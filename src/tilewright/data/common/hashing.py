@@ -21,7 +21,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def hash64(*keys: np.ndarray | int) -> np.ndarray:
+def hash64(*keys: np.ndarray | np.integer | int) -> np.ndarray:
     """A uint64 hash of several integer keys, broadcast against each other.
 
     Example:

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -209,7 +209,8 @@ def _bytes_of_characters() -> dict[str, int]:
 
 def _ranks(model: Mapping[str, Any], byte_of: Mapping[str, int]) -> dict[str, int] | str:
     """The rank of each string that has one."""
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    pairs_of = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+    merges = [cast(tuple[str, str], tuple(pair)) for pair in pairs_of]
     place = {pair: number for number, pair in enumerate(merges)}  # of a pair that is there twice the last one counts
     pairs: dict[str, list[tuple[str, str]]] = {}
     for pair in place:

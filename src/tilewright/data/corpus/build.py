@@ -9,6 +9,7 @@ What is here does not depend on the row length or the task, so that changing tho
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -112,7 +113,7 @@ def build_corpus(
     spool.account.drop({spool.domains[d] for d in split.dropped})
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(listed(r), ensure_ascii=False) + "\n" for r in spool.rejects)
-    summary = _summary(source, spool, split, cluster_of, table, given) | {"encoder": encoder}
+    summary: dict[str, Any] = _summary(source, spool, split, cluster_of, table, given) | {"encoder": encoder}
     if own is not None:
         summary["validation"] = own.summary()
     for domain, bits in compressed.items():

@@ -61,14 +61,19 @@ def encode_stream(
         out_sizes = files.enter_context(NpyWriter(sizes, np.dtype("<u4"))) if sizes is not None else None
         for batch in _batches(texts):
             strings = [read(text) for text in batch]
-            found = spared.encoded(tokenizer.encode_batch if out_sizes is None else tokenizer.encode_sized, strings)
+            found: Sequence[tuple[list[int], list[int]] | TokenizerError]
+            if out_sizes is not None:
+                found = spared.encoded(tokenizer.encode_sized, strings)
+            else:
+                plain = spared.encoded(tokenizer.encode_batch, strings)
+                found = [one if isinstance(one, TokenizerError) else (one, []) for one in plain]
             documents = []
             for text, one in zip(batch, found, strict=True):
                 if isinstance(one, TokenizerError):
                     fails(text, one)
                     lengths.append(0)
                     continue
-                ids, num_bytes = (one, []) if out_sizes is None else one
+                ids, num_bytes = one
                 documents.append(ids)
                 lengths.append(len(ids) + 2)
                 if out_sizes is not None:

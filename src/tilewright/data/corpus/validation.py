@@ -6,6 +6,7 @@ What is in both is counted and said; it stays in both, because the user divided 
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Validation:
             f"{int(near.sum()):,} have a near-copy there; what they measure is partly memory"
         )
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """Plain JSON."""
         return {"source": self.label} | self.account.summary()
 

@@ -31,7 +31,7 @@ def pooled_bits(bits: Mapping[str, Mapping[str, float]], num_bytes: Mapping[str,
     return {name: sum(bits[domain][name] * size for domain, size in num_bytes.items()) / total for name in names}
 
 
-def compressor_bits(texts: Iterable[bytes]) -> dict[str, float]:
+def compressor_bits(texts: Iterable[bytes | bytearray]) -> dict[str, float]:
     """Bits per byte of all `texts` in one compressed file, by compressor; empty without text.
 
     Example:

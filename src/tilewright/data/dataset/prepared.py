@@ -210,6 +210,7 @@ class PreparedData:
 
     def _masked(self, batch: dict[str, np.ndarray], seed: int, samples: np.ndarray) -> dict[str, np.ndarray]:
         tokenizer = self.tokenizer
+        assert tokenizer.mask_id is not None, "`need_mask` has looked"
         return mask_tokens(
             batch,
             seed=seed,

@@ -3,7 +3,7 @@
 They are listed as the files of the build are, before anything is read, so that what is missing is said at once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tilewright.core.errors import DataError, Problem
@@ -54,7 +54,9 @@ def list_references(build: DataBuild, domains: Iterable[str], contents: Contents
     return found
 
 
-def _named(build: DataBuild) -> dict[str, Iterable[str]]:
+def _named(build: DataBuild) -> Mapping[str, Iterable[str]]:
     sections = (("quality", build.quality), ("noise", build.noise), ("sample", build.sample))
-    named = {f"{name}.domains": section.domains for name, section in sections if section.is_on}
+    named: dict[str, Iterable[str]] = {
+        f"{name}.domains": section.domains for name, section in sections if section.is_on
+    }
     return named | ({"sample.domain_weights": build.sample.domain_weights} if build.sample.is_on else {})

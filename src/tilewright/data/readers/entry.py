@@ -60,12 +60,21 @@ class Entry:
         return Record("", modality, self.domain, text, path=self.name, part=self.join(part), **fields)
 
     def reject(
-        self, rule: str, value: float | str, threshold: float | str = "", excerpt: str = "", part: str = "", **sums: int
+        self,
+        rule: str,
+        value: float | str,
+        threshold: float | str = "",
+        excerpt: str = "",
+        part: str = "",
+        *,
+        count: int = 1,
+        num_bytes: int = 0,
     ) -> Rejected:
-        """A reject of `part` of this entry; `sums` are `count` and `num_bytes`."""
+        """A reject of `part` of this entry."""
         value = self._said(value) if isinstance(value, str) else value
         said = self._said(excerpt)[:200]
-        return Rejected(self.name, self.join(part), STAGE, rule, value, threshold, said, self.domain, **sums)
+        part = self.join(part)
+        return Rejected(self.name, part, STAGE, rule, value, threshold, said, self.domain, count, num_bytes)
 
     def _said(self, text: str) -> str:
         """The message of a parser, as UTF-8 can hold it and without the place of the file on this machine."""

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from tilewright.data.common.records import Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
@@ -65,8 +65,8 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
             for piece in decompressed(entry.name, entry.path, kind, math.inf):
                 if isinstance(piece, Rejected):
                     problem = entry.reject(piece.rule, piece.value or "ends early", "a whole stream")
-                else:
-                    problem = budget.spend(len(piece))
+                    break
+                problem = budget.spend(len(piece))
                 if problem is not None:
                     break
                 out.write(piece)
@@ -138,7 +138,7 @@ def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # else it keeps all of them
+                cast(Any, archive).members.clear()  # else it keeps all of them
                 if member.offset <= last:
                     raise tarfile.ReadError("a member before its header")
                 last = member.offset

@@ -7,6 +7,7 @@ length. Rows with more or fewer fields than the first are refused one by one.
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pc
@@ -30,7 +31,7 @@ class _Pieces(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer, /) -> int:
+    def readinto(self, buffer: Any, /) -> int:
         while not self._held:
             piece = next(self._pieces, None)
             if piece is None:

@@ -25,7 +25,7 @@ from tilewright.data.engine.units import link_or_copy
 from tilewright.data.stages.order import last_kept
 from tilewright.data.stages.split.stage import HELD, SHOWN, SHOWN_HELD, TRAIN
 
-KINDS = ("pixels", "log_mel")
+KINDS: tuple[str, ...] = ("pixels", "log_mel")
 _WHERE = [pa.field("first", pa.int64()), pa.field("count", pa.int64())]
 ARRAYS = pa.schema([pa.field("id", pa.string()), pa.field("kind", pa.string()), *_WHERE])
 """Entries [first, first + count) of the array `kind` are those of a record."""

@@ -8,6 +8,7 @@ derive from OSError, and those of aiohttp and gcsfs that do not.
 import sys
 import time
 from collections.abc import Callable
+from typing import cast
 
 import fsspec
 import xxhash
@@ -74,7 +75,7 @@ class Remote:
         Raises:
             OSError: and those of other packages, see `failures`.
         """
-        return self._files.cat_file(f"{self._root}/{name}")
+        return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
     def fetch(self, name: str, size: int | None = None, digest: str | None = None, retries: int | None = None) -> bytes:
         """A whole file, with retries.

@@ -154,11 +154,11 @@ def bring(folder: Path, datasets: Sequence[RemoteDataset], *, progress: Progress
     if len(datasets) > 1:
         _join(datasets, parts, folder)
     every = pa.concat_tables(tables)
-    train = every.filter(pc.equal(every["split"], "train"))
+    trained = pc.equal(every["split"], "train")  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+    held_out = pc.equal(every["split"], "holdout")  # pyright: ignore[reportAttributeAccessIssue]
+    train = every.filter(trained)
     train = train.take(pa.array(by_domain(train["domain"].to_pylist())))
-    pq.write_table(
-        pa.concat_tables([train, every.filter(pc.equal(every["split"], "holdout"))]), folder / "documents.parquet"
-    )
+    pq.write_table(pa.concat_tables([train, every.filter(held_out)]), folder / "documents.parquet")
     (folder / INDEX_HERE).write_text(joined_index(datasets).to_json(), encoding="utf-8")
 
 

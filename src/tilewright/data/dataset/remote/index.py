@@ -100,7 +100,8 @@ def write_shards(tokens: Path, folder: Path, shard_bytes: int) -> Mapping[str, A
     if (tokens / "train.trained.npy").exists():
         marks = np.load(tokens / "train.trained.npy", mmap_mode="r", allow_pickle=False)
     table = pq.read_table(tokens / "documents.parquet", columns=["split", "domain", "length"])
-    table = table.filter(pc.equal(table["split"], "train"))
+    trained = pc.equal(table["split"], "train")  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+    table = table.filter(trained)
     lengths, domains = table["length"].to_numpy().astype(np.int64), table["domain"].to_pylist()
     starts = np.cumsum(lengths) - lengths
     shards = []

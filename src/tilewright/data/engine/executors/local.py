@@ -27,7 +27,10 @@ class LocalExecutor(PooledExecutor):
         prefix: see `PooledExecutor`.
     """
 
-    killed = (BrokenProcessPool,)
+    @property
+    def killed(self) -> tuple[type[BaseException], ...]:
+        """See `PooledExecutor`."""
+        return (BrokenProcessPool,)
 
     def __init__(self, processes: int, *, apart: bool = False, prefix: str = ""):
         super().__init__(prefix)

@@ -100,10 +100,11 @@ class RayExecutor(PooledExecutor):
 
             if not ray.is_initialized():
                 options = {"num_cpus": self._processes, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-                where = {"address": self._address} if self._address else {"address": "local"} | options
+                where: dict[str, Any] = {"address": self._address} if self._address else {"address": "local"} | options
+                where |= {"log_to_driver": False, "logging_level": "ERROR"}
                 on_term = signal.getsignal(signal.SIGTERM)
                 try:
-                    ray.init(**where, log_to_driver=False, logging_level="ERROR")
+                    ray.init(**where)
                 except (ConnectionError, RuntimeError, ValueError) as error:
                     raise _cannot_start(self._address, error) from error
                 signal.signal(signal.SIGTERM, on_term)  # Ray puts its own in the place
@@ -171,7 +172,7 @@ class RayPool(Executor):
         self._refs[ref] = job
 
         def finish(told: Future) -> None:
-            error = told.exception()
+            error: Any = told.exception()
             if isinstance(error, self.ray.exceptions.RayTaskError):
                 error = error.cause  # without Ray's account of it
             job.set_result(told.result()) if error is None else job.set_exception(error)

@@ -37,7 +37,8 @@ def notebook_document(text: str) -> dict[str, str]:
     if not isinstance(book, dict):
         raise ValueError("a notebook that is no object")
     sheets = [book, *(sheet for sheet in _list(book.get("worksheets")) if isinstance(sheet, dict))]  # format 3
-    about = book.get("metadata") if isinstance(book.get("metadata"), dict) else {}
+    about = book.get("metadata")
+    about = about if isinstance(about, dict) else {}
     kernel = about.get("language_info") or about.get("kernelspec")
     language = str((kernel.get("language") or kernel.get("name") or "") if isinstance(kernel, dict) else "")
     cells = [cell for sheet in sheets for cell in _list(sheet.get("cells")) if isinstance(cell, dict)]

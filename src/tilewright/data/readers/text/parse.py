@@ -10,17 +10,17 @@ from typing import Any
 
 from tilewright.data.readers.damage import PARSER_ERRORS, failure, only_damage
 
-_DROP = "script style noscript template iframe svg button select textarea"
+_DROP: str = "script style noscript template iframe svg button select textarea"
 _AROUND = "nav, aside, footer, form, body > header"
 """Dropped where the page is around them; one that holds most of its text is the page itself."""
 _MOST_SHARE = 0.5
 _LINK_SHARE = 0.5
 _MAIN_SHARE = 0.2
-_PARAGRAPH = """
+_PARAGRAPH: str = """
     p h1 h2 h3 h4 h5 h6 blockquote pre table ul ol dl article section main figure hr header address details
 """
-_LINE = "div li tr br dt dd figcaption caption summary option fieldset body thead tbody"
-_BREAKS = dict.fromkeys(_LINE.split(), 1) | dict.fromkeys(_PARAGRAPH.split(), 2)
+_LINE: str = "div li tr br dt dd figcaption caption summary option fieldset body thead tbody"
+_BREAKS: dict[str, int] = {tag: 1 for tag in _LINE.split()} | {tag: 2 for tag in _PARAGRAPH.split()}
 """Tag -> line ends before and after it."""
 _SPACE = re.compile(r"[ \t\n\r\f\v]+")
 

@@ -82,8 +82,10 @@ def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
         HardwareError: the package that finds encodings is not installed.
     """
     entry.need("charset_normalizer", of_format=False)
-    sums = {"count": len(lost), "num_bytes": sum(len(line) + 1 for line in lost)}
-    return entry.reject("unknown encoding", found or "none fits", "all bytes decode", ascii(lost[0][:80]), **sums)
+    example, num_bytes = ascii(lost[0][:80]), sum(len(line) + 1 for line in lost)
+    return entry.reject(
+        "unknown encoding", found or "none fits", "all bytes decode", example, count=len(lost), num_bytes=num_bytes
+    )
 
 
 def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, part: str = "", **fields) -> Items:

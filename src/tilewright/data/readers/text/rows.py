@@ -134,12 +134,12 @@ def _converted(entry: Entry, found: Iterator[Record | Rejected], facts: dict[str
 
 def told(entry: Entry, reject: Rejected, part: str = "") -> Rejected:
     """A reject of `data.sources` as one of the build, with value and threshold where a limit was passed."""
-    limits, sums = entry.limits, {"count": reject.count, "num_bytes": reject.num_bytes}
+    limits, rejected = entry.limits, partial(entry.reject, part=part, count=reject.count, num_bytes=reject.num_bytes)
     if reject.rule == too_long("", limits.line_bytes, 0).rule:
-        return entry.reject("line length", float(reject.num_bytes), limits.line_bytes, part=part, **sums)
+        return rejected("line length", float(reject.num_bytes), limits.line_bytes)
     if reject.rule == expands_too_much("", 0, 0, limits.ratio).rule:
-        return entry.reject("compression ratio", reject.value, limits.ratio, part=part, **sums)
+        return rejected("compression ratio", reject.value, limits.ratio)
     if "straddling object" in str(reject.value):  # so Arrow says that a row is longer than a block
         value = f"over {format_bytes(limits.line_bytes)}"
-        return entry.reject("line length", value, limits.line_bytes, str(reject.value), part, **sums)
-    return entry.reject(reject.rule, reject.value, part=part, **sums)
+        return rejected("line length", value, limits.line_bytes, str(reject.value))
+    return rejected(reject.rule, reject.value)

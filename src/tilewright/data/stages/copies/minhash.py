@@ -8,6 +8,7 @@ document is trained on. What it does not see: a short document contained in a lo
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import rensa
@@ -134,7 +135,8 @@ def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """MinHash sketches, uint32 [documents, permutations], of what `shingle_hashes` gives."""
     rows = np.append(0, np.cumsum(counts)).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, PERMUTATIONS, _SEED)
+    library: Any = rensa  # compiled, without annotations
+    matrix = library.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, PERMUTATIONS, _SEED)
     return np.array(matrix.to_rows(), np.uint32)
 
 

@@ -68,7 +68,8 @@ def unique_records(
                 if row in by_row:
                     drop = by_row[row]
                     stays = int(drops["stays"][drop])
-                    of = ids(int(shard_of(np.uint64(stays))))[int(row_of(np.uint64(stays)))]
+                    place = np.array([stays], np.uint64)
+                    of = ids(int(shard_of(place)[0]))[int(row_of(place)[0])]
                     rule, threshold = of_each[drop]
                     found = drops["similarity"][drop]
                     value = f"{found:.0f} bits of {BITS} from {of}" if rule == IMAGE else f"{found:.3f} with {of}"

@@ -84,9 +84,9 @@ class _Documents:
 
     def where(self, stays: np.ndarray) -> "_Documents":
         """Those that stay (bool)."""
-        every = self.docs, self.domain_of, self.lengths, self.is_media, self.texts
-        columns = (column[stays] for column in every)
-        return _Documents(self.domains, *columns, self.repaired)
+        docs, domain_of, lengths = self.docs[stays], self.domain_of[stays], self.lengths[stays]
+        is_media, texts = self.is_media[stays], self.texts[stays]
+        return _Documents(self.domains, docs, domain_of, lengths, is_media, texts, self.repaired)
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -179,9 +179,11 @@ def _all_kept(
             lengths.append(np.array(batch["bytes"], np.int64))
             domain_of.append(np.full(len(row), domains.index(domain_of_shard[shard]), np.int32))
             is_media.append(np.array([number in captions for number in batch["row"]], bool))
-            digests = [captions.get(*pair) for pair in zip(batch["row"], batch["digest"], strict=True)]
+            pairs = zip(batch["row"], batch["digest"], strict=True)
+            digests = [captions.get(number) or digest for number, digest in pairs]
             texts.append(np.frombuffer(b"".join(digests), "<u8")[::2])
-    return _Documents(domains, *map(np.concatenate, (docs, domain_of, lengths, is_media, texts)), repaired)
+    columns = [np.concatenate(parts) for parts in (docs, domain_of, lengths, is_media, texts)]
+    return _Documents(domains, *columns, repaired=repaired)
 
 
 def _captions(records: Path) -> dict[int, bytes]:
