@@ -254,9 +254,11 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Finished checkpoint folders, oldest first, unverified."""
-        if not self.folder.is_dir():
+        try:  # asked first, the folder could go away before it is listed
+            every = list(self.folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [p for p in self.folder.iterdir() if p.name.startswith(_PREFIX) and p.name[len(_PREFIX) :].isdigit()]
+        found = [p for p in every if p.name.startswith(_PREFIX) and p.name[len(_PREFIX) :].isdigit()]
         return sorted(found, key=lambda p: int(p.name[len(_PREFIX) :]))
 
     def newest_sound(self) -> tuple[Path | None, list[Rejection]]:
