@@ -47,7 +47,8 @@ def costs_of(model: Decoder) -> list[CutCost]:
             made = prune(model, {kind: share}, importance="l1").model
             seconds, whole = seconds_beside(made, model)
             saved = parameters(model) - parameters(made)
-            found.append(CutCost(kind, share, number, 0.0, 0.0, saved, seconds / whole))
+            before = units[kind][0].count.units
+            found.append(CutCost(kind, share, number, before, 0.0, 0.0, saved, seconds / whole))
     return found
 
 

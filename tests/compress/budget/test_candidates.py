@@ -22,7 +22,7 @@ def drawn_costs():
         saved = torch.randint(1, 1000, (many,)).sort().values.tolist()
         for i in range(many):
             speed = 1 - float(torch.rand(())) / 4
-            found.append(CutCost(kind, (i + 1) / 8, 100 - i, rises[i], 0.001, saved[i], speed))
+            found.append(CutCost(kind, (i + 1) / 8, 100 - i, 100, rises[i], 0.001, saved[i], speed))
     return found
 
 
@@ -45,16 +45,19 @@ def test_each_plan_is_the_best_within_its_limit(goal, turn):
 
 @pytest.mark.parametrize("turn", range(10))
 def test_the_time_of_cuts_together_is_that_of_their_parts(turn):
-    """A model whose layers take a, b and c in FFN, heads and the rest: what cuts of each alone were seen to save gives
-    the time of all together, whatever is left of each."""
-    layers, ffn, heads, rest = 8, *torch.rand(3).tolist()
-    left = dict(zip(("ffn", "heads", "layers"), torch.rand(3).tolist(), strict=True))
+    """A model whose layers take a, b and c in FFN, heads and the rest, whose embedding and head take d: what cuts of
+    each alone were seen to save gives the time of all together, whatever is left of each."""
+    ffn, heads, rest, ends = torch.rand(4).tolist()
+    before = {"ffn": 512, "heads": 12, "layers": 8}
+    left = {kind: int(torch.randint(1, count, ())) for kind, count in before.items()}
 
     def time(kept):
-        inside = ffn * kept.get("ffn", 1) + heads * kept.get("heads", 1) + rest
-        return layers * kept.get("layers", 1) * inside
+        inside = ffn * kept.get("ffn", 512) / 512 + heads * kept.get("heads", 12) / 12 + rest
+        return kept.get("layers", 8) * inside + 8 * ends
 
-    cost = lambda kind: CutCost(kind, 0.5, 1, 0.0, 0.0, 1, time({kind: left[kind]}) / time({}))  # noqa: E731
+    def cost(kind):
+        return CutCost(kind, 0.5, left[kind], before[kind], 0.0, 0.0, 1, time({kind: left[kind]}) / time({}))
+
     for kinds in itertools.chain.from_iterable(itertools.combinations(left, size) for size in (1, 2, 3)):
         predicted = CutPlan(tuple(cost(kind) for kind in kinds)).speed
         assert predicted == pytest.approx(time({kind: left[kind] for kind in kinds}) / time({}), rel=1e-9)
@@ -64,7 +67,7 @@ def test_the_time_of_cuts_together_is_that_of_their_parts(turn):
 @pytest.mark.parametrize("count", range(7))
 def test_halves_find_the_largest_cut_inside(count, tries):
     """Six plans take three tries; with fewer the largest of those that were tried, if one is inside."""
-    plans = [CutPlan((CutCost("ffn", 0.0, 32 * i, 0.0, 0.0, 0, 1.0),)) for i in range(1, count + 1)]
+    plans = [CutPlan((CutCost("ffn", 0.0, 32 * i, 256, 0.0, 0.0, 0, 1.0),)) for i in range(1, count + 1)]
     for first in range(count + 1):  # the first one that is inside
         tried = []
         found = by_halves(
@@ -78,7 +81,7 @@ def test_halves_find_the_largest_cut_inside(count, tries):
 
 
 def test_no_cut_within_the_widest_limit_is_no_plan():
-    assert cut_plans([CutCost("ffn", 0.5, 32, 0.5, 0.0, 10, 0.9)], 0.01, "bytes") == []
+    assert cut_plans([CutCost("ffn", 0.5, 32, 64, 0.5, 0.0, 10, 0.9)], 0.01, "bytes") == []
 
 
 def test_rise_and_error_are_those_of_rows():

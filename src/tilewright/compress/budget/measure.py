@@ -5,6 +5,7 @@ rises are differences of shares: 0.01 is one percentage point.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from tilewright.data.batches.microbatches import sums_by_row
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import LossOutput
 
-_TIMES, _TOKENS = 7, 32
+_TIMES, _TOKENS = 15, 32
 Batches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 
 
@@ -136,18 +137,24 @@ def _wrong(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
-    """Least seconds of a forward pass of each over a few tokens or images, in turn: a busy machine adds to both, and to
-    the least of several least. On one thread it is the thread's own processor time (`machine_clock`)."""
+    """Seconds of a forward pass of each over a few tokens or images: of `other` the least; of `model` that times the
+    median ratio of passes one behind the other, since a machine's speed drifts by more than the passes of one pair. On
+    one thread it is the thread's own processor time (`machine_clock`)."""
     _, clock = machine_clock()
-    times: tuple[list[float], list[float]] = ([], [])
+    ratios, least = [], math.inf
+
+    def seconds(one: Any) -> float:
+        began = clock()
+        _pass(one)
+        return clock() - began
+
     with evaluation(model), evaluation(other):
         for turn in range(_TIMES + 1):
-            for kept, one in zip(times, (model, other), strict=True):
-                began = clock()
-                _pass(one)
-                if turn:  # the first prepares kernels
-                    kept.append(clock() - began)
-    return min(times[0]), min(times[1])
+            ours, theirs = seconds(model), seconds(other)
+            if turn:  # the first prepares kernels
+                ratios.append(ours / max(theirs, 1e-9))
+                least = min(least, theirs)
+    return statistics.median(ratios) * least, least
 
 
 def _pass(model: Any) -> Tensor:

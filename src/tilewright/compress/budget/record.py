@@ -14,7 +14,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.json_text import to_json
 
-FILE, FORMAT = "compress.json", 5
+FILE, FORMAT = "compress.json", 6
 STAGES = ("cut", "artefacts")
 """Folders of a compression: what run folders of stages are made of, and what is made of them."""
 RUN_FILE = "run.toml"

@@ -28,6 +28,7 @@ class CutCost:
         kind: of unit.
         share: that was asked to go.
         units: that stay.
+        before: units of the whole model.
         rise, error: of the held-out loss over the whole model (`measure`); its standard error.
         saved: parameters that go.
         speed: seconds of a forward pass of a few tokens or images, as a share of the whole model's.
@@ -37,6 +38,7 @@ class CutCost:
     kind: Kind
     share: float
     units: int
+    before: int
     rise: float
     error: float
     saved: int
@@ -101,9 +103,10 @@ def sensitivities(
                 continue
             smaller, losses = made
             rise, error = losses.rise_over(whole)
-            seconds, before = seconds_beside(smaller, model)
-            saved = parameters(model) - parameters(smaller)
-            one = CutCost(kind, share, number, rise, error, saved, seconds / before, losses.rises_by_domain(whole))
+            seconds, whole_seconds = seconds_beside(smaller, model)
+            saved, speed = parameters(model) - parameters(smaller), seconds / whole_seconds
+            before, domains = units[kind][0].count.units, losses.rises_by_domain(whole)
+            one = CutCost(kind, share, number, before, rise, error, saved, speed, domains)
             found.append(one)
             say(f"{kind} -> {number}: loss {100 * rise:+.2f} % +- {100 * error:.2f}, {one.speed:.2f}x the time")
     return found
