@@ -5,13 +5,15 @@ python -m benchmarks.golden            train them again, and compare with benchm
 python -m benchmarks.golden --write    write that file
 
 Sums depend on the processor's instructions and on the versions of libraries: another machine has another file. The text
-is that of the default recipe, so other versions of the installed packages are other data; both are said, not compared.
+is a folder of Python's own library, since that of the default recipe changes with any installed package; another version
+of Python or of libraries is said, not compared.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS, machine_facts, machine_kind, write_result
 
 STEPS = 20
+TEXT = ("--data.source", str(Path(sysconfig.get_paths()["stdlib"]) / "idlelib"))
 FEW = ("--data.seq_len", "128", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FEW += ("--train.compile", "off", "--ops.cross_entropy", "native")
 SMALL = ("--data.seq_len", "256", "--train.global_batch_size", "2", "--train.micro_batch_size", "1")
@@ -61,7 +64,7 @@ def losses(name: str, case: Case, folder: Path) -> tuple[list[str], str]:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks))
     launched = [sys.executable, *(torchrun if case.ranks > 1 else ()), "-m", "tilewright", "train", case.recipe]
     threads = ("--run.threads", "2" if case.ranks == 1 else "1")
-    command = [*launched, "--run.name", name, *fixed, *case.settings, *threads]
+    command = [*launched, "--run.name", name, *TEXT, *fixed, *case.settings, *threads]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} ended with code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
