@@ -183,7 +183,16 @@ def test_the_command_line(run, tmp_path, capsys):
 
 def test_a_budget_out_of_reach_names_the_least_cut(run, tmp_path):
     asked = compression(run, tmp_path, settings_of("0.0000001%"))
-    cost = {"share": 0.5, "units": 32, "rise": 0.1, "error": 0.01, "saved": 10, "speed": 0.9, "domains": {}}
+    cost = {
+        "share": 0.5,
+        "units": 32,
+        "before": 64,
+        "rise": 0.1,
+        "error": 0.01,
+        "saved": 10,
+        "speed": 0.9,
+        "domains": {},
+    }
     asked.record["sensitivity"] = [{"kind": "ffn", **cost}]
     with pytest.raises(FitError, match="No cut is near the loss budget") as error:
         asked.plan()
@@ -269,7 +278,16 @@ def test_a_run_is_compressed_inside_its_budget(run, tmp_path):
 @pytest.mark.slow
 def test_a_budget_that_is_not_reached_names_the_best(run, tmp_path):
     asked = compression(run, tmp_path, settings_of("0.0000001%", steps=1, tries=1, kinds="ffn", controls="equal"))
-    cost = {"share": 0.75, "units": 32, "rise": 0.0, "error": 0.01, "saved": 10, "speed": 0.9, "domains": {}}
+    cost = {
+        "share": 0.75,
+        "units": 32,
+        "before": 64,
+        "rise": 0.0,
+        "error": 0.01,
+        "saved": 10,
+        "speed": 0.9,
+        "domains": {},
+    }
     asked.record["sensitivity"] = [{"kind": "ffn", **cost}]
     with pytest.raises(FitError, match="Loss budget was not reached") as error:
         asked.run()
