@@ -4,8 +4,8 @@ number?
 python -m benchmarks.golden            train them again, and compare with benchmarks/results/golden_MACHINE.json
 python -m benchmarks.golden --write    write that file
 
-Sums depend on the processor's instructions and on the versions of libraries: another machine has another file. The text
-is a folder of Python's own library, since that of the default recipe changes with any installed package; another version
+Sums depend on the processor's instructions and on the versions of libraries: another machine has its own. The text is
+a folder of Python's own library, since that of the default recipe changes with any installed package; another version
 of Python or of libraries is said, not compared.
 """
 
