@@ -1,7 +1,10 @@
 """Values of any depth, length and content: an error that fits a screen, at once, or a recipe. Never a traceback."""
 
+import json
 import random
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.fuzz_config import run_case
 from tests.draws import examples
 from tilewright.core.config import schema
-from tilewright.core.config.load import load_recipe
+from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.errors import MAX_LINES, ConfigError
 
 INTEGERS = [field.path for field in schema.fields() if field.wants.startswith("an integer")]
@@ -31,6 +34,33 @@ def outcome(*, file=None, text=None, overrides=(), environ=None):
         said.encode("utf-8")
         return said
     return ""
+
+
+ODD_NAMES = st.text(
+    st.characters(codec=None, exclude_characters="/\0", exclude_categories=["Cs"])
+    | st.sampled_from("\n\r\x1b\x7f\udce9\udcff#\"'"),
+    min_size=1,
+    max_size=20,
+)
+"""Of files, as Python has them: a byte that is not UTF-8 is one half of a surrogate pair."""
+
+
+@examples(40)
+@given(ODD_NAMES, st.booleans())
+def test_a_recipe_may_have_any_name(name, is_parent):
+    """What a run keeps of it is read again, with the same values and no others."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{name}.toml"
+        file.write_text("[train]\nsteps = 3\n")
+        if is_parent and name.isprintable():
+            file = Path(folder) / f"{'child' * 5}.toml"
+            file.write_text(f"extends = {json.dumps(f'{name}.toml')}\n")
+        loaded = load_recipe(file, environ={})
+        written = Path(folder) / "run" / "run.toml"
+        written.parent.mkdir()
+        write_run_toml(loaded, written)
+        assert load_recipe(written, environ={}).recipe == loaded.recipe
+        assert all(source.isprintable() for source in loaded.sources.values())
 
 
 @pytest.mark.parametrize("path", INTEGERS)

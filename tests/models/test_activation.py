@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from tests.ops.compare import assert_snr, snr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
 from tilewright.models.base.checkpointing import EXACT_INPUTS, checkpoint_fp8_input, silence_checkpoint_warning
-from tilewright.models.build import init_weights
+from tilewright.models.build import decoder_like, init_weights
+from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.precision.convert import convert
+from tilewright.precision.lora.lora import add_lora
 
 GRADIENT_DB = 20
 """E4M3 has 3 mantissa bits: rounding is uniform over 2^-4 of the value at most, an SNR of about 31 dB at the inputs. A
@@ -69,6 +72,49 @@ def test_backward_twice_and_without_gradients():
     assert torch.equal(first, second)
     with torch.no_grad():
         assert torch.equal(checkpoint_fp8_input(KERNELS, torch.square, x), x.square())
+
+
+class Drops(Block):
+    """A layer of one's own that draws random numbers in a module and in a function."""
+
+    def __init__(self, config, layer, kernels):
+        super().__init__(config, layer, kernels)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def _run(self, x, cos, sin, segments, cache=None):
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), cos, sin, segments, cache))
+        mlp = self.mlp(self.post_attention_layernorm(x))
+        return (x + torch.nn.functional.dropout(mlp, 0.3, self.training)).to(x.dtype), None
+
+
+DROPS = decoder_like("drops", Drops)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_a_layer_of_ones_own_draws_it_draws_again(adapters):
+    """Gradients of each mode are those of kept activations to the bit, and backward takes no number from what is drawn
+    after it; with an input in 8 bits the loss is, and gradients are near."""
+    model = make_decoder(replace(SHAPES["gqa"], architecture=DROPS)).train()
+    if adapters:
+        add_lora(model, 4, base="keep", kernels=KERNELS)
+        for name, param in model.named_parameters():
+            param.data.normal_(0, 0.02) if name.endswith("lora_B") else None
+    batch, found = make_batch(), {}
+    for mode in ("none", "full", "attention", "matmuls", "selective"):
+        model.activation_checkpoint = mode
+        torch.manual_seed(7)
+        found[mode] = *loss_and_grads(model, batch), torch.rand(1)
+    model.activation_checkpoint, model.checkpoint_inputs = "full", "fp8"
+    torch.manual_seed(7)
+    rounded_loss, rounded = loss_and_grads(model, batch)
+    loss, grads, after = found.pop("none")
+    for mode, (other_loss, other, other_after) in found.items():
+        assert torch.equal(other_loss, loss)
+        assert torch.equal(other_after, after), mode
+        assert all(torch.equal(other[name], grads[name]) for name in grads), mode
+    assert torch.equal(rounded_loss, loss)
+    for name in grads:
+        assert snr_db(rounded[name], grads[name]) > 12, name  # other masks: below 5
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid"])

@@ -1,5 +1,6 @@
 """Linear layers of a few rows: each candidate against FP64, the same bits beside other rows, and what is refused."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.draws import examples
 from tilewright.core.hardware import detect_machine
@@ -129,6 +133,67 @@ def test_a_layer_takes_rows_where_nothing_needs_torchs_own():
         assert not taken
         layer(x)
     assert len(taken) == 1
+
+
+def jitted(layer, x):
+    return torch.jit.trace(layer, (x,), check_trace=False)(2 * x)
+
+
+def symbolic(layer, x):
+    return torch.fx.symbolic_trace(nn.Sequential(layer))(2 * x)
+
+
+def counted(layer, x):
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    return torch.tensor(counter.get_total_flops())
+
+
+def dual(layer, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, 3 * x))).tangent
+
+
+def other(kind):
+    return lambda layer, x: layer.to(kind)(x.to(kind))
+
+
+FOLLOWED = {
+    "torch.jit": jitted,
+    "make_fx": lambda layer, x: make_fx(layer)(x)(2 * x),
+    "torch.fx": symbolic,
+    "FLOPs": counted,
+    "forward derivatives": dual,
+    "negated view": lambda layer, x: layer(torch._neg_view(x)),
+    "imaginary part": lambda layer, x: layer(torch.complex(x, x).conj().imag),
+    "another device": other("meta"),
+    "FP64": other(torch.float64),
+    "FP16": other(torch.float16),
+    "BF16": other(torch.bfloat16),
+}
+"""What other programs do with a layer, of whose operations they see all, or whose tensors they change."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*_neg_view")
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_where_something_follows_a_layer_it_is_torchs(name):
+    """To the bit."""
+    plain = nn.Sequential(nn.Linear(64, 32))
+    fast = copy.deepcopy(plain)
+    assert attach(fast, MACHINE)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        found, want = (FOLLOWED[name](layers, x) for layers in (fast, plain))
+    assert (found.shape, found.dtype, found.device) == (want.shape, want.dtype, want.device)
+    assert found.is_meta or torch.equal(found, want)
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (128,), (2, 32)])
+def test_an_input_of_another_width_is_torchs_error(shape):
+    layer = nn.Linear(64, 32)
+    attach(layer, MACHINE)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        layer(torch.ones(shape))
 
 
 def test_writes_to_a_weight_count_at_once():

@@ -51,9 +51,19 @@ def _screen_lines(text: str) -> list[str]:
 
 def _screen_line(line: str) -> str:
     cut = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 8 :]}"
-    if not cut.isprintable():  # a value may hold what moves the cursor, or what is no UTF-8
-        cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-    return cut
+    return printable(cut)
+
+
+def printable(text: str) -> str:
+    """`text` with what no line of text holds escaped: what ends it or moves the cursor, or is no UTF-8.
+
+    Example:
+        >>> printable("caf\\udce9\\n"), printable("café")
+        ('caf\\\\udce9\\\\n', 'café')
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class TilewrightError(Exception):

@@ -21,7 +21,7 @@ from tilewright.core.config.messages import broken_text, by_line, not_a_section,
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused import without_effect
-from tilewright.core.errors import ConfigError, Problem
+from tilewright.core.errors import ConfigError, Problem, printable
 
 CLI = "cli"
 DEFAULT = "default"
@@ -81,7 +81,7 @@ def load_recipe(
     if file is not None:
         chain = _chain(file)
         for depth, toml in reversed(list(enumerate(chain))):
-            _put_file(merged, toml, f"{'extends' if depth else 'file'} {toml.path.name}")
+            _put_file(merged, toml, f"{'extends' if depth else 'file'} {printable(toml.path.name)}")
     settings, problems = env.settings(environ)
     merged.problems += problems
     for setting in settings:

@@ -119,26 +119,21 @@ def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
     return modes[0]
 
 
-def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any, draws: bool = False) -> Any:
-    """function(*args), keeping for backward what `mode` says.
+def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), keeping for backward what `mode` says. Random numbers (dropout) are the same ones again there.
 
     Inside a compiled layer the same call guides the compiler's own choice of what to save.
 
     Args:
         mode: what is kept.
         function, args: what is computed.
-        draws: it draws random numbers (dropout), and the same ones again in backward.
     """
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    if mode == "full":
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=CONTEXTS[mode])
+    return checkpoint(function, *args, **checkpoint_options(mode))
 
 
-def checkpoint_fp8_input(
-    kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any, preserve_rng_state: bool = False
-) -> Any:
+def checkpoint_fp8_input(kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128 tile, and nothing else.
 
     The forward pass computes with x itself. Backward computes `function` again with x as decoded: what is linear in x
@@ -150,7 +145,6 @@ def checkpoint_fp8_input(
         function: chooses nothing by the values of x: both passes must save tensors of the same shapes.
         x: [..., D], any float dtype.
         args: passed on, kept as they are.
-        preserve_rng_state: draw the same random numbers again (dropout).
 
     Example:
         >>> x = torch.tensor([[1.0, 1.0625]], requires_grad=True)
@@ -169,7 +163,7 @@ def checkpoint_fp8_input(
         return function(_Value.apply(edge, value), *args)
 
     edge = _Edge.apply(x)
-    return checkpoint(run, edge, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return checkpoint(run, edge, *args, use_reentrant=False)
 
 
 class _Edge(torch.autograd.Function):
@@ -216,7 +210,7 @@ class Fp8Checkpoint:
         if self.compiles:
             function = self._compile(function)
         if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            return checkpoint_fp8_input(self._kernels, function, *args, preserve_rng_state=True)
+            return checkpoint_fp8_input(self._kernels, function, *args)
         self._note("A layer gets its input by name, so recomputation keeps it as it is, not in 8 bits.")
         return checkpoint(function, *args, use_reentrant=False)
 

@@ -51,9 +51,6 @@ class Block(nn.Module):
         self.checkpoint_inputs: CheckpointInputs = "exact"
         self.compiled_inside = False
         """Compiled without the keeping of its input, which is outside then."""
-        self.draws = False
-        """Whether something in it draws random numbers in training, the same again where it is recomputed. Set by
-        `precision.lora`."""
 
     @property
     def can_give(self) -> bool:
@@ -103,11 +100,10 @@ class Block(nn.Module):
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.is_moe and cast(MoE, self.mlp).exchange is not None:  # ranks exchange the same rows again
             run = SameChoices(cast(MoE, self.mlp).gate, run)
-        draws = self.draws and self.training
         inputs = (x_BSD, cos, sin, segments, *((None, give) if give else ()))
         if self.keeps_qdata:
-            return _three(checkpoint_fp8_input(self.kernels, run, *inputs, preserve_rng_state=draws))
-        return _three(run_checkpointed(self.activation_checkpoint, run, *inputs, draws=draws))
+            return _three(checkpoint_fp8_input(self.kernels, run, *inputs))
+        return _three(run_checkpointed(self.activation_checkpoint, run, *inputs))
 
     def _run(
         self,

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.fp8_layout import from_stored
-from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
@@ -215,11 +214,10 @@ def merge_lora(model: nn.Module) -> list[str]:
 
 
 def _mark_draws(model: nn.Module) -> None:
-    """Say of layers, and of mixtures of experts, whether adapters in them draw what they drop."""
+    """Say of mixtures of experts whether adapters of experts draw what they drop."""
     for module in model.modules():
-        if isinstance(module, Block | MoE):
-            inside = module.experts if isinstance(module, MoE) else module
-            module.draws = any(vars(part).get("lora_dropout", 0.0) for part in inside.modules())
+        if isinstance(module, MoE):
+            module.draws = any(vars(part).get("lora_dropout", 0.0) for part in module.experts.modules())
 
 
 def _check_whole(model: nn.Module, layers: Collection[str]) -> None:
