@@ -244,6 +244,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
     "parallel.place_experts": _PLACES,
     "parallel.expert_order": _PLACES,
+    "parallel.redundant_experts": _PLACES,
     "parallel.grad_sync_error": "tests/training/test_sync_hook.py::test_the_format_is_raised_and_stays",
     "parallel.param_gather": "tests/parallel/communicate/test_coded.py::test_a_weight_takes_one_byte",
     "parallel.grad_feedback": "tests/parallel/communicate/test_gradients.py::test_a_resumed_run_owes_what_it_owed",

@@ -43,10 +43,16 @@ def test_it_is_refused_by_name(field):
             *("do not come out even over the shards", "parallel.tp = 2"),
         ),
         ({"parallel.ep": "0"}, "parallel.ep", "1"),
+        ({"parallel.redundant_experts": "2"}, "Redundant experts that nothing chooses", "place_experts = 'off'"),
+        (
+            {"parallel.redundant_experts": "5", "parallel.place_experts": "on"},
+            *("More redundant experts than other processes have", "at most 4"),
+        ),
+        ({"parallel.redundant_experts": "-1"}, "parallel.redundant_experts", "0"),
     ],
 )
 def test_numbers_that_do_not_fit(settings, what, words):
-    check_numbers(SPREAD, settings, what, words, helps=settings.get("parallel.ep") != "0")
+    check_numbers(SPREAD, settings, what, words, helps=not what.startswith("parallel."))
 
 
 def test_numbers_that_no_setting_can_say_yet():

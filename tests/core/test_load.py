@@ -245,6 +245,20 @@ def test_bad_overrides(arguments, what, hint):
     assert (problem.what, problem.try_) == (what, hint)
 
 
+def test_context_parallelism_is_no_setting(tmp_path):
+    """Named in four parts, with the axes that there are, wherever it is typed."""
+    path = write(tmp_path, "long.toml", "[parallel]\ncp = 2\n")
+    for found, got, where in (
+        (problems(path), "cp = 2", f"{path}:2"),
+        (problems(None, ["--parallel.cp", "2"]), 'cp = "2"', "--parallel.cp on the command line"),
+    ):
+        (problem,) = found
+        assert (problem.what, problem.got, problem.where) == ("Unknown setting parallel.cp", got, where)
+        assert problem.need.startswith("settings of [parallel]: pp, ")
+        assert {"dp_shard", "tp", "sequence_parallel", "ep"} < set(problem.need.split(": ")[1].split(", "))
+        assert problem.try_ == "tilewright inspect lists all settings"
+
+
 # --- what has no effect -----------------------------------------------------------------------------------------------
 
 

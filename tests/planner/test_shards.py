@@ -19,6 +19,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
+from tilewright.parallel.inside.experts.placement import by_rank, usual
 from tilewright.parallel.inside.tensor.cuts import cut_dims
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.links import unmeasured
@@ -55,16 +56,18 @@ def test_parts_are_those_of_chunk(shape, shards):
 
 def held(recipe, vocab_size, shards, rank):
     """(parameters, gradients, states) bytes of the parts of a model that is cut parameter by parameter, as the
-    optimizer lays states out. Of experts on `ep` ranks those of this one, each in parts over the ranks that have it."""
+    optimizer lays states out. Of experts on `ep` ranks those of this one, redundant ones too, each in parts over the
+    ranks that have the same ones."""
     model = build_model(recipe.model, vocab_size, device="meta")
     parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=Kernels.default())
     optimizer = make_optimizer(recipe.optim, model, Kernels.default(), 0)
     found, ep, names = [0, 0, 0], recipe.parallel.ep, {param: name for name, param in model.named_parameters()}
+    experts = by_rank(usual(recipe.model.num_experts, ep, recipe.parallel.redundant_experts), ep)[rank % ep]
     for group in optimizer.param_groups:
         for param in group["params"]:
             _, _, expert = names[param].partition(".experts.")
-            if expert and int(expert.partition(".")[0]) // (recipe.model.num_experts // ep) != rank % ep:
+            if expert and int(expert.partition(".")[0]) not in experts:
                 continue
             parts, number = (shards // ep, rank // ep) if expert else (shards, rank)
             rows = [len(chunk) for chunk in torch.chunk(torch.empty(len(param)), parts)] + [0] * parts
@@ -86,11 +89,16 @@ def test_a_rank_holds_what_its_parts_have(model, optim, shards):
         assert found == pytest.approx(wanted, rel=1e-12), f"rank {rank}: {found} planned, {wanted} held"
 
 
-@pytest.mark.parametrize(("optim", "sizes"), covering(tuple(OPTIM), ((4, 4), (4, 2), (6, 2)), pairs=False))
+SPREAD = (4, 4, 0), (4, 2, 0), (6, 2, 0), (4, 2, 1), (4, 4, 3)
+"""Ranks, those that hold other experts, and redundant ones of each."""
+
+
+@pytest.mark.parametrize(("optim", "sizes"), covering(tuple(OPTIM), SPREAD, pairs=False))
 def test_a_rank_holds_its_experts(optim, sizes):
-    shards, ep = sizes
+    shards, ep, redundant = sizes
     model = MOE | {"num_experts": 8}
-    recipe = make_recipe(model=model, optim=OPTIM[optim], parallel={"dp_shard": shards, "ep": ep})
+    parallel = {"dp_shard": shards, "ep": ep, "redundant_experts": redundant, "place_experts": "on"}
+    recipe = make_recipe(model=model, optim=OPTIM[optim], parallel=parallel)
     weights, setting = ShapeFinder(509, CPU).find(recipe).weights, GlobalConfig.of(recipe)
     for rank in range(shards):
         part, wanted = weights.part(shards, rank), held(recipe, 509, shards, rank)

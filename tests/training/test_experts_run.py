@@ -18,6 +18,7 @@ MIXED = {
 ALONE = {"optim__schedule": "constant", "train__steps": 4, "train__eval_interval": 2, "checkpoint__interval": 2}
 SPREAD, FULL = {"parallel__ep": 2}, {"train__activation_checkpoint": "full"}
 COPIES = {"parallel__dp_replicate": 2}
+REDUNDANT = SPREAD | {"parallel__redundant_experts": 1, "parallel__place_experts": "on"}
 STOP = {"train__steps": 2}
 ADAPTED = {"lora__rank": 2, "lora__base": "keep", "optim__lr": 1e-2}
 
@@ -70,7 +71,7 @@ def ran(data, tmp_path_factory):
     launch(1, {"alone": EXPORT, "adapted_alone": ADAPTED | EXPORT} | begun)
     dispatched = SPREAD | {"parallel__dispatch": "fp8"} | STOP
     launch(2, {"two": SPREAD | EXPORT, "to_one": SPREAD | STOP, "dispatched": dispatched,
-               "adapted": SPREAD | ADAPTED | EXPORT})  # fmt: skip
+               "adapted": SPREAD | ADAPTED | EXPORT, "redundant": REDUNDANT | EXPORT})  # fmt: skip
     assert launch.found["to_one", 2, 0][0] == 2
     launch(1, {"to_one": {}})
     return launch
@@ -81,8 +82,10 @@ def more(data, tmp_path_factory):
     """Other ways on. By default one process goes on with spread experts of transformers' (`test_experts_hf_run`)."""
     launch = Launches(data, tmp_path_factory.mktemp("more"))
     launch(1, {"alone": {}, "from_one": STOP})
-    launch(2, {"from_two": SPREAD | STOP, "to_shards": SPREAD | STOP, "from_shards": STOP, "from_one": SPREAD})
-    launch(2, {"to_shards": {}, "from_shards": SPREAD})
+    launch(2, {"from_two": SPREAD | STOP, "to_shards": SPREAD | STOP, "from_shards": STOP, "from_one": SPREAD,
+               "fewer": REDUNDANT | STOP, "more": SPREAD | STOP})  # fmt: skip
+    launch(2, {"to_shards": {}, "from_shards": SPREAD, "fewer": SPREAD,
+               "more": REDUNDANT | {"parallel__redundant_experts": 2}})  # fmt: skip
     launch(4, {"from_two": SPREAD | FULL})
     return launch
 
@@ -107,8 +110,9 @@ def check_same(run, alone, bound=2e-6):
 
 @pytest.mark.support("run", "experts_spread")
 @pytest.mark.support("evaluation", "experts_spread")
-def test_it_is_the_run_of_one_process(ran):
-    ran.check("two", 2, "alone")
+@pytest.mark.parametrize("name", ["two", "redundant"])
+def test_it_is_the_run_of_one_process(ran, name):
+    ran.check(name, 2, "alone")
 
 
 @pytest.mark.support("resume", "experts_spread")
@@ -121,17 +125,18 @@ def test_it_goes_on_with_other_ranks(ran, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["from_two", "to_shards", "from_one", "from_shards"])
+@pytest.mark.parametrize("name", ["from_two", "to_shards", "from_one", "from_shards", "fewer", "more"])
 def test_it_goes_on_with_more_ranks_and_without_spread_experts(more, name):
     test_it_goes_on_with_other_ranks(more, name)
 
 
 @pytest.mark.support("export", "experts_spread")
-def test_its_folder_is_that_of_one_process(ran):
-    ours, theirs = (load_file(ran.folder / name / "hf" / "model.safetensors") for name in ("two", "alone"))
+@pytest.mark.parametrize("name", ["two", "redundant"])
+def test_its_folder_is_that_of_one_process(ran, name):
+    ours, theirs = (load_file(ran.folder / one / "hf" / "model.safetensors") for one in (name, "alone"))
     assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() < 1e-4, name
+    for key, tensor in theirs.items():
+        assert (ours[key] - tensor).abs().max() < 1e-4, key
 
 
 @pytest.mark.support("lora", "experts_spread")

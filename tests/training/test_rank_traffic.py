@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,7 +149,11 @@ def test_a_plan_knows_rows_that_go_to_experts(data, tmp_path):
     again, codes = {"train__activation_checkpoint": "full"}, {"parallel__dispatch": "fp8"}
     foreign = write_model(tmp_path, "qwen3_moe", hidden_size=128) | SPREAD | {"ops__cross_entropy": "native"}
     ways = {"again": ROUTED | again, "stacked, again": foreign | again | codes}
-    check_routed(data, tmp_path, ways)
+    copies = {"parallel__redundant_experts": 1, "parallel__place_experts": "on"}
+    results = check_routed(data, tmp_path, ways, {"copies": ROUTED | again | copies})
+    more = sum(found["copies"][0]["exchange"] - found["again"][0]["exchange"] for found in results)
+    planned, alone = (results[0][name][1]["exchange"] for name in ("copies", "again"))
+    assert more == planned - alone > 0, "gradients of two experts of each rank go to the other one"
 
 
 @pytest.mark.slow
@@ -161,14 +166,15 @@ def test_a_plan_knows_rows_that_go_to_experts_once(data, tmp_path):
     check_routed(data, tmp_path, ways)
 
 
-def check_routed(data, tmp_path, ways):
-    results = on_ranks(2, exchanged, str(data), str(tmp_path), ways)
+def check_routed(data, tmp_path, ways, others=MappingProxyType({})):
+    results = on_ranks(2, exchanged, str(data), str(tmp_path), {**ways, **others})
     for name in ways:
         ranks = [found[name] for found in results]
         _, planned, _, sent, seconds = ranks[0]
         assert sum(counted["exchange"] for counted, *_ in ranks) == 2 * planned["exchange"], name
         assert sent["all_to_all"] == planned["exchange"] / 2
         assert seconds["communication"] == pytest.approx(sum(planned[kind] / SPEEDS[kind] for kind in SPEEDS))
+    return results
 
 
 def test_bytes_of_formats_are_those_of_the_wire():

@@ -42,7 +42,8 @@ class GradClip:
         elements: bound on the magnitude of each element of the true gradient, applied before the norm that is
             clipped and told; 0 for none.
         row: ranks that hold other layers of the model, whose gradients the norm is of too; None where there are none.
-        counted_elsewhere: parameters that another rank of the row has too, whose gradients that rank counts.
+        counted_elsewhere: parameters that another rank of the row or of the experts has too, whose gradients that rank
+            counts.
         experts: ranks that hold other experts; so with their gradients.
     """
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.agree import OnAllRanksError, oom_on_all, reduced_on
 from tilewright.parallel.communicate.communicator import AsyncCommunicator, Handle
+from tilewright.parallel.inside.experts.copies import sum_of_copies
 from tilewright.parallel.inside.tensor.rows import sum_of_slices
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
@@ -292,9 +293,11 @@ class GradientReduction(GradientSums):
             raise
 
     def finish(self) -> None:
-        """See `GradientSums.finish`. Of what ranks have parts of that read the same rows, the sum over these too."""
+        """See `GradientSums.finish`. Of what ranks have parts of that read the same rows, the sum over these too; of
+        copies of an expert that over the copies."""
         super().finish()
         sum_of_slices(self._model)
+        sum_of_copies(self._model)
 
     def passed(self) -> None:
         """After the last backward pass: what has not been sent yet is. `finish` does it too."""

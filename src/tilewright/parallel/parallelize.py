@@ -21,6 +21,7 @@ from tilewright.models.base.protocols import InitialValues, Model, TrainableMode
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
+from tilewright.parallel.inside.experts.copies import held_before
 from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
 from tilewright.parallel.inside.tensor.compiled import compile_cut
 from tilewright.parallel.inside.tensor.hold import check_tensors, cut_tensors
@@ -65,7 +66,8 @@ def parallelize(
         staged = in_stages(model, Pipeline.of(section), world.row, device, values)
         model, stages = cast(Model, staged), staged.stages
     if apart:
-        hold_experts(model, world, section.dispatch, section.expert_order)
+        redundant = section.redundant_experts
+        hold_experts(model, world, section.dispatch, section.expert_order, redundant=redundant)
     if world.sizes.tp > 1:
         cut_tensors(model, world, sequence_parallel=section.sequence_parallel)
     mesh, wait = world.fsdp_mesh_beside(apart), world.wait_for_all
@@ -115,8 +117,10 @@ def compile_layers(model: Model, world: World, *, waits: bool = False) -> None:
 
 
 def counted_elsewhere(model: Model) -> frozenset[Tensor]:
-    """Parameters of this rank that a rank with other layers has too, which counts them where ranks count together."""
-    return model.counted_elsewhere if isinstance(model, Staged) else frozenset()
+    """Parameters of this rank that a rank with other layers or experts has too, which counts them where ranks count
+    together."""
+    tied = model.counted_elsewhere if isinstance(model, Staged) else frozenset()
+    return tied | held_before(model)
 
 
 def backward_of(model: TrainableModel, batch: Mapping[str, Tensor], targets: int) -> None:

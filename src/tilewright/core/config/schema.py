@@ -176,8 +176,8 @@ def suggest(path: str, root: type[BaseModel] = Recipe) -> str:
     Example:
         >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("train.lrr"), suggest("xyz.abc")
         ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
-        >>> suggest("lora_rank"), suggest("train-global-batch-size")
-        ('lora.rank', 'train.global_batch_size')
+        >>> suggest("lora_rank"), suggest("train-global-batch-size"), suggest("parallel.cp")
+        ('lora.rank', 'train.global_batch_size', '')
     """
     path = path[:_COMPARED]
     known = [field.path for field in fields(root)]
@@ -193,6 +193,8 @@ def suggest(path: str, root: type[BaseModel] = Recipe) -> str:
         near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
         if near:
             return names[near[0]]
+    if section in sections(root):  # whose name alone makes paths alike
+        return ""
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
     return near[0] if near else ""
 

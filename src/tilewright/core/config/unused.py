@@ -206,7 +206,12 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     ),
     (lambda r: r.parallel.tp == 1, "parallel.tp = 1", "parallel", ("sequence_parallel",)),
     (lambda r: r.data.rows != "documents", 'data.rows is not "documents"', "parallel", ("balance",)),
-    (lambda r: r.parallel.ep == 1, "parallel.ep = 1", "parallel", ("dispatch", "place_experts", "expert_order")),
+    (
+        lambda r: r.parallel.ep == 1,
+        "parallel.ep = 1",
+        "parallel",
+        ("dispatch", "place_experts", "expert_order", "redundant_experts"),
+    ),
     (
         lambda r: r.parallel.schedule not in INTERLEAVED,
         "parallel.schedule is not an interleaved one",

@@ -91,7 +91,8 @@ class RankTraffic:
         passes = (2 if shards.reshard else 1) * layers + rest.travels(shards.count)
         times = num_micro if shards.reduce_each else 1
         scattered = sent * shape.weights.tensors.cut(shards.count).gradients(shards.count)
-        return cls(num_micro * passes, times * scattered, reduced)
+        copied = shape.weights.tensors.copied(shards.count) * shards.ep / max(1, shards.ep - 1)  # to others all of it
+        return cls(num_micro * passes, times * scattered, reduced, copied)
 
     def plus(self, other: "RankTraffic") -> "RankTraffic":
         """Both."""

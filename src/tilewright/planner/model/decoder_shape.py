@@ -62,7 +62,10 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     masked = not compiled and keeps_mask(attention, machine.device, number)
     narrow = skeleton.gathered_narrow(policy, kernels) if recipe.parallel.pp == 1 else ()  # stages gather as stored
     coded = skeleton.gathered_coded(policy, recipe.parallel)
-    embedding, layers, head = skeleton.weights(policy, narrow, recipe.parallel.ep, recipe.parallel.tp, coded)
+    parallel = recipe.parallel
+    embedding, layers, head = skeleton.weights(
+        policy, narrow, parallel.ep, parallel.tp, coded, parallel.redundant_experts
+    )
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     copies = not narrow or recipe.parallel.dp_shard <= 1
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled, copies)

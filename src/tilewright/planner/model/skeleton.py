@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -90,18 +91,23 @@ class Skeleton:
         ep: int = 1,
         tp: int = 1,
         coded: Collection[nn.Module] = (),
+        redundant: int = 0,
     ) -> tuple[Weights, list[Weights], Weights]:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
         where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold other
-        experts, `tp`: other parts of matrices."""
+        experts, and `redundant` ones besides, `tp`: other parts of matrices."""
         storage, seen = self.decided(policy).storage(), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
         before = Weights.of(first, storage, seen, matrices)
         mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
-        spread = {module: (ep, tp, 1) for mixture in mixtures for module in mixture.experts.modules()}
+        spread = {
+            module: (ep, Fraction(redundant, mixture.num_experts), tp, 1)
+            for mixture in mixtures
+            for module in mixture.experts.modules()
+        }
         if ep > 1 or tp > 1:
-            spread |= {module: (ep, tp, _number(module)) for _, module in stacked_experts(self.model)}
+            spread |= {module: (ep, Fraction(0), tp, _number(module)) for _, module in stacked_experts(self.model)}
         layers = [Weights.of(layer.modules(), storage, seen, matrices, narrow, spread, coded) for layer in self.layers]
         return before, layers, Weights.of(self.outside(), storage, seen, matrices, coded=coded)
 

@@ -3,13 +3,14 @@ and those that Muon updates.
 
 Found on the meta device. A sharded tensor is cut along its first dim into parts of equal rows (`parallel.shard`); the
 last ranks have fewer rows, or none, where they do not come out even. Of experts that are spread each rank has some, in
-parts over the ranks that have the same ones.
+parts over the ranks that have the same ones; redundant ones besides.
 
 Legend: E matrices of a stack  R rows  C columns  S the smaller of R and C, L the larger.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -26,6 +27,7 @@ ITERATIONS = 5
 _WIDE = 4
 """Bytes of FP32."""
 _NARROW = 2
+_ALONE = 1, Fraction(0), 1, 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class TensorKind(NamedTuple):
     """Bytes of an element where the parts of ranks are put together."""
     spread: int = 1
     """Ranks that each hold other ones of these (experts, `parallel.ep`); each is in parts over the others."""
+    redundant: Fraction = Fraction(0)
+    """How many of these a rank holds besides, copies of what others hold, as a share of all (`redundant_experts`)."""
     times: int = 1
     """How many times as many ranks share these as share the rest (experts where matrices are cut, `parallel.tp`)."""
     coded: bool = False
@@ -123,6 +127,14 @@ class TensorKind(NamedTuple):
         ranks = shards * self.times
         spread = self.spread if ranks % self.spread == 0 else 1
         return ranks // spread, spread
+
+    def held(self, count: int, shards: int) -> int:
+        """How many of `count` such tensors this rank has, or parts of."""
+        return count // self.on_rank(shards)[1] + self.copies(count, shards)
+
+    def copies(self, count: int, shards: int) -> int:
+        """Those of them that are redundant."""
+        return int(count * self.redundant) if self.on_rank(shards)[1] > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,13 @@ class Tensors:
         """Bytes of their FP32 gradients in the same layout."""
         return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
 
+    def copied(self, shards: int) -> int:
+        """Bytes of the FP32 gradients that a rank sends to those that hold the same experts: two ranks hold each
+        redundant one."""
+        found = ((kind, kind.copies(count, shards)) for kind, count in self.kinds.items() if kind.trained)
+        parts = ((part_shape(kind.shape, kind.on_rank(shards)[0]), count) for kind, count in found)
+        return 2 * _WIDE * sum(prod(shape) * count for shape, count in parts)
+
     def cut(self, shards: int) -> "Tensors":
         """Those that are in several parts: experts that one rank alone has are not put together."""
         return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
@@ -161,7 +180,7 @@ class Tensors:
         """Bytes of what backward keeps of weights that layers read in 16 bits, where these are cast and not gathered:
         of experts that one rank alone has."""
         alone = (
-            (kind, count // kind.spread)
+            (kind, kind.held(count, shards))
             for kind, count in self.kinds.items()
             if kind.spread > 1 and kind.on_rank(shards) == (1, kind.spread) and kind.gathered < kind.size
         )
@@ -169,16 +188,14 @@ class Tensors:
 
     def whole_gradients(self, shards: int) -> int:
         """Bytes of the FP32 gradients of what a rank computes with, as backward makes them."""
-        found = (
-            (prod(kind.shape), count // kind.on_rank(shards)[1], kind.trained) for kind, count in self.kinds.items()
-        )
+        found = ((prod(kind.shape), kind.held(count, shards), kind.trained) for kind, count in self.kinds.items())
         return _WIDE * sum(number * count for number, count, trained in found if trained)
 
     def _padded(self, shards: int, size: Callable[[TensorKind], int]) -> int:
         total = 0
         for kind, count in self.kinds.items():
-            parts, spread = kind.on_rank(shards)
-            total += parts * prod(part_shape(kind.shape, parts)) * size(kind) * (count // spread)
+            parts, _ = kind.on_rank(shards)
+            total += parts * prod(part_shape(kind.shape, parts)) * size(kind) * kind.held(count, shards)
         return total
 
 
@@ -216,7 +233,7 @@ class Weights:
         for kind, count in self.tensors.kinds.items():
             parts, spread = kind.on_rank(shards)
             shape = part_shape(kind.shape, parts, rank * kind.times // spread) if kind.is_parameter else kind.shape
-            total += Weights.of_kind(kind._replace(shape=shape)).times(count // spread)
+            total += Weights.of_kind(kind._replace(shape=shape)).times(kind.held(count, shards))
         return total
 
     @classmethod
@@ -242,7 +259,7 @@ class Weights:
         seen: set[int],
         matrices: Collection[Tensor] = (),
         narrow: Collection[nn.Module] = (),
-        spread: Mapping[nn.Module, tuple[int, int, int]] = MappingProxyType({}),
+        spread: Mapping[nn.Module, tuple[int, Fraction, int, int]] = MappingProxyType({}),
         coded: Collection[nn.Module] = (),
     ) -> "Weights":
         """The weights of some modules, each counted once.
@@ -253,8 +270,8 @@ class Weights:
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
             narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
-            spread: of modules in experts how many ranks hold other ones, how many times as many share them, and how
-                many are in one tensor.
+            spread: of modules in experts how many ranks hold other ones, which share of all each holds besides, how
+                many times as many share them, and how many are in one tensor.
             coded: linear layers whose weight ranks send as codes.
         """
         total = cls()
@@ -267,7 +284,7 @@ class Weights:
                 trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
                 hidden = trained and tensor in matrices
                 gathered = _NARROW if module in narrow and tensor is module.weight else each
-                (*ranks, many), codes = spread.get(module, (1, 1, 1)), module in coded and tensor is module.weight
+                (*ranks, many), codes = spread.get(module, _ALONE), module in coded and tensor is module.weight
                 shape = tuple(tensor.shape[1:] if many > 1 else tensor.shape)
                 kind = TensorKind(shape, each, scales, trained, parameter, hidden, gathered, *ranks, codes)
                 total += cls.of_kind(kind).times(many)

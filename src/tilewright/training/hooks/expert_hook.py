@@ -1,6 +1,7 @@
 """Experts that are spread over ranks move, at a checkpoint, to where the rows that they get are balanced
 (`parallel.place_experts`). Only where an expert lives changes: losses and weights are those of a run that moves none,
-but for the order of sums in the norm that clips.
+but for the order of sums in the norm that clips. Where processes hold redundant ones, those that get most rows get
+copies: sums over rows are in another order then.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from tilewright.core.units import format_share
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.inside.experts.hold import places_of_mixtures
-from tilewright.parallel.inside.experts.placement import LEAST, ExpertMove, Orders, orders_of, worth
+from tilewright.parallel.inside.experts.placement import LEAST, ExpertMove, Orders, by_rank, orders_of, usual, worth
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult
@@ -82,17 +83,15 @@ class ExpertHook(StepHook):
         return {"parallel.expert_order": tuple(expert for order in move.orders for expert in order)}
 
     def _orders(self) -> Orders:
-        number = self._model.config.num_experts
-        usual = (tuple(range(number)),) * len(self._loads_LE)
-        return orders_of(self._section.expert_order, number) or usual
+        number, ranks, more = self._model.config.num_experts, self._world.experts.size, self._section.redundant_experts
+        now = orders_of(self._section.expert_order, number + ranks * more)
+        return now or (usual(number, ranks, more),) * len(self._loads_LE)
 
     def _tell(self, move: ExpertMove) -> None:
         assert self._last is not None, "steps were counted"
         pairs = zip(move.orders, self._orders(), strict=True)
-        each = self._model.config.num_experts // self._world.experts.size
-        moved = sum(
-            place // each != before.index(expert) // each for now, before in pairs for place, expert in enumerate(now)
-        )
+        held = [zip(*(by_rank(order, self._world.experts.size) for order in pair), strict=True) for pair in pairs]
+        moved = sum(len(set(now) - set(before)) for ranks in held for now, before in ranks)
         text = (
             f"{moved} experts move to other processes: the fullest process has {move.after:.2f} times the mean rows, "
             f"not {move.before:.2f} times (threshold {format_share(LEAST)} fewer), by the rows of {self._steps} steps"

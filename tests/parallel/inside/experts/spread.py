@@ -17,7 +17,9 @@ from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.fill import shard_all, shard_from_meta
+from tilewright.parallel.inside.experts.copies import held_before
 from tilewright.parallel.inside.experts.hold import hold_experts, mixtures
+from tilewright.parallel.liveness.checksum import checksum
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World, join
@@ -49,6 +51,10 @@ class Case:
     """Of adapters."""
     dropout: float = 0.0
     """Of their inputs."""
+    redundant: int = 0
+    """Copies of others' experts that a rank holds."""
+    order: tuple[int, ...] = ()
+    """Of the experts of each layer, as ranks hold them."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -104,7 +110,7 @@ def spread(case: Case, world: World) -> Decoder:
     """The same over ranks, from the meta device; with adapters from one that is whole."""
     if case.lora:
         model = whole(case)
-        hold_experts(model, world, case.dispatch)
+        hold(model, world, case)
         assert world.fsdp_mesh is not None, "shards"
         shard_all(model, model.layers, world.fsdp_mesh, Sharding())
         return model
@@ -112,9 +118,15 @@ def spread(case: Case, world: World) -> Decoder:
         model = Decoder(SHAPES[case.kind], KERNELS)
     values = random_values(model, 0)
     prepared(model, case)
-    hold_experts(model, world, case.dispatch)
+    hold(model, world, case)
     shard_from_meta(model, model.layers, world.fsdp_mesh, Sharding(), values, torch.device("cpu"))
     return prepared_buffers(model, case)
+
+
+def hold(model: Decoder, world: World, case: Case) -> None:
+    """Its experts over ranks."""
+    order = case.order * len(list(mixtures(model)))
+    hold_experts(model, world, case.dispatch, order, redundant=case.redundant)
 
 
 def prepared_buffers(model: Decoder, case: Case) -> Decoder:
@@ -138,7 +150,8 @@ def microbatches(rank: int, number: int) -> list[dict[str, torch.Tensor]]:
 def step(model: Decoder, world: World, batches: list[Any], **options: Any) -> tuple[Seen, Any]:
     """One step; (optimizer with gradients, result)."""
     seen = Seen(model)
-    clip = GradClip(0.0, row=world.row.handle, experts=world.experts.handle)
+    groups = {"row": world.row.handle, "experts": world.experts.handle}
+    clip = GradClip(0.0, **groups, counted_elsewhere=held_before(model))
     executor = StandardExecutor(model, seen, clip=clip, **groups_of(world), **options)
     return seen, executor.step(batches, 0.0)
 
@@ -179,6 +192,7 @@ def compare(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         ]
         found.append({
             "errors": errors,
+            "bits": {name: checksum(grad) for name, grad in seen.grads.items()},
             "whole": sorted(want),
             "loss": abs(result.loss - alone.loss),
             "norm": abs(result.grad_norm / alone.grad_norm - 1),

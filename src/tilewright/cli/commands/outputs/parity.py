@@ -193,6 +193,7 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         "train.micro_batch_size": rows,
         "train.compile": "off",
         "parallel.split": (),
+        "parallel.expert_order": (),
         "optim.warmup_steps": 0,
         "memory.plan": "",
         "memory.executor": "standard",
@@ -201,8 +202,11 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
         "plan.device_memory": 0,
         "parallel.timeout_minutes": min(recipe.parallel.timeout_minutes, PATIENCE_S / 60),
     }
+    if recipe.parallel.expert_order:  # of more layers: other experts are copied, if any are
+        settings["parallel.place_experts"] = "on"
     if not recipe.model.path:
         model, heads = recipe.model, 4
+        experts = min(model.num_experts, max(8, sizes.ep))
         settings |= {
             "model.dim": 64,
             "model.num_layers": max(min(model.num_layers, 2), num_stages(recipe, sizes)),
@@ -212,7 +216,8 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
             "model.head_dim": 16 if model.head_dim else 0,
             "model.ffn_dim": 128 if model.ffn_dim else 0,
             "model.expert_dim": 32 if model.expert_dim else 0,
-            "model.num_experts": min(model.num_experts, max(8, sizes.ep)),
+            "model.num_experts": experts,
+            "parallel.redundant_experts": min(recipe.parallel.redundant_experts, experts - experts // sizes.ep),
         }
     return changed(recipe, settings)
 

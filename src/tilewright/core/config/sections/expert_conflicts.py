@@ -35,22 +35,32 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"an ep that divides dp_shard{' x tp' if cut else ''}: processes with other experts are shards of the rest",
             f"--parallel.dp_shard {even}, or --parallel.ep 1",
         )
-    placed = "place_experts" if parallel.place_experts == "on" else "expert_order" if parallel.expert_order else ""
-    if placed and model.kind == "hf":
-        off = "off" if placed == "place_experts" else "[]"
+    off = {"place_experts": "off", "expert_order": "[]", "redundant_experts": "0"}
+    given = [name for name in off if getattr(parallel, name) not in ("off", (), 0)]
+    if given and model.kind == "hf":
         yield Conflict(
-            (f"parallel.{placed}", "model.kind"),
+            (f"parallel.{given[0]}", "model.kind"),
             "Experts of Hugging Face models stay where they are",
-            f"parallel.{placed} is given, model.kind = 'hf'",
+            f"{', '.join(f'parallel.{name}' for name in given)} {'is' if len(given) == 1 else 'are'} given, "
+            "model.kind = 'hf'",
             "tilewright's own decoder, whose experts are modules of their own",
-            f"--parallel.{placed} {off}",
+            " ".join(f"--parallel.{name} {off[name]}" for name in given),
+        )
+    elif given == ["redundant_experts"]:
+        yield Conflict(
+            ("parallel.redundant_experts", "parallel.place_experts"),
+            "Redundant experts that nothing chooses",
+            f"parallel.redundant_experts = {parallel.redundant_experts}, parallel.place_experts = 'off'",
+            "parallel.place_experts, which copies those that get most rows, or an expert_order",
+            "--parallel.place_experts on",
         )
     if model.kind != "hf" and not model.path:
-        yield from uneven_experts(model.num_experts, parallel.ep)
+        yield from uneven_experts(model.num_experts, parallel.ep, parallel.redundant_experts)
 
 
-def uneven_experts(num_experts: int, ep: int) -> Iterator[Conflict]:
-    """A number of experts that cannot be spread over so many processes; none where it can.
+def uneven_experts(num_experts: int, ep: int, redundant: int = 0) -> Iterator[Conflict]:
+    """A number of experts that cannot be spread over so many processes, or of which other processes have too few for
+    `redundant` copies on each; none where it can.
 
     Example:
         >>> [conflict.got for number in (0, 6, 8) for conflict in uneven_experts(number, 4)]
@@ -74,4 +84,13 @@ def uneven_experts(num_experts: int, ep: int) -> Iterator[Conflict]:
             f"an ep that divides {num_experts}: {', '.join(map(str, even))}",
             f"--parallel.ep {max(size for size in even if size <= ep)}, or "
             f"--model.num_experts {-(-num_experts // ep) * ep}",
+        )
+    elif redundant > num_experts - num_experts // ep:
+        most = num_experts - num_experts // ep
+        yield Conflict(
+            ("parallel.redundant_experts", *fields),
+            "More redundant experts than other processes have",
+            f"parallel.redundant_experts = {redundant}, {num_experts} experts, parallel.ep = {ep}",
+            f"at most {most}: a process has {num_experts // ep} of its own, and copies of others",
+            f"--parallel.redundant_experts {most}",
         )

@@ -28,7 +28,7 @@ class ParallelSection(Section):
     changes_numbers = (
         *("pp", "schedule", "virtual_stages", "split", "balance", "resplit"),
         *("dp_replicate", "dp_shard", "tp", "sequence_parallel", "ep", "cpu_offload", "reduce_each", "dispatch"),
-        *("grad_sync", "grad_feedback", "grad_sync_error", "place_experts", "expert_order"),
+        *("grad_sync", "grad_feedback", "grad_sync_error", "place_experts", "expert_order", "redundant_experts"),
     )
     keeps_numbers = ("reshard_after_forward", "param_gather", "timeout_minutes")
 
@@ -86,6 +86,11 @@ class ParallelSection(Section):
     """Spread experts: the numbers of each layer's experts in the order of the processes that hold them, layer after
     layer, each process's in their own order. Empty: the first processes hold the first ones. Set by
     `place_experts`."""
+    redundant_experts: Count = Field(default=0, ge=0)
+    """Spread experts: how many more experts each process holds of a layer, copies of those that get most rows. Such
+    an expert's rows are divided evenly over its copies; their gradients are added up, so that all copies stay the same.
+    `place_experts` chooses them; before that, and where `expert_order` is empty, they are the first experts of the next
+    process."""
     reshard_after_forward: bool = True
     """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
     False keeps them (ZeRO-2): less communication, more memory."""

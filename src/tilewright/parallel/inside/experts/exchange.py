@@ -8,7 +8,8 @@ expert), the rows, the results. (Keys that rows have, by which adapters drop inp
 the rows of rank 0 first, in its order, then those of rank 1: one process with the micro-batches of all ranks after one
 another has the same rows in the same places, and the same codes where tiles of 8-bit formats go across rows. Backward
 sends gradients the same ways in reverse, so an expert has its gradient over the rows of all ranks in the group, and
-nothing is left to be summed over them.
+nothing is left to be summed over them. Of an expert that several ranks hold each gets as many of a rank's rows as the
+others, and their gradients are summed (`copies`).
 
 Rows travel in their own dtype, results and gradients always. With `dispatch="fp8"` the rows of the way there are E4M3
 with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire`). What arrives has the
@@ -19,11 +20,14 @@ Gradients pass the rounding as they are.
 
 See: DeepSeek-V3 report, section 3.3.3 (dispatch in FP8, combine in BF16).
 
-Legend: P rows of all tokens' experts  D model width  E experts  R ranks  B bytes of a row.
+Legend: P rows of all tokens' experts  D model width  E experts  S experts that ranks hold, each copy counted  R ranks
+B bytes of a row.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,6 +38,7 @@ from tilewright.models.decoder.moe import RunExperts, permuted
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.communicate.wire import pack, unpack
+from tilewright.parallel.inside.experts.placement import by_rank
 from tilewright.parallel.world import Group
 
 
@@ -46,7 +51,7 @@ class SentRows:
     order: Tensor
     inverse: Tensor
     placed: tuple[Tensor, Tensor] | None = None
-    """Where experts are not in the order of their numbers: the order of the rows by place, and back."""
+    """Where ranks hold the experts in another order, or copies: the order of the rows by who holds them, and back."""
     keys: Tensor | None = None
     """Of the rows that came, sorted as these are; None where rows have none."""
 
@@ -55,9 +60,10 @@ class ExpertExchange:
     """Runs experts that are spread over ranks. All ranks of the group call it together.
 
     Args:
-        group: the ranks. The first holds the first experts. Its counter is told what is sent.
+        group: the ranks. Its counter is told what is sent.
         num_experts: of a layer, on all of them.
-        order: the experts, those of the first rank first, each rank's in the order of their numbers; None: all are.
+        order: the experts that ranks hold, as many on each, those of the first rank first, each rank's in the order of
+            their numbers; some on several ranks. None: each once, in the order of their numbers.
         dispatch: what rows travel as on their way there.
         kernels: make FP8 codes; None: the machine's best.
         trained: whether an expert of any rank has something to train. The others of a frozen layer that reads what
@@ -74,23 +80,27 @@ class ExpertExchange:
         kernels: Kernels | None = None,
         trained: bool = False,
     ) -> None:
-        self._order = None if order is None or tuple(order) == tuple(range(num_experts)) else tuple(order)
+        self.order = tuple(range(num_experts) if order is None else order)
+        self._as_numbered = self.order == tuple(range(num_experts))
         self.group, self.num_experts, self.dispatch, self.trained = group, num_experts, dispatch, trained
         self.kernels = kernels or (Kernels.default() if dispatch == "fp8" else None)
         self.sent_bytes = 0
         """Of rows, results and their gradients, that this rank has sent to others."""
 
     @property
-    def held(self) -> Sequence[int]:
+    def held(self) -> tuple[int, ...]:
         """The numbers of this rank's experts.
 
         Example:
-            >>> ExpertExchange(Group(1, 4), 8).held, ExpertExchange(Group(1, 2), 4, order=(0, 2, 1, 3)).held
-            (range(2, 4), (1, 3))
+            >>> ExpertExchange(Group(1, 4), 8).held, ExpertExchange(Group(1, 2), 4, order=(0, 2, 3, 0, 1, 3)).held
+            ((2, 3), (0, 1, 3))
         """
-        each = self.num_experts // self.group.size
-        places = range(self.group.rank * each, (self.group.rank + 1) * each)
-        return places if self._order is None else self._order[places.start : places.stop]
+        return self.held_by_rank[self.group.rank]
+
+    @cached_property
+    def held_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The same of each rank."""
+        return by_rank(self.order, self.group.size)
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts, keys_P: Tensor | None = None) -> Tensor:
         """The output of the experts for the rows, row by row.
@@ -121,24 +131,46 @@ class ExpertExchange:
         """
         ranks, each = self.group.size, len(self.held)
         placed = None
-        if self._order is not None:
-            order_E = torch.tensor(self._order, device=counts_E.device)
-            by_place = order_E.argsort().repeat_interleave(counts_E).argsort(stable=True)
-            counts_E, placed = counts_E[order_E], (by_place, by_place.argsort())
+        counts_S = counts_E
+        if not self._as_numbered:
+            counts_S, placed = self._by_holder(counts_E, len(rows_PD))
             rows_PD = permuted(rows_PD, *placed)
             keys_P = None if keys_P is None else keys_P[placed[0]]
-        got_RE = torch.empty_like(counts_E)
-        dist.all_to_all_single(got_RE, counts_E, group=self.group.handle)
-        numbers = torch.stack([counts_E, got_RE]).view(2, ranks, each)  # read on the host at once
+        got_S = torch.empty_like(counts_S)
+        dist.all_to_all_single(got_S, counts_S, group=self.group.handle)
+        numbers = torch.stack([counts_S, got_S]).view(2, ranks, each)  # read on the host at once
         (sends, gets), own = numbers.sum(2).tolist(), numbers[1].sum(0).tolist()
         arrived_PD = _AllToAll.apply(rows_PD, sends, gets, self, self.dispatch)
-        expert = torch.arange(each, device=rows_PD.device).repeat(ranks).repeat_interleave(got_RE)
+        expert = torch.arange(each, device=rows_PD.device).repeat(ranks).repeat_interleave(got_S)
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         if keys_P is not None:
             keys_P = self._bytes(keys_P, sends, gets, wire_name(keys_P.dtype))[order]
         return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed, keys_P)
+
+    def _by_holder(self, counts_E: Tensor, num_rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """How many rows go to each expert that a rank holds [S], and the order of rows by these, and back. The rows of
+        an expert are cut into as many equal runs as it has copies; which rank's copy gets the first one differs from
+        rank to rank, so that no copy gets what is left over of all."""
+        holds, number, copies = torch.tensor(self._copies, device=counts_E.device).unbind(1)
+        begins_S = counts_E[holds] * number // copies
+        counts_S = counts_E[holds] * (number + 1) // copies - begins_S
+        begins_S += (counts_E.cumsum(0) - counts_E)[holds]
+        moves_S = begins_S - (counts_S.cumsum(0) - counts_S)
+        order_P = torch.arange(num_rows, device=counts_E.device)
+        order_P = order_P + moves_S.repeat_interleave(counts_S, output_size=num_rows)
+        return counts_S, (order_P, order_P.argsort())
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, int]]:
+        """Of each expert that a rank holds: its number, which of its copies it is, and how many there are."""
+        copies, seen = Counter(self.order), Counter[int]()
+        found = []
+        for expert in self.order:
+            found.append((expert, (seen[expert] + self.group.rank) % copies[expert], copies[expert]))
+            seen[expert] += 1
+        return found
 
     def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
         """The second half: results [P, D] in the order of the rows that were sent.

@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.moe import MoE
 from tilewright.parallel.inside.experts.exchange import ExpertExchange
-from tilewright.parallel.inside.experts.placement import orders_of
+from tilewright.parallel.inside.experts.placement import Orders, by_rank, orders_of, usual
 from tilewright.parallel.inside.experts.stacked import spread_stack, stacked_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.hf_stages import StagedHF
@@ -40,14 +40,22 @@ class HeldExperts(HeldLayers):
         self.num_in_whole, self.sharded_over = num_in_whole, mesh
 
 
-def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "stream", order: Sequence[int] = ()) -> None:
+def hold_experts(
+    model: nn.Module,
+    world: World,
+    dispatch: DispatchName = "stream",
+    order: Sequence[int] = (),
+    *,
+    redundant: int = 0,
+) -> None:
     """Let go of the experts that other ranks hold, in place, and let each layer send rows to where their experts are.
 
     Args:
         model: converted, on meta, or with memory in tests.
         world: with `ep` ranks that hold other experts.
         dispatch: what rows travel to them as.
-        order: of the experts of each layer, one after another (`placement`); empty: that of their numbers.
+        order: of the experts of each layer, one after another (`placement`); empty: the usual one.
+        redundant: how many more experts a rank holds, which others hold too.
 
     Raises:
         ConfigError: it has no experts, or so many that they do not come out even (`check_experts`), or an order that
@@ -58,11 +66,11 @@ def hold_experts(model: nn.Module, world: World, dispatch: DispatchName = "strea
     if not isinstance(model, Decoder):
         _hold_stacked(model, world, dispatch)
         return
-    check_experts(model.config.num_experts, world.sizes.ep)
+    check_experts(model.config.num_experts, world.sizes.ep, redundant)
     mesh = world.expert_fsdp_mesh
     assert mesh is not None, "ep > 1 and tp > 1 have a second mesh"
     whole = model.config.num_layers - model.config.num_dense_layers
-    orders = check_order(order, model.config.num_experts, whole, world.sizes.ep)
+    orders = check_order(order, model.config.num_experts, whole, world.sizes.ep, redundant)
     for place, layer in zip(places_of_mixtures(model), mixtures(model), strict=True):
         own, kernels = orders[place], layer.gate.kernels
         how = {"dispatch": dispatch, "kernels": kernels}
@@ -135,43 +143,45 @@ def expert_meshes(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     return {param: mesh for module, mesh in meshes.items() if mesh is not None for param in module.parameters()}
 
 
-def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int) -> Sequence[Sequence[int] | None]:
-    """The order of each layer's experts; None: that of their numbers.
+def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int, redundant: int = 0) -> Orders:
+    """The order of each layer's experts, the usual one where none is given.
 
     Raises:
-        ConfigError: it does not name each expert of each layer once, each process's in the order of their numbers.
+        ConfigError: it does not name each expert of each layer, or not as many as processes hold, or one of a process
+            twice, or those of a process not in the order of their numbers.
 
     Example:
         >>> check_order((0, 2, 1, 3), 4, 1, 2), check_order((), 4, 2, 2)
-        (((0, 2, 1, 3),), (None, None))
+        (((0, 2, 1, 3),), ((0, 1, 2, 3), (0, 1, 2, 3)))
     """
     if not order:
-        return (None,) * layers
-    found, each = orders_of(order, num_experts), num_experts // ep
-    sound = len(order) == layers * num_experts and all(
-        tuple(expert for start in range(0, num_experts, each) for expert in sorted(one[start : start + each])) == one
-        and set(one) == set(range(num_experts))
+        return (usual(num_experts, ep, redundant),) * layers
+    number = num_experts + ep * redundant
+    found = orders_of(order, number)
+    sound = len(order) == layers * number and all(
+        all(list(held) == sorted(set(held)) for held in by_rank(one, ep)) and set(one) == set(range(num_experts))
         for one in found
     )
     if not sound:
+        copies = f", and parallel.redundant_experts = {redundant} for each of {ep} processes" if redundant else ""
         raise ConfigError(
             "Order of experts that is none of this model's",
             got=f"{len(order)} numbers in parallel.expert_order",
-            need=f"0 to {num_experts - 1} once for each of {layers} layers, those of a process in their order",
+            need=f"0 to {num_experts - 1} for each of {layers} layers{copies}; those of a process once, in their order",
             try_="--parallel.expert_order [], which keeps the order of their numbers",
             where="parallel.expert_order",
         )
     return found
 
 
-def check_experts(num_experts: int, ep: int) -> None:
+def check_experts(num_experts: int, ep: int, redundant: int = 0) -> None:
     """Check what a number of experts needs.
 
     Raises:
-        ConfigError: there are none, or they do not come out even.
+        ConfigError: there are none, or they do not come out even, or other processes have fewer than `redundant`.
 
     Example:
         >>> check_experts(8, 4)
     """
-    for found in uneven_experts(num_experts, ep):
-        raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where="parallel.ep")
+    for found in uneven_experts(num_experts, ep, redundant):
+        raise ConfigError(found.what, got=found.got, need=found.need, try_=found.try_, where=found.fields[0])

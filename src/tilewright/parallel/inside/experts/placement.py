@@ -1,11 +1,13 @@
 """Which ranks hold which experts, by how many rows they get. Plain Python.
 
-An order lists the experts of a layer, those of the first rank first, as many on each. A rank's are in the order of
-their numbers. Only where an expert lives changes: which rows it sees, and in which order, does not.
+An order lists the experts that ranks hold of a layer, those of the first rank first, as many on each. A rank's are in
+the order of their numbers. Where each is held once, only where an expert lives changes: which rows it sees, and in
+which order, does not. Of redundant experts several ranks hold a copy, each of which gets its share of the rows.
 
-See: DeepSeek's EPLB, `balanced_packing` (MIT). Copies of experts that get most rows, which it has too, are not made.
+See: DeepSeek's EPLB, `replicate_experts` and `balanced_packing` (MIT).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,26 +18,68 @@ Orders = tuple[tuple[int, ...], ...]
 """Of each layer with experts."""
 
 
-def balanced(load: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """An order in which ranks have about the same number of rows: experts go, the fullest first, to the rank with the
-    fewest rows that has room.
+def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The experts of each rank.
+
+    Example:
+        >>> by_rank((0, 2, 1, 3), 2)
+        ((0, 2), (1, 3))
+    """
+    each = len(order) // ranks
+    return tuple(tuple(order[start : start + each]) for start in range(0, len(order), each))
+
+
+def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
+    """The order before any rows are counted: that of the numbers, and copies of the first ones of the next rank.
+
+    Args:
+        num_experts: of a layer.
+        ranks: that hold as many each.
+        redundant: how many more each holds.
+
+    Example:
+        >>> usual(4, 2), usual(4, 2, redundant=1)
+        ((0, 1, 2, 3), (0, 1, 2, 0, 2, 3))
+    """
+    each = num_experts // ranks
+    held = ((rank * each + place for place in range(each + redundant)) for rank in range(ranks))
+    return tuple(expert for one in held for expert in sorted(place % num_experts for place in one))
+
+
+def balanced(load: Sequence[float], ranks: int, redundant: int = 0) -> tuple[int, ...]:
+    """An order in which ranks have about the same number of rows: the copies of an expert go to ranks with most room,
+    so that there are enough ranks for all copies, of these to those with the fewest rows; then the other experts, the
+    fullest first, each to the rank with the fewest rows that has room.
 
     Args:
         load: rows of each expert.
         ranks: that hold as many each.
+        redundant: how many more experts each rank holds; all ranks have other ones at most.
 
     Example:
-        >>> balanced([9.0, 8.0, 1.0, 2.0], 2)
-        (0, 2, 1, 3)
+        >>> balanced([9.0, 8.0, 1.0, 2.0], 2), balanced([9.0, 8.0, 1.0, 2.0], 2, redundant=1)
+        ((0, 2, 1, 3), (0, 1, 3, 0, 1, 2))
     """
-    room, rows = [len(load) // ranks] * ranks, [0.0] * ranks
+    copies = _copies(load, ranks, ranks * redundant)
+    room, rows = [len(load) // ranks + redundant] * ranks, [0.0] * ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in sorted(range(len(load)), key=lambda expert: -load[expert]):
-        rank = min((rank for rank in range(ranks) if room[rank]), key=lambda rank: (rows[rank], rank))
-        held[rank].append(expert)
-        room[rank] -= 1
-        rows[rank] += load[expert]
+    for expert in sorted(range(len(load)), key=lambda expert: (copies[expert] == 1, -load[expert] / copies[expert])):
+        alone, free = copies[expert] == 1, [rank for rank in range(ranks) if room[rank]]
+        free.sort(key=lambda rank: (0 if alone else -room[rank], rows[rank], rank))
+        for rank in free[: copies[expert]]:
+            held[rank].append(expert)
+            room[rank] -= 1
+            rows[rank] += load[expert] / copies[expert]
     return tuple(expert for one in held for expert in sorted(one))
+
+
+def _copies(load: Sequence[float], ranks: int, more: int) -> list[int]:
+    """How many ranks hold each expert: one more, again and again, of the one whose copies get most rows."""
+    copies = [1] * len(load)
+    for _ in range(more):
+        free = (expert for expert, number in enumerate(copies) if number < ranks)
+        copies[max(free, key=lambda expert: (load[expert] / copies[expert], -copies[expert], -expert))] += 1
+    return copies
 
 
 def fullest(load: Sequence[float], order: Sequence[int], ranks: int) -> float:
@@ -45,14 +89,14 @@ def fullest(load: Sequence[float], order: Sequence[int], ranks: int) -> float:
         >>> fullest([9.0, 8.0, 1.0, 2.0], (0, 1, 2, 3), 2), fullest([9.0, 8.0, 1.0, 2.0], (0, 2, 1, 3), 2)
         (1.7, 1.0)
     """
-    each, total = len(order) // ranks, sum(load)
-    rows = [sum(load[expert] for expert in order[start : start + each]) for start in range(0, len(order), each)]
+    copies, total = Counter(order), sum(load)
+    rows = [sum(load[expert] / copies[expert] for expert in held) for held in by_rank(order, ranks)]
     return max(rows) * ranks / total if total else 1.0
 
 
-def orders_of(flat: Sequence[int], num_experts: int) -> Orders:
-    """The order of each layer, from those of all layers one after another."""
-    return tuple(tuple(flat[start : start + num_experts]) for start in range(0, len(flat), num_experts))
+def orders_of(flat: Sequence[int], num_held: int) -> Orders:
+    """The order of each layer, from those of all layers one after another, each of `num_held` experts."""
+    return tuple(tuple(flat[start : start + num_held]) for start in range(0, len(flat), num_held))
 
 
 @dataclass(frozen=True)
@@ -73,8 +117,8 @@ class ExpertMove:
 def worth(
     loads: Sequence[Sequence[float]], now: Orders, ranks: int, *, steps_left: int, step_s: float, move_s: float
 ) -> ExpertMove | None:
-    """Balanced orders, where they save enough rows, and the steps that are left, if all of a step waited for these
-    rows, more than twice what the move takes; None otherwise.
+    """Balanced orders with as many copies, where they save enough rows, and the steps that are left, if all of a step
+    waited for these rows, more than twice what the move takes; None otherwise.
 
     Args:
         loads: rows of each expert, by layer.
@@ -84,7 +128,7 @@ def worth(
         step_s: seconds of a step.
         move_s: seconds of the move.
     """
-    orders = tuple(balanced(load, ranks) for load in loads)
+    orders = tuple(balanced(load, ranks, (len(own) - len(load)) // ranks) for load, own in zip(loads, now, strict=True))
     before, after = (
         sum(fullest(load, order, ranks) for load, order in zip(loads, each, strict=True)) / len(loads)
         for each in (now, orders)

@@ -229,7 +229,7 @@ class MeshModel:
         if key.ep == 1:
             return found
         kinds = found.weights.tensors.kinds.items()
-        away = sum(n * (1 - 1 / key.ep) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
+        away = sum(n * (1 - 1 / key.ep - kind.redundant) * prod(kind.shape) for kind, n in kinds if kind.spread > 1)
         trained = found.weights.trained
         weights = replace(found.weights, trained=max(0, trained - int(away)))
         return replace(
