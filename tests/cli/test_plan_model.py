@@ -199,6 +199,7 @@ def test_what_is_missing_for_the_commands_is_said(model, talks, tmp_path, capsys
     assert [way["plan"]["peak_bytes"] for way in found["ways"]] == [
         way["plan"]["peak_bytes"] for way in planned(capsys, model, *typed)["ways"]
     ]
+    assert len(set(found["notes"])) == len(found["notes"]), "each note once"
     notes = " ".join(found["notes"])
     assert "model.safetensors" in notes
     assert "tokenizer" in notes

@@ -84,8 +84,9 @@ def plan_model(model: str, typed: Sequence[str], options: "PlanRequest", *, as_j
             found.append(way)
             if len(found) < len(_NAMES):
                 progress.phase(list(_NAMES.values())[len(found)])
-    notes = [*(published_notes(options.on) if options.on else ()), *lacking(found[0].loaded)]
-    notes += dict.fromkeys(note for way in found if way.plan is not None for note in way.plan.notes)
+    first = (*(published_notes(options.on) if options.on else ()), *lacking(found[0].loaded))
+    of_plans = (note for way in found if way.plan is not None for note in way.plan.notes)
+    notes = list(dict.fromkeys((*first, *of_plans)))
     if as_json:
         print_json(_to_json(name, found, notes))
     else:
