@@ -1,37 +1,58 @@
 """How much faster a model with a quarter of its FFN and heads cut is at one cached token than the whole one, in one
 runtime and format: of the default shape, and of one whose time is that of its weights.
 
-Weights are those of one step: speed does not depend on them. Each model is exported and run in its runtimes by
-`export_run`, in turn for some rounds; the least time of each counts. Beside the ratio stand the bytes of weights that a
-token reads: their ratio is what a runtime without a cost of its own would reach. That cost is of each runtime
+Weights are those of one step: speed does not depend on them. Each model is written once in each format. Then both are
+open, each in a process of its own, and take turns: in each turn each answers some tokens behind 256 others, of which
+the least time counts. A slow moment of the machine falls on both. The ratio is the median over turns. Beside it
+stand the bytes of weights that a token reads: their ratio is what a runtime without a cost of its own would reach.
+That cost is of each runtime
 
-    fixed = t_whole - bytes_whole (t_whole - t_cut) / (bytes_whole - bytes_cut)
+    fixed = t_whole - weights_whole (t_whole - t_cut) / (weights_whole - weights_cut)
 
-Latencies mean something on a quiet machine only.
+The file is written after each runtime of each shape. Latencies mean something on a quiet machine only.
 
-python -m benchmarks.compress.token_speed --work FOLDER [--rounds 3] [--threads 2] [--shapes default,cpu_50m]
+python -m benchmarks.compress.token_speed --work FOLDER [--turns 15] [--threads 2] [--shapes cpu_50m,default]
+    [--targets onnx-int8,gguf-q4_0]
 """
 
 import argparse
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.common import machine_kind, write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.measure import parameters
 from tilewright.compress.budget.stages import run_stage, stage_recipe, write_model
+from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.targets import find_targets
-from tilewright.compress.export_run import export_run
-from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.export_run import quiet_converters
+from tilewright.compress.prove.graphs.onnx_runtime import OnnxRuntime
+from tilewright.compress.prove.llama_cpp import LlamaCpp
+from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request
+from tilewright.compress.prove.torch_model import TorchModel
 from tilewright.compress.prune.prune import prune
 
 CLAIM = "a model with a quarter of its FFN and heads cut answers a cached token at least 1.2x as fast as the whole one"
 TARGETS = "onnx,onnx-int8,gguf-f16,gguf-q8_0,gguf-q4_0"
+OWN = {
+    "own, fp32 eager": ("fp32", False), "own, bf16 eager": ("bf16", False), "own, bf16 compiled": ("bf16", True),
+}  # fmt: skip
+"""Our decoder: dtype, compiled."""
+SESSIONS: Mapping[str, type[ConsumerSession]] = {"onnxruntime": OnnxRuntime, "llama.cpp": LlamaCpp}
+TOKENS = 5
+"""In a turn."""
 PLAIN = {
     "train.steps": 1, "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.compile": "off",
     "train.eval_interval": 0, "train.eval_batches": 1, "train.sample_tokens": 0, "precision.mode": "fp32",
-    "log.report": False, "energy.idle_seconds": 0, "data.max_bytes": 24_000_000, "data.seq_len": 256,
+    "log.report": False, "energy.idle_seconds": 0, "data.max_bytes": 4_000_000, "data.seq_len": 2 * CACHED_AT,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "default": {
@@ -46,17 +67,44 @@ SHAPES: dict[str, dict[str, Any]] = {
 CUT = {"ffn": 0.25, "heads": 0.25}
 
 
-def times(run: Path, out: Path, threads: int) -> dict[str, dict[str, Any]]:
-    """Seconds of a cached token by runtime and format, and bytes of the artefact."""
-    source = open_to_export(run)
-    limits = ConsumerLimits.of_this_machine(600)
-    record = export_run(source, find_targets(TARGETS), out, threads=threads, limits=limits)
-    rows = {row["target"]: row for row in record["artefacts"]} | {
-        f"own, {row['name']}": row for row in record["baselines"]
-    }
-    return {
-        name: {"seconds": row.get("cached_token_s"), "state": row.get("state", "ran")} for name, row in rows.items()
-    }
+def answer(kind: type[ConsumerSession], request: Request, ids_S: np.ndarray, pipe: Connection) -> None:
+    """A child's work: a session that is open, and the least seconds of some tokens each time that it is asked."""
+    session = kind(request)
+    session.cached_token_s(ids_S)
+    while pipe.recv():
+        pipe.send(min(session.cached_token_s(ids_S) or 0.0 for _ in range(TOKENS)))
+
+
+@contextmanager
+def opened(kind: type[ConsumerSession], request: Request, ids_S: np.ndarray) -> Iterator[Connection]:
+    """A session in a process of its own."""
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=answer, args=(kind, request, ids_S, theirs))
+    child.start()
+    theirs.close()  # so that a child that fails ends the wait for its answer
+    try:
+        yield ours
+        ours.send(False)
+    finally:
+        ours.close()
+        child.join(10)
+        child.kill()
+
+
+def in_turns(
+    kind: type[ConsumerSession], requests: Mapping[str, Request], ids_S: np.ndarray, turns: int
+) -> dict[str, list[float]]:
+    """Seconds of a cached token of each, turn by turn."""
+    found: dict[str, list[float]] = {name: [] for name in requests}
+    with ExitStack() as stack:
+        pipes = {name: stack.enter_context(opened(kind, request, ids_S)) for name, request in requests.items()}
+        for number in range(turns + 1):
+            for name, pipe in pipes.items():
+                pipe.send(True)
+                seconds = pipe.recv()
+                if number:  # the first turn prepares
+                    found[name].append(seconds)
+    return found
 
 
 def weights_read(model: Any) -> int:
@@ -65,50 +113,87 @@ def weights_read(model: Any) -> int:
     return parameters(model) - table
 
 
-def of_shape(name: str, work: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """The whole model and its cut, in turn."""
-    study = Study.of_settings(work / name, 1, PLAIN | SHAPES[name] | {"run.threads": threads})
+def compared(seconds: Mapping[str, list[float]], read: Mapping[str, int]) -> dict[str, Any]:
+    """The ratio of turns, and what the runtime costs without a weight.
+
+    Example:
+        >>> found = compared({"whole": [3.0, 6.0], "cut": [2.0, 4.0]}, {"whole": 200, "cut": 100})
+        >>> found["ratio"], found["whole"], found["fixed_s"]
+        (1.5, 3.0, 1.0)
+    """
+    ratios = [whole / cut for whole, cut in zip(seconds["whole"], seconds["cut"], strict=True)]
+    least = {name: min(those) for name, those in seconds.items()}
+    per_weight = (least["whole"] - least["cut"]) / (read["whole"] - read["cut"])
+    fixed = least["whole"] - per_weight * read["whole"]
+    return {"ratio": median(ratios), "ratios": ratios, **least, "fixed_s": fixed}
+
+
+def of_shape(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is known of the whole model and its cut after each runtime."""
+    work = args.work / name
+    study = Study.of_settings(work, 1, PLAIN | SHAPES[name] | {"run.threads": args.threads})
     whole = study.source.model
     cut = prune(whole, CUT, importance="l1").model  # type: ignore[arg-type]
-    folder = work / name / "models" / "cut"
+    folder = work / "models" / "cut"
     write_model(study.source, cut, folder)
-    recipe = stage_recipe(study.source, "cut", work / name, folder=folder, taught=False, steps=1)
-    runs = {"whole": study.source.run, "cut": run_stage(recipe, study.source)}
-    least: dict[str, dict[str, float]] = {}
-    for number in range(rounds):
-        for which, run in runs.items():
-            for runtime, row in times(run, work / name / f"{which}-artefacts", threads).items():
-                print(number, which, runtime, row, flush=True)
-                if row["seconds"]:
-                    kept = least.setdefault(runtime, {})
-                    kept[which] = min(kept.get(which, row["seconds"]), row["seconds"])
+    recipe = stage_recipe(study.source, "cut", work, folder=folder, taught=False, steps=1)
+    sources = {"whole": study.source, "cut": open_to_export(run_stage(recipe, study.source))}
     read = {"whole": weights_read(whole), "cut": weights_read(cut)}
-    return {
+    rows = next(iter(next(iter(study.batches.values()))))["input_ids"]
+    ids_S = rows[0, : CACHED_AT + 1].numpy()
+    found: dict[str, Any] = {
         "weights_read": read,
         "weights_ratio": read["whole"] / read["cut"],
         "head_share": whole.config.vocab_size * whole.config.dim / read["whole"],  # type: ignore[attr-defined]
-        "runtimes": {runtime: kept | _compared(kept, read) for runtime, kept in least.items() if len(kept) == 2},
+        "runtimes": {},
     }
+    for runtime, kind, requests in runtimes(sources, work, args):
+        found["runtimes"][runtime] = compared(in_turns(kind, requests, ids_S, args.turns), read)
+        row = found["runtimes"][runtime]
+        print(f"{name}, {runtime}: {row['ratio']:.2f}x", *(f"{ratio:.2f}" for ratio in row["ratios"]), flush=True)
+        yield found
 
 
-def _compared(kept: dict[str, float], read: dict[str, int]) -> dict[str, float]:
-    per_weight = (kept["whole"] - kept["cut"]) / (read["whole"] - read["cut"])
-    return {"ratio": kept["whole"] / kept["cut"], "fixed_s": kept["whole"] - per_weight * read["whole"]}
+def runtimes(
+    sources: Mapping[str, ExportSource], work: Path, args: argparse.Namespace
+) -> Iterator[tuple[str, type[ConsumerSession], dict[str, Request]]]:
+    """Each runtime and format with the artefacts of both models, which are written if they are not there."""
+    for target in find_targets(args.targets, "--targets"):
+        requests = {}
+        for which, source in sources.items():
+            path = work / f"{which}-{target.file.format(run=which)}"
+            if not path.exists():
+                with quiet_converters():
+                    target.write(source, path)
+            requests[which] = Request(str(path), "", "", args.threads)
+        yield target.name, SESSIONS[target.consumer.name], requests
+    for name, (dtype, compiled) in OWN.items():
+        requests = {}
+        for which, source in sources.items():
+            folder = work / f"{which}-hf"
+            write_model(source, source.model, folder)
+            section = source.recipe.model.model_copy(update={"kind": "decoder", "weights": "load"})
+            options = {"section": section.model_dump(), "vocab_size": source.tokenizer.vocab_size, "weights": ""}
+            options |= {"dtype": dtype, "compile": compiled}
+            requests[which] = Request(str(folder), "", "", args.threads, options=options)
+        yield name, TorchModel, requests
 
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shapes", default="default,cpu_50m")
+    parser.add_argument("--shapes", default="cpu_50m,default")
+    parser.add_argument("--targets", default=TARGETS)
     args = parser.parse_args()
-    facts = {"cut": CUT, "rounds": args.rounds, "threads": args.threads}
+    facts = {"cut": CUT, "turns": args.turns, "tokens": TOKENS, "threads": args.threads}
     shapes: dict[str, Any] = {}
     for name in args.shapes.split(","):
-        shapes[name] = of_shape(name, args.work, args.rounds, args.threads)
-        write_result(f"token_speed_{machine_kind()}", CLAIM, facts | {"shapes": shapes})
+        for found in of_shape(name, args):
+            shapes[name] = found
+            write_result(f"token_speed_{machine_kind()}", CLAIM, facts | {"shapes": shapes})
 
 
 if __name__ == "__main__":
